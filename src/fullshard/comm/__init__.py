@@ -1,0 +1,1 @@
+"""HOW: meshes and process groups, collectives per backend, agreement between ranks."""

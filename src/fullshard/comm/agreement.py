@@ -1,0 +1,98 @@
+"""Ranks compare what they are about to do, so that a difference is an error and not a hang."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.topology import Axis, Topology
+from fullshard.errors import DisagreementError
+
+_T = TypeVar("_T")
+
+
+class Agreement:
+    """Compares values between all ranks of a topology.
+
+    Every call is a collective over both axes. Each rank learns the value of every other, so a
+    difference is raised on all of them alike.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        self._axes = [a for a in (topology.shard, topology.replicate) if not a.is_single]
+        self._device = device
+
+    def compare_plans(self, plans: Sequence[tuple[str, str]]) -> None:
+        """Compare (unit name, what it holds) pairs; raise where they differ."""
+        digest = hashlib.sha256(repr(list(plans)).encode()).digest()
+        number = int.from_bytes(digest[:7], "big")
+        if len({number for _, number in self._exchange_numbers(number)}) <= 1:
+            return
+        everyone = self._exchange_objects(list(plans))
+        raise DisagreementError(_plan_difference(everyone))
+
+    def compare_step(self, number: int, describe: Callable[[int], str]) -> None:
+        """Compare the number of the next thing to do; `describe` turns a number into words."""
+        everyone = self._exchange_numbers(number)
+        if len({said for _, said in everyone}) > 1:
+            raise DisagreementError(_step_difference(everyone, describe))
+
+    def _exchange_numbers(self, number: int) -> list[tuple[int, int]]:
+        """Every rank's (rank, number)."""
+        rows = torch.tensor([[dist.get_rank(), number]], dtype=torch.int64, device=self._device)
+        for axis in self._axes:
+            assert axis.group is not None
+            gathered = rows.new_empty(axis.size * rows.size(0), 2)
+            axis.group._allgather_base(gathered, rows).wait()
+            rows = gathered
+        return [(int(rank), int(value)) for rank, value in rows.tolist()]
+
+    def _exchange_objects(self, value: _T) -> list[tuple[int, _T]]:
+        known = [(dist.get_rank(), value)]
+        for axis in self._axes:
+            known = [pair for part in _gathered_objects(known, axis) for pair in part]
+        return known
+
+
+def _gathered_objects(value: _T, axis: Axis) -> list[_T]:
+    received: list[_T | None] = [None] * axis.size
+    dist.all_gather_object(received, value, group=axis.group)
+    return [part for part in received if part is not None]
+
+
+def _plan_difference(everyone: Sequence[tuple[int, Sequence[tuple[str, str]]]]) -> str:
+    """Name the first rank and unit that differ from what most ranks have."""
+    counts = Counter(repr(plans) for _, plans in everyone)
+    common = counts.most_common(1)[0][0]
+    usual_rank, usual = next((r, p) for r, p in everyone if repr(p) == common)
+    rank, odd = next((r, p) for r, p in everyone if repr(p) != common)
+    for (name, held), (odd_name, odd_held) in zip(usual, odd, strict=False):
+        if (name, held) != (odd_name, odd_held):
+            return (
+                f"{odd_name or 'root'}: all ranks must shard the same units, found on rank {rank} "
+                f"{odd_name or 'root'} with {odd_held}, but on rank {usual_rank} "
+                f"{name or 'root'} with {held}; build the same model on every rank."
+            )
+    longer = max(usual, odd, key=len)
+    name = longer[min(len(usual), len(odd))][0]
+    return (
+        f"{name or 'root'}: all ranks must shard the same units, found {len(odd)} on rank {rank} "
+        f"and {len(usual)} on rank {usual_rank}, of which '{name}' is only on one side; call "
+        "fully_shard on the same modules on every rank."
+    )
+
+
+def _step_difference(everyone: Sequence[tuple[int, int]], describe: Callable[[int], str]) -> str:
+    usual = Counter(number for _, number in everyone).most_common(1)[0][0]
+    usual_rank = next(rank for rank, number in everyone if number == usual)
+    rank, odd = next((rank, number) for rank, number in everyone if number != usual)
+    return (
+        f"{describe(odd)}: all ranks must run units in the same order, found rank {rank} about to "
+        f"do this while rank {usual_rank} is about to do '{describe(usual)}'; make the model take "
+        "the same path on every rank."
+    )

@@ -1,0 +1,206 @@
+"""The two collectives of sharding, per backend.
+
+Both take lists: all messages of a lane go out in one call. What comes back is a `Transfer`: the
+outputs hold their values once it has been waited for (for a backend with streams: on the stream
+that waits).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+)
+
+from fullshard.api import AllGather, ReduceScatter
+
+
+class Transfer:
+    """A collective under way. Dropping it lets go of its buffers (rule 5)."""
+
+    def __init__(self, works: Sequence[dist.Work | None] = ()) -> None:
+        self._works = [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+class Collectives(ABC):
+    """Gathers and reduces over one kind of process group."""
+
+    averages: bool = False
+    """Whether `reduce` can be asked for the mean instead of the sum."""
+
+    @abstractmethod
+    def gather(
+        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> Transfer:
+        """Fill each output with the inputs of all ranks, in the order of ranks."""
+
+    @abstractmethod
+    def reduce(
+        self,
+        outs: Sequence[torch.Tensor],
+        ins: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        average: bool,
+    ) -> Transfer:
+        """Fill each output with the sum (or mean) over ranks of this rank's segment."""
+
+
+class Native(Collectives):
+    """The collectives that the backend brings: NCCL, and everything shaped like it."""
+
+    averages = True
+
+    def gather(
+        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> Transfer:
+        options = AllgatherOptions()
+        # On the stream that calls, so that what is enqueued next there follows without an event.
+        options.asyncOp = False
+        if len(outs) == 1:
+            return Transfer([group._allgather_base(outs[0], ins[0], options)])
+        return Transfer([group.allgather_into_tensor_coalesced(list(outs), list(ins), options)])
+
+    def reduce(
+        self,
+        outs: Sequence[torch.Tensor],
+        ins: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        average: bool,
+    ) -> Transfer:
+        options = ReduceScatterOptions()
+        options.reduceOp = ReduceOp.AVG if average else ReduceOp.SUM
+        options.asyncOp = False
+        if len(outs) == 1:
+            return Transfer([group._reduce_scatter_base(outs[0], ins[0], options)])
+        return Transfer([group.reduce_scatter_tensor_coalesced(list(outs), list(ins), options)])
+
+
+class Composed(Collectives):
+    """On gloo: bytes are moved by gloo, sums are done here (rule 6)."""
+
+    def gather(
+        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> Transfer:
+        return Transfer(
+            [
+                group._allgather_base(out.view(torch.uint8), inp.view(torch.uint8))
+                for out, inp in zip(outs, ins, strict=True)
+            ]
+        )
+
+    def reduce(
+        self,
+        outs: Sequence[torch.Tensor],
+        ins: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        average: bool,
+    ) -> Transfer:
+        received = [torch.empty_like(inp) for inp in ins]
+        works = [
+            group.alltoall_base(got.view(torch.uint8), inp.view(torch.uint8), [], [])
+            for got, inp in zip(received, ins, strict=True)
+        ]
+        return _Summing(works, received, outs, group.size(), keep=ins)
+
+
+class _Summing(Transfer):
+    """An exchange of segments whose sum is still to be done."""
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        received: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        num_ranks: int,
+        keep: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(works)
+        self._sums = list(zip(outs, received, strict=True))
+        self._num_ranks = num_ranks
+        self._keep = list(keep)
+
+    def wait(self) -> None:
+        super().wait()
+        self._keep.clear()
+        for out, received in self._sums:
+            segments = received.view(self._num_ranks, -1)
+            if out.dtype in (torch.bfloat16, torch.float16):
+                out.copy_(torch.sum(segments, 0, dtype=torch.float32))
+            else:
+                torch.sum(segments, 0, out=out)
+        self._sums.clear()
+
+
+class Brought(Collectives):
+    """Collectives that the user brought, over those that they do not replace."""
+
+    def __init__(
+        self, default: Collectives, gather: AllGather | None, reduce: ReduceScatter | None
+    ) -> None:
+        self._default = default
+        self.gather_comm = gather
+        self.reduce_comm = reduce
+        self.averages = default.averages
+
+    @property
+    def replaced(self) -> list[AllGather | ReduceScatter]:
+        return [comm for comm in (self.gather_comm, self.reduce_comm) if comm is not None]
+
+    def gather(
+        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> Transfer:
+        if self.gather_comm is None:
+            return self._default.gather(outs, ins, group)
+        pairs = zip(outs, ins, strict=True)
+        return Transfer(
+            [self.gather_comm(output_tensor=o, input_tensor=i, group=group) for o, i in pairs]
+        )
+
+    def reduce(
+        self,
+        outs: Sequence[torch.Tensor],
+        ins: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        average: bool,
+    ) -> Transfer:
+        if self.reduce_comm is None:
+            return self._default.reduce(outs, ins, group, average=average)
+        op = ReduceOp.AVG if average else ReduceOp.SUM
+        pairs = zip(outs, ins, strict=True)
+        return Transfer(
+            [
+                self.reduce_comm(output_tensor=o, input_tensor=i, group=group, op=op)
+                for o, i in pairs
+            ]
+        )
+
+
+def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
+    """The collectives that suit a group's backend for tensors on `device`."""
+    if group is None or device.type != "cpu":
+        return Native()
+    return Composed() if group._get_backend(device).name() == "gloo" else Native()
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool) -> None:
+    """Sum (or average) a tensor over the replicate axis, in place."""
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp.AVG if average else ReduceOp.SUM
+    options.asyncOp = False
+    group.allreduce([tensor], options).wait()

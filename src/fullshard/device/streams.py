@@ -1,0 +1,89 @@
+"""Streams and events, or their absence."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The streams that a root moves its units on, beside the one that computes."""
+
+    gather: Any
+    reduce: Any
+    replicate: Any
+
+
+class Device:
+    """A device without streams: work is done when the call returns, or when its Work is.
+
+    `is_ordered` says whether what is enqueued on a stream runs after what was enqueued before;
+    where it is False, whoever needs a collective's result waits for its Work.
+    """
+
+    is_ordered = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+
+    def make_streams(self) -> Streams:
+        return Streams(None, None, None)
+
+    def current_stream(self) -> Any:
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def record(self) -> Any:
+        """An event on the current stream."""
+        return None
+
+    def wait(self, event: Any, stream: Any = None) -> None:
+        """Make `stream` (by default the current one) wait for an event."""
+
+    def synchronize(self, event: Any) -> None:
+        """Make the host wait for an event."""
+
+
+class StreamDevice(Device):
+    """CUDA, and everything whose torch module has the same streams and events."""
+
+    is_ordered = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._module: Any = torch.get_device_module(device.type)
+
+    def make_streams(self) -> Streams:
+        # Above the compute's priority: a delayed copy-out would hold up compute.
+        high = [self._module.Stream(self.torch_device, priority=-1) for _ in range(2)]
+        return Streams(high[0], high[1], self._module.Stream(self.torch_device))
+
+    def current_stream(self) -> Any:
+        return self._module.current_stream(self.torch_device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    def record(self) -> Any:
+        event = self._module.Event()
+        event.record(self.current_stream())
+        return event
+
+    def wait(self, event: Any, stream: Any = None) -> None:
+        if event is not None:
+            (self.current_stream() if stream is None else stream).wait_event(event)
+
+    def synchronize(self, event: Any) -> None:
+        if event is not None:
+            event.synchronize()
+
+
+def device_for(device: torch.device) -> Device:
+    return Device(device) if device.type in ("cpu", "meta") else StreamDevice(device)

@@ -1,0 +1,47 @@
+"""What can go wrong, as a tree.
+
+    FullshardError
+    ├── ConfigError (ValueError)            what the caller asked for cannot be done
+    │   ├── TopologyError                   meshes, process groups, ranks
+    │   └── UnsupportedError (NotImplementedError, AssertionError)
+    ├── LifecycleError (RuntimeError)       a call at the wrong time
+    │   └── MisuseError (AssertionError)    a sharded module copied, or sharded twice
+    ├── DisagreementError (RuntimeError)    the ranks do not run the same program
+    └── CheckpointError (RuntimeError)      what is on disk is not what was asked for
+
+Every message reads: subject, what was expected, what was found, what to do. Each class is also
+an instance of what `torch.distributed.fsdp` raises in the same case, so that `except` clauses
+written for torch keep working.
+"""
+
+
+class FullshardError(Exception):
+    """The base of everything that this package raises on purpose."""
+
+
+class ConfigError(FullshardError, ValueError):
+    """The caller asked for something that cannot be done."""
+
+
+class TopologyError(ConfigError, RuntimeError, AssertionError):
+    """A mesh, a process group or a rank does not fit what was asked for."""
+
+
+class UnsupportedError(ConfigError, NotImplementedError, AssertionError):
+    """What was asked for makes sense, but not for this kind of parameter or machine."""
+
+
+class LifecycleError(FullshardError, RuntimeError):
+    """A call came at a time when it has no meaning or would do harm."""
+
+
+class MisuseError(LifecycleError, AssertionError):
+    """A module that is sharded already was to be copied or sharded again."""
+
+
+class DisagreementError(FullshardError, RuntimeError):
+    """The ranks do not run the same model, or not in the same order."""
+
+
+class CheckpointError(FullshardError, RuntimeError):
+    """What is on disk is not what was asked for."""

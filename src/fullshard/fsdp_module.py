@@ -1,0 +1,366 @@
+"""The methods that a module gains when it is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn, cast
+
+import torch
+from torch import nn
+
+from fullshard.api import AllGather, ReduceScatter
+from fullshard.comm.allocated import is_ours, process_group_comms, symmetric_memory_comms
+from fullshard.comm.collectives import Brought
+from fullshard.comm.topology import thin_size
+from fullshard.errors import ConfigError, LifecycleError, MisuseError
+from fullshard.runtime.root import Phase, Root
+from fullshard.runtime.runner import Runner, runner_of
+from fullshard.unit.unit import Unit
+
+
+class UnshardHandle:
+    """An unshard under way; `wait` makes the full parameters usable on the current stream."""
+
+    def __init__(self, units: Sequence[Unit] = ()) -> None:
+        self._units = list(units)
+
+    def wait(self) -> None:
+        """Wait for the gather and register the full parameters. A second wait does nothing."""
+        for unit in self._units:
+            unit.wait()
+        self._units.clear()
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module's class: control over its unit.
+
+    Setters act on the module and, unless `recurse=False`, on all sharded modules below it. Every
+    one that makes sense for a while has a scoped form: `with model.settings(...)`, and
+    `with model.no_sync()` for the most common.
+    """
+
+    _original_class_index = 2  # of [FSDPLinear, FSDPModule, Linear, ...]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance of the original class: slicing a container must not shard the slice."""
+        original = cls.__mro__[cls._original_class_index]
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise MisuseError(
+            f"{type(self).__name__}: a sharded module must not be copied object by object, found "
+            "copy.deepcopy on it; copy before fully_shard, or build a second model, shard it alike "
+            "and load the state dict of this one."
+        )
+
+    # Unshard and reshard
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters (not those of sharded modules below it).
+
+        With `async_op`, returns a handle; forward waits by itself for what nobody waited for.
+        """
+        runner = _runner(self)
+        root = runner.root
+        if root is not None and root.phase is Phase.BACKWARD and _is_past_backward(runner):
+            raise LifecycleError(
+                f"{runner.name}: unshard() must come before a module's backward or after the whole "
+                "backward, found its gradients reduced in the backward that is still running; the "
+                "optimizer would make what is gathered now stale. Call it after backward."
+            )
+        for unit in runner.reads:
+            unit.refresh()
+            if not unit.is_unsharded:
+                unit.flow.start_gathers_after_compute()
+                unit.unshard()
+        handle = UnshardHandle(runner.reads)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Register the shards of this module and give the full parameters' memory back."""
+        runner = _runner(self)
+        runner.require_not_computing("reshard")
+        for unit in runner.units:
+            unit.reshard_now()
+
+    def reset_iter_state(self) -> None:
+        """Drop everything that an aborted step left open.
+
+        The next forward does this by itself; call it to free memory at once. Only on the root.
+        """
+        runner = _runner(self)
+        if runner.root is None:
+            return
+        if not runner.is_root:
+            raise LifecycleError(
+                f"{runner.name}: reset_iter_state() must be called on the root module, found a "
+                f"module below {runner.root.runners[0].name}; call it there."
+            )
+        runner.root.abort()
+
+    # Gradients
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last of a step: only then are reductions waited for."""
+        _root(self).is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward reduces gradients, or keeps them full and unreduced on each rank."""
+        self._set(
+            recurse,
+            requires_gradient_sync=requires_gradient_sync,
+            requires_all_reduce=requires_gradient_sync,
+        )
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether gradients are also reduced over the replicate axis of a 2D mesh."""
+        self._set(recurse, requires_all_reduce=requires_all_reduce)
+
+    @contextmanager
+    def no_sync(self, *, recurse: bool = True) -> Iterator[None]:
+        """Accumulate gradients without communication inside this scope."""
+        with self.settings(
+            recurse=recurse, requires_gradient_sync=False, requires_all_reduce=False
+        ):
+            yield
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients by this, instead of by the number of ranks."""
+        self._set(False, gradient_divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The former name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let collectives only sum, and divide apart from them."""
+        self._set(False, force_sum_reduction_for_comms=enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduce zeros for parameters without a gradient, where ranks use different ones."""
+        self._set(recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many units' gradients may be under way at once: memory against overlap."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                "set_reduce_scatter_max_input_buffers: max_input_buffers must be an int, found "
+                f"{type(max_input_buffers).__name__}; pass 1 or more."
+            )
+        if max_input_buffers < 1:
+            raise ConfigError(
+                "set_reduce_scatter_max_input_buffers: max_input_buffers must be at least 1, found "
+                f"{max_input_buffers}; pass 1 or more."
+            )
+        self._set(recurse, reduce_scatter_max_input_buffers=max_input_buffers)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Call `hook(reduced)` on the reduced gradients of the unit, before they are handed over."""
+        unit = self._only_unit("set_all_reduce_hook")
+        if stream is not None and not unit.topology.replicate.is_single:
+            raise ConfigError(
+                f"{unit.name}: stream must be left out on a mesh with a replicate axis, found "
+                f"{stream}; the hook runs on the stream of the all-reduce."
+            )
+        unit.all_reduce_hook = (hook, stream)
+
+    # Resharding
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool | int, recurse: bool = True
+    ) -> None:
+        """Change `reshard_after_forward`, from the next forward on."""
+        for unit in self._units(recurse):
+            unit.set(reshard_after_forward=_checked_reshard(unit, reshard_after_forward))
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether full parameters are freed after backward; False saves the next gather."""
+        self._set(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this module's parameters at all (an embedding's does not)."""
+        self._set(False, unshard_in_backward=unshard_in_backward)
+
+    @contextmanager
+    def settings(self, *, recurse: bool = True, **changes: Any) -> Iterator[None]:
+        """Change settings inside a scope; they are put back at its end, also after an error.
+
+        Takes the names of the setters: `reshard_after_forward`, `reshard_after_backward`,
+        `requires_gradient_sync`, `requires_all_reduce`, `gradient_divide_factor`,
+        `force_sum_reduction_for_comms`, `reduce_scatter_unused_params`,
+        `reduce_scatter_max_input_buffers`, `unshard_in_backward`, and `is_last_backward`.
+        """
+        units = self._units(recurse)
+        before = [unit.settings for unit in units]
+        root = _root(self) if "is_last_backward" in changes else None
+        was_last = root.is_last_backward if root is not None else True
+        try:
+            if root is not None:
+                root.is_last_backward = changes.pop("is_last_backward")
+            for unit in units:
+                unit.set(**_checked_changes(unit, changes))
+            yield
+        finally:
+            for unit, settings in zip(units, before, strict=True):
+                unit.settings = settings
+            if root is not None:
+                root.is_last_backward = was_last
+
+    # Order
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Which modules to gather while this one runs forward, instead of the expected next."""
+        _runner(self).forward_prefetch = _runners(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Which modules to gather while this one runs backward, instead of the one before it."""
+        _runner(self).backward_prefetch = _runners(modules)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward's gathers wait for this event instead of for all of compute."""
+        _root(self).post_optim_event = event
+
+    # Collectives
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this unit through a collective of the user's, in memory that it allocates."""
+        self._only_unit("set_custom_all_gather").bring(gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this unit through a collective of the user's, in memory that it allocates."""
+        self._only_unit("set_custom_reduce_scatter").bring(reduce=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Let messages travel in memory that the process group's backend allocates, if it can."""
+        for unit in self._units(recurse=False):
+            _require_own_collectives(unit, "set_allocate_memory_from_process_group_for_comm")
+            unit.collectives = unit.default_collectives
+            if enable and unit.topology.shard.group is not None:
+                gather, reduce = process_group_comms(unit.topology.shard.group)
+                unit.bring(gather=gather, reduce=reduce)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Let gathers travel in symmetric memory; needs GPUs that NCCL can register it on."""
+        for unit in self._units(recurse=False):
+            _require_own_collectives(unit, "set_symm_mem_for_comm")
+            gather = symmetric_memory_comms(unit.name, unit.topology, backend)
+            unit.bring(gather=gather)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce over a process group of its own, so that gathers and reduces run side by side.
+
+        A collective call: all ranks of the mesh must make it.
+        """
+        for unit in self._units(recurse):
+            unit.reduce_axis = unit.topology.twin_shard_axis() if enable else unit.topology.shard
+
+    def _set(self, recurse: bool, **changes: Any) -> None:
+        for unit in self._units(recurse):
+            unit.set(**changes)
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        module = cast(nn.Module, self)
+        modules = module.modules() if recurse else [module]
+        runners = dict.fromkeys(r for m in modules if (r := runner_of(m)) is not None)
+        return [unit for runner in runners for unit in runner.units]
+
+    def _only_unit(self, what: str) -> Unit:
+        units = [unit for unit in _runner(self).units if unit.members] or _runner(self).units[:1]
+        if len(units) > 1:
+            raise ConfigError(
+                f"{units[0].name}: {what} needs parameters on one mesh, found {len(units)} meshes; "
+                "leave parameters with a mesh of their own to another fully_shard call."
+            )
+        return units[0]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or convert the shards, and find them a new home."""
+        runner = _runner(self)
+        for unit in runner.reads:
+            unit.reshard_now()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for unit in runner.units:
+            unit.refresh()
+        return result
+
+
+def _runner(module: Any) -> Runner:
+    runner = runner_of(module)
+    if runner is None:
+        raise LifecycleError(
+            f"{type(module).__name__}: a module that fully_shard was called on is expected, found "
+            "one without a unit; call fully_shard on it first."
+        )
+    return runner
+
+
+def _root(module: Any) -> Root:
+    return _runner(module).ensure_root()
+
+
+def _runners(modules: Sequence[Any]) -> list[Runner]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(
+                "prefetch: a list of sharded modules is expected, found "
+                f"{type(module).__name__}; call fully_shard on it first."
+            )
+    return [_runner(module) for module in modules]
+
+
+def _is_past_backward(runner: Runner) -> bool:
+    return any(unit.was_reduced for unit in runner.units)
+
+
+def _checked_reshard(unit: Unit, value: Any) -> bool | int:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ConfigError(
+            f"{unit.name}: reshard_after_forward must be a bool or a number of ranks, found "
+            f"{value!r}; pass True, False or a divisor of {unit.topology.shard.size}."
+        )
+    size = thin_size(unit.topology, value)
+    if not isinstance(size, bool):
+        unit.topology.thin_axis(size)
+    return size
+
+
+def _checked_changes(unit: Unit, changes: dict[str, Any]) -> dict[str, Any]:
+    known = {name for name in type(unit.settings).__slots__}
+    unknown = sorted(set(changes) - known)
+    if unknown:
+        raise ConfigError(
+            f"{unit.name}: settings must be among {sorted(known)}, found {unknown}; correct the name."
+        )
+    if changes.get("reshard_after_forward") is not None:
+        value = _checked_reshard(unit, changes["reshard_after_forward"])
+        return {**changes, "reshard_after_forward": value}
+    return changes
+
+
+def _require_own_collectives(unit: Unit, what: str) -> None:
+    current = unit.collectives
+    if isinstance(current, Brought) and not all(map(is_ours, current.replaced)):
+        raise MisuseError(
+            f"{unit.name}: {what} must come without custom collectives, found them set; choose one "
+            "of the two."
+        )

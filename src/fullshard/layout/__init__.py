@@ -1,0 +1,28 @@
+"""WHERE: which elements of which parameter lie where on which rank. Arithmetic only."""
+
+from fullshard.layout.cost import CostModel
+from fullshard.layout.messages import (
+    Entry,
+    Landing,
+    Lane,
+    Message,
+    Slot,
+    UnitLayout,
+    plan_layout,
+)
+from fullshard.layout.split import Block, Split
+from fullshard.layout.stages import Stages
+
+__all__ = [
+    "Block",
+    "CostModel",
+    "Entry",
+    "Landing",
+    "Lane",
+    "Message",
+    "Slot",
+    "Split",
+    "Stages",
+    "UnitLayout",
+    "plan_layout",
+]

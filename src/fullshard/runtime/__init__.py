@@ -1,0 +1,1 @@
+"""WHEN: roots, phases, hooks, order, the end of backward, abort."""

@@ -1,0 +1,210 @@
+"""The outermost runner's part: phases, order, the end of backward, abort."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fullshard.comm.agreement import Agreement
+from fullshard.errors import DisagreementError
+from fullshard.runtime.calls import Call, Pass
+from fullshard.unit.flow import Flow
+from fullshard.unit.unit import Unit
+
+if TYPE_CHECKING:
+    from fullshard.runtime.runner import Runner
+
+
+class Phase(Enum):
+    """What a root is doing. A backward may run inside a forward (a penalty on a gradient)."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Deed(Enum):
+    """What ranks compare in the first step, before they do it."""
+
+    GATHER_FORWARD = "gather in forward"
+    GATHER_BACKWARD = "gather in backward"
+    REDUCE = "reduce"
+    END_FORWARD = "end of forward"
+    END_BACKWARD = "end of backward"
+    FAILURE = "failure in the user's code"
+
+
+_DEEDS = list(Deed)
+
+
+class Root:
+    """Owns the order of execution of all runners in one module tree.
+
+    A pass begins with the first module that runs (its owner) and ends with it. Everything that
+    must happen once per forward or once per backward happens here.
+    """
+
+    def __init__(self, runners: Sequence[Runner], flow: Flow, agreement: Agreement | None) -> None:
+        self.runners = list(runners)
+        self.flow = flow
+        self.phase = Phase.IDLE
+        self.owner: nn.Module | None = None
+        self.is_last_backward = True
+        self.post_optim_event: Any = None
+        self.current = Pass(None)
+        self._agreement = agreement
+        self._unchecked = {Phase.FORWARD, Phase.BACKWARD} if agreement is not None else set()
+        self._order: list[Runner] = []
+        self._cursor = 0
+        self._before_backward = Phase.IDLE
+
+    @property
+    def units(self) -> list[Unit]:
+        return [unit for runner in self.runners for unit in runner.units]
+
+    def share(self, flow: Flow) -> None:
+        """Move on another flow from now on."""
+        for unit in self.units:
+            unit.reshard_now()
+            unit.flow = flow
+        self.flow = flow
+
+    # Forward
+
+    def begin_pass(self, owner: nn.Module) -> None:
+        if self.phase is not Phase.IDLE:
+            # The pass or backward before this one did not reach its end.
+            self.abort()
+        self.owner = owner
+        self.phase = Phase.FORWARD
+        self.current = Pass(sys.exc_info()[1])
+        self._cursor = 0
+        self.flow.start_gathers_after_compute(self.post_optim_event)
+        self.post_optim_event = None
+        for runner in self.runners:
+            for unit in runner.units:
+                unit.refresh()
+
+    @property
+    def is_unwinding(self) -> bool:
+        """Whether an exception is on its way out of the pass."""
+        error = sys.exc_info()[1]
+        return error is not None and error is not self.current.handled
+
+    def started(self, runner: Runner) -> None:
+        self.current.started.append(runner)
+        if self._cursor < len(self._order) and self._order[self._cursor] is runner:
+            self._cursor += 1
+        else:
+            self._cursor = len(self._order)  # another order than last time: predict no more
+
+    def unshard(self, runner: Runner) -> None:
+        """Issue the gathers that a runner needs, in forward or in backward."""
+        for unit in runner.reads:
+            if not unit.is_unsharded:
+                if self._unchecked:
+                    forward = self.phase is Phase.FORWARD
+                    deed = Deed.GATHER_FORWARD if forward else Deed.GATHER_BACKWARD
+                    self._agree(deed, runner)
+                unit.unshard()
+
+    def prefetch_forward(self, runner: Runner) -> None:
+        """Issue the gather of what comes next: as told, or as in the last pass."""
+        if runner.forward_prefetch:
+            for other in runner.forward_prefetch:
+                self.unshard(other)
+        elif self._cursor < len(self._order):
+            self.unshard(self._order[self._cursor])
+
+    def end_pass(self) -> None:
+        has_run = set(self.current.started)
+        for runner in self.runners:
+            runner.end_pass(has_run=runner in has_run)
+        if Phase.FORWARD in self._unchecked:
+            self._agree(Deed.END_FORWARD, self.runners[0])
+            self._unchecked.discard(Phase.FORWARD)
+        self._order = self.current.started
+        self.owner = None
+        self.phase = Phase.IDLE
+        if not torch.is_grad_enabled():
+            self.flow.release_late()  # no backward will come to use it
+
+    # Backward
+
+    def enter_backward(self) -> None:
+        if self.phase is not Phase.BACKWARD:
+            self._before_backward = self.phase
+            self.phase = Phase.BACKWARD
+            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine.queue_callback(self.end_backward)
+
+    def prefetch_backward(self, call: Call) -> None:
+        runner = call.runner
+        if runner.backward_prefetch:
+            for other in runner.backward_prefetch:
+                self._prefetch_one_backward(other)
+            return
+        before = call.part_of.before(call.position)
+        if before is not None and before.root is self:
+            self._prefetch_one_backward(before)
+
+    def _prefetch_one_backward(self, runner: Runner) -> None:
+        if all(unit.settings.unshard_in_backward for unit in runner.units):
+            self.unshard(runner)
+
+    def reduce(self, unit: Unit, runner: Runner) -> None:
+        if Phase.BACKWARD in self._unchecked and unit.settings.requires_gradient_sync:
+            self._agree(Deed.REDUCE, runner)
+        unit.reduce()
+
+    def end_backward(self) -> None:
+        """Settle what backward left open, and make every gradient visible."""
+        for runner in reversed(self.runners):
+            runner.end_backward()
+        if Phase.BACKWARD in self._unchecked and self.is_last_backward:
+            self._agree(Deed.END_BACKWARD, self.runners[0])
+            self._unchecked.discard(Phase.BACKWARD)
+        if self.is_last_backward:
+            self.flow.conclude_reductions()
+            self.flow.release_late()
+            for unit in self.units:
+                unit.settle_host()
+                unit.created_grads.clear()
+        self.phase = self._before_backward
+
+    # Failure
+
+    def abort(self) -> None:
+        """Everything sharded, nothing in flight, no gradient of the failed step."""
+        for runner in self.runners:
+            runner.forget()
+        self.flow.abandon_reductions()
+        for unit in self.units:
+            unit.reshard_now()
+            unit.forget_gradients()
+        self.owner = None
+        self.phase = Phase.IDLE
+
+    def fail_pass(self) -> None:
+        """The user's code raised: tell the others if they would wait for us, then abort."""
+        error = sys.exc_info()[1]
+        if self._unchecked and not isinstance(error, DisagreementError):
+            try:
+                self._agree(Deed.FAILURE, self.runners[0])
+            except DisagreementError:
+                pass  # the others know now; this rank raises what happened to it
+        self.abort()
+
+    def _agree(self, deed: Deed, runner: Runner) -> None:
+        assert self._agreement is not None
+        number = _DEEDS.index(deed) * len(self.runners) + self.runners.index(runner)
+        self._agreement.compare_step(number, self._describe)
+
+    def _describe(self, number: int) -> str:
+        deed, index = divmod(number, len(self.runners))
+        return f"{self.runners[index].name}: {_DEEDS[deed].value}"

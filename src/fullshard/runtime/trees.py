@@ -1,0 +1,79 @@
+"""Tensors inside what a module takes and returns: containers, dataclasses, named tuples."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a value, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors(part)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for part in value:
+            yield from tensors(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from tensors(getattr(value, item.name, None))
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: _T) -> _T:
+    """The value with its tensors changed; the same object wherever nothing changed."""
+    result: Any = _mapped(change, value)
+    return result  # type: ignore[no-any-return]
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _mapped_dataclass(change, value)
+    if isinstance(value, Mapping):
+        parts = {key: _mapped(change, part) for key, part in value.items()}
+        if all(parts[key] is value[key] for key in parts):
+            return value
+        return _mapping_like(value, parts)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [_mapped(change, part) for part in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)  # type: ignore[call-arg]
+    return value
+
+
+def _mapped_dataclass(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    changed: dict[str, Any] = {}
+    for item in dataclasses.fields(value):
+        old = getattr(value, item.name, None)
+        new = _mapped(change, old)
+        if new is not old:
+            changed[item.name] = new
+    if not changed:
+        return value
+    result = copy.copy(value)
+    for name, new in changed.items():
+        # A frozen dataclass refuses setattr; one that is a mapping too keeps both in step by it.
+        frozen = type(value).__dataclass_params__.frozen
+        (object.__setattr__ if frozen else setattr)(result, name, new)
+    return result
+
+
+def _mapping_like(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return parts
+    result = copy.copy(value)
+    for key, part in parts.items():
+        result[key] = part  # type: ignore[index]
+    return result

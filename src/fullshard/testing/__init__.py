@@ -1,0 +1,31 @@
+"""Public test helpers: real ranks that start once, a fake world, and training parity.
+
+    from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+
+    @on_ranks(2, 4)
+    def test_my_model_trains_alike(rank: Rank) -> None:
+        mesh = rank.mesh(rank.size)
+        assert_same_training(MyModel, lambda m: fully_shard(m, mesh=mesh), Training(my_batch))
+
+`on_ranks` needs pytest; everything else needs torch only.
+"""
+
+from fullshard.testing.failures import RankException, RanksFailed
+from fullshard.testing.fake import fake_world
+from fullshard.testing.parity import Trained, Training, assert_same_training
+from fullshard.testing.rank import Rank
+from fullshard.testing.rank_pool import RankPool, pool
+from fullshard.testing.rank_tests import on_ranks
+
+__all__ = [
+    "Rank",
+    "RankException",
+    "RankPool",
+    "RanksFailed",
+    "Trained",
+    "Training",
+    "assert_same_training",
+    "fake_world",
+    "on_ranks",
+    "pool",
+]

@@ -1,0 +1,1 @@
+"""WHAT: one unit, its parameters, its slab, its gradients."""

@@ -1,0 +1,78 @@
+"""The gather of the parameters whose tensors bring their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.api import MixedPrecisionPolicy
+from fullshard.comm.collectives import Collectives
+from fullshard.comm.topology import Topology
+from fullshard.unit.flow import Flow
+from fullshard.unit.gathering import Gathering
+from fullshard.unit.member import Member
+
+
+class ExtensionGatherer:
+    """Gathers the members of a unit that have an `Extension`, all in one call."""
+
+    def __init__(
+        self, members: Sequence[Member], topology: Topology, policy: MixedPrecisionPolicy
+    ) -> None:
+        self._members = members
+        self._topology = topology
+        self._policy = policy
+
+    def start(self, collectives: Collectives, flow: Flow) -> Gathering:
+        """Issue the gather; the gather stream is current."""
+        axis = self._topology.shard
+        outs: list[torch.Tensor] = []
+        ins: list[torch.Tensor] = []
+        for member in self._members:
+            extension = member.extension
+            assert extension is not None
+            local = member.current_local
+            if local.device != flow.device.torch_device:
+                local = local.to(flow.device.torch_device, non_blocking=True)
+            outer = torch.Size(member.split.shape)
+            module = member.locations[0].module
+            sent = extension.inputs(local, self._topology.mesh, module, self._policy, outer)
+            ins += sent
+            outs += extension.outputs(sent, axis.size)
+            for address_range in extension.address_ranges:
+                flow.await_releases(address_range)
+        transfers = []
+        if axis.group is None or axis.is_single:
+            torch._foreach_copy_(outs, ins)
+        else:
+            # As bytes: the tensors of one parameter may have several dtypes.
+            in_bytes = [tensor.view(torch.uint8) for tensor in ins]
+            out_bytes = [tensor.view(torch.uint8) for tensor in outs]
+            transfers.append(collectives.gather(out_bytes, in_bytes, axis.group))
+        gathering = Gathering(transfers, None, ins, is_landed=True)
+        if flow.device.is_ordered:
+            for transfer in transfers:
+                transfer.wait()
+            gathering.event = flow.device.record()
+        return gathering
+
+    def finish(self, gathering: Gathering, flow: Flow) -> None:
+        """Make the full parameters; runs on the stream that computes."""
+        flow.device.wait(gathering.event)
+        for transfer in gathering.transfers:
+            transfer.wait()
+        for member in self._members:
+            assert member.extension is not None
+            dtype = member.stages(self._policy.param_dtype, None).computed
+            made = member.extension.finish(member.current_local, dtype, member.full)
+            if made is not None:
+                member.make_full(made)
+
+    def release(self) -> list[tuple[int, int]]:
+        ranges: list[tuple[int, int]] = []
+        for member in self._members:
+            assert member.extension is not None
+            ranges += member.extension.address_ranges
+            member.extension.release()
+        return ranges

@@ -1,0 +1,112 @@
+"""Tensor subclasses that say themselves what is sent and what is made of it.
+
+A subclass with `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a float8 weight with its scale,
+say) turns its shard into tensors to gather, and what was gathered into the full parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.device.storage import Slab
+from fullshard.errors import ConfigError, UnsupportedError
+
+
+class Extension:
+    """The gather of one parameter whose tensor brings its own.
+
+    Gathered tensors are kept in storage that comes and goes, since the full parameter may be a
+    view of them (rule 1).
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._outs: list[torch.Tensor] = []
+        self._slabs: list[Slab] = []
+        self._inner: Sequence[torch.Tensor] = ()
+        self._sizes: list[torch.Size] = []
+        self._metadata: Any = None
+
+    @classmethod
+    def of(cls, name: str, local: torch.Tensor) -> Extension | None:
+        has_pre = hasattr(local, "fsdp_pre_all_gather")
+        has_post = hasattr(local, "fsdp_post_all_gather")
+        if has_pre != has_post:
+            raise UnsupportedError(
+                f"{name}: {type(local).__name__} must define both fsdp_pre_all_gather and "
+                f"fsdp_post_all_gather, found only one; define the other."
+            )
+        return cls(name) if has_pre else None
+
+    def inputs(
+        self, local: Any, mesh: DeviceMesh, module: nn.Module, policy: Any, outer: torch.Size
+    ) -> list[torch.Tensor]:
+        """What this rank sends, flattened."""
+        hook = local.fsdp_pre_all_gather
+        if len(inspect.signature(hook).parameters) == 1:
+            tensors, self._metadata = hook(mesh)
+        else:
+            stride = torch.empty(outer, device="meta").stride()
+            tensors, self._metadata = hook(mesh, outer, stride, module, policy)
+        self._sizes = [tensor.size() for tensor in tensors]
+        return [tensor.contiguous().view(-1) for tensor in tensors]
+
+    def outputs(self, inputs: Sequence[torch.Tensor], num_ranks: int) -> list[torch.Tensor]:
+        """Where the tensors of all ranks arrive."""
+        if not self._outs:
+            for tensor in inputs:
+                num_bytes = tensor.numel() * tensor.element_size() * num_ranks
+                slab = Slab(num_bytes, tensor.device)
+                self._slabs.append(slab)
+                self._outs.append(slab.view(0, (tensor.numel() * num_ranks,), tensor.dtype))
+        found = [tensor.numel() * num_ranks for tensor in inputs]
+        expected = [out.numel() for out in self._outs]
+        if found != expected:
+            raise ConfigError(
+                f"{self._name}: fsdp_pre_all_gather must return tensors of the same sizes each "
+                f"time and on every rank, expected {expected}, found {found}; pad an uneven shard."
+            )
+        for slab in self._slabs:
+            slab.fill()
+        return self._outs
+
+    @property
+    def address_ranges(self) -> list[tuple[int, int]]:
+        return [slab.address_range for slab in self._slabs]
+
+    def finish(
+        self, local: Any, dtype: torch.dtype, full: nn.Parameter | None
+    ) -> torch.Tensor | None:
+        """Make the full tensor from what arrived: a new one, or into the one that exists."""
+        arrived = tuple(
+            out.view(-1, *size[1:]) for out, size in zip(self._outs, self._sizes, strict=True)
+        )
+        if full is not None:
+            for tensor in self._inner:
+                _fill(tensor)
+            local.fsdp_post_all_gather(arrived, self._metadata, dtype, out=full)
+            self._metadata = None
+            return None
+        made, self._inner = local.fsdp_post_all_gather(arrived, self._metadata, dtype)
+        self._metadata = None
+        result: torch.Tensor = made
+        return result
+
+    def release(self) -> None:
+        for slab in self._slabs:
+            slab.empty()
+        for tensor in self._inner:
+            tensor.untyped_storage().resize_(0)
+
+
+def _fill(tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+    num_bytes = tensor.numel() * tensor.element_size()
+    if storage.size() != num_bytes:
+        storage.resize_(num_bytes)

@@ -1,0 +1,110 @@
+"""What the units of a root share while they move."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from fullshard.device.releases import Releases
+from fullshard.device.streams import Device, Streams
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What is left of a reduction: results on the reduce stream, until `event` has passed."""
+
+    event: Any
+    results: list[Any]
+
+
+class Concludable(Protocol):
+    """A reduction under way."""
+
+    def conclude(self) -> Tail: ...
+    def abandon(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """Memory to give back once the next gather has been issued (rule 3)."""
+
+    owner: object
+    event: Any
+    release: Callable[[], list[tuple[int, int]]]
+
+
+class Flow:
+    """Streams, releases, and the reductions under way, in the order of issue."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._releases = Releases()
+        self._late: list[_Late] = []
+        self._reductions: deque[Concludable] = deque()
+        self._tail: Tail | None = None
+
+    @cached_property
+    def streams(self) -> Streams:
+        return self.device.make_streams()
+
+    def start_gathers_after_compute(self, event: Any = None) -> None:
+        """Make gathers from now on see what compute has written: the optimizer's new shards."""
+        if self.device.is_ordered:
+            event = event or self.device.record()
+            self.device.wait(event, self.streams.gather)
+
+    def await_releases(self, address_range: tuple[int, int]) -> None:
+        """Make the current (gather) stream wait for compute that may still use this memory."""
+        for event in self._releases.take(address_range):
+            self.device.wait(event)
+
+    def release_later(self, owner: object, release: Callable[[], list[tuple[int, int]]]) -> None:
+        self._late.append(_Late(owner, self.device.record(), release))
+
+    def is_late(self, owner: object) -> bool:
+        return any(late.owner is owner for late in self._late)
+
+    def revive(self, owner: object) -> None:
+        """Keep memory that was to be given back."""
+        self._late = [late for late in self._late if late.owner is not owner]
+
+    def release_now(self, owner: object) -> None:
+        """Give back the memory of one owner, if it was to be given back later."""
+        kept, self._late = (
+            [late for late in self._late if late.owner is not owner],
+            [late for late in self._late if late.owner is owner],
+        )
+        self.release_late()
+        self._late = kept
+
+    def release_late(self) -> None:
+        late, self._late = self._late, []
+        for entry in late:
+            for address_range in entry.release():
+                self._releases.add(address_range, entry.event)
+
+    def add_reduction(self, reduction: Concludable) -> None:
+        self._reductions.append(reduction)
+
+    def make_room(self, max_under_way: int) -> None:
+        """Conclude the oldest reductions until fewer than `max_under_way` are left."""
+        while len(self._reductions) >= max_under_way:
+            previous, self._tail = self._tail, self._reductions.popleft().conclude()
+            if previous is not None and self.device.is_ordered:
+                # Its memory returns to the reduce stream, which must not write there too early.
+                self.device.wait(previous.event, self.streams.reduce)
+
+    def conclude_reductions(self) -> None:
+        """Conclude all; the current stream then sees every gradient."""
+        self.make_room(1)
+        if self._tail is not None:
+            self.device.wait(self._tail.event)
+            self._tail = None
+
+    def abandon_reductions(self) -> None:
+        while self._reductions:
+            self._reductions.popleft().abandon()
+        self._tail = None

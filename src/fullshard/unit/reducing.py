@@ -1,0 +1,274 @@
+"""From full gradients to the gradients of shards.
+
+`Reduction` is one unit's gradients under way. Its first half runs on the stream that computes
+(gather the gradients into messages), its second on the reduce stream: exchange, all-reduce over
+the replicas, scale, cast, hand over as `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fullshard.comm.collectives import Brought, Collectives, Transfer, all_reduce
+from fullshard.comm.topology import Axis, Topology
+from fullshard.layout import Landing, Lane, Message
+from fullshard.unit.flow import Flow, Tail
+from fullshard.unit.gathering import permuted_pairs
+from fullshard.unit.handover import HandOver
+from fullshard.unit.member import Member
+from fullshard.unit.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How a sum over ranks becomes a mean: divide before, let the backend average, divide after."""
+
+    before: float
+    average: bool
+    after: float
+
+    @classmethod
+    def of(
+        cls, settings: Settings, topology: Topology, dtype: torch.dtype, averages: bool
+    ) -> Scaling:
+        factor = settings.gradient_divide_factor
+        if dtype == torch.float16:
+            # Its range is small: divide by about a square root on either side of the sum.
+            factor = float(topology.num_ranks) if factor is None else factor
+            before = 1.0
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+            return cls(before, False, factor / before)
+        if factor is None and averages and not settings.force_sum_reduction_for_comms:
+            return cls(1.0, topology.num_ranks > 1, 1.0)
+        return cls(1.0, False, float(topology.num_ranks) if factor is None else factor)
+
+
+@dataclass(slots=True)
+class MessageGradients:
+    """The gradients that go into one message, by slot, and what earlier steps left to add."""
+
+    message: Message
+    grads: list[torch.Tensor | None]
+    partial: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class LaneReduction:
+    """One lane's part of a reduction."""
+
+    lane: Lane
+    parts: list[MessageGradients]
+    ins: list[torch.Tensor] = field(default_factory=list)
+    outs: list[torch.Tensor] = field(default_factory=list)
+    result: torch.Tensor | None = None
+    transfer: Transfer = field(default_factory=Transfer)
+
+    @property
+    def numel(self) -> int:
+        return sum(part.message.segment_numel for part in self.parts)
+
+
+class Reduction:
+    """One unit's gradients under way; holds everything that the streams still read (rule 5)."""
+
+    def __init__(
+        self,
+        lanes: list[tuple[LaneReduction, Sequence[Member]]],
+        topology: Topology,
+        axis: Axis,
+        settings: Settings,
+        collectives: Collectives,
+        flow: Flow,
+        hand_over: HandOver,
+        keep_partial: Callable[[Message, torch.Tensor], None],
+        all_reduce_hook: tuple[Callable[[torch.Tensor], None], Any] | None,
+    ) -> None:
+        self._lanes = lanes
+        self._topology = topology
+        self._axis = axis
+        self._settings = settings
+        self._collectives = collectives
+        self._flow = flow
+        self._hand_over = hand_over
+        self._keep_partial = keep_partial
+        self._hook = all_reduce_hook
+        self._exchanged: Any = None
+        self._event: Any = None
+
+    def start(self) -> None:
+        """Issue the reduction; on a device with streams, all of it."""
+        device, streams = self._flow.device, self._flow.streams
+        for lane, members in self._lanes:
+            scaling = self._scaling(lane)
+            for part in lane.parts:
+                lane.ins.append(self._message_input(lane.lane, part, members, scaling))
+                part.grads = [None if grad is None else _TAKEN for grad in part.grads]
+        device.wait(device.record(), streams.reduce)
+        with device.on(streams.reduce):
+            for lane, _ in self._lanes:
+                self._exchange(lane)
+            if device.is_ordered:
+                self._complete()
+
+    def conclude(self) -> Tail:
+        """Let go of the inputs; what is left is the results and the event that ends them."""
+        if not self._flow.device.is_ordered:
+            self._complete()
+        # The inputs were allocated by compute, which may reuse their memory from here on.
+        self._flow.device.wait(self._exchanged)
+        results = [lane.result for lane, _ in self._lanes]
+        self._lanes.clear()
+        return Tail(self._event, results)
+
+    def abandon(self) -> None:
+        """Wait for what is under way and forget it."""
+        for lane, _ in self._lanes:
+            lane.transfer.wait()
+        self._flow.device.wait(self._event)
+        self._lanes.clear()
+
+    def _scaling(self, lane: LaneReduction) -> Scaling:
+        averages = self._collectives.averages
+        return Scaling.of(self._settings, self._topology, lane.lane.stages.reduced, averages)
+
+    def _message_input(
+        self, lane: Lane, part: MessageGradients, members: Sequence[Member], scaling: Scaling
+    ) -> torch.Tensor:
+        """The gradients of a message, as all ranks' segments."""
+        message = part.message
+        num_ranks = self._topology.shard.size
+        numel = num_ranks * message.segment_numel
+        dtype, device = lane.stages.reduced, self._flow.device.torch_device
+        grads = part.grads
+        splits = [members[slot.entry].split for slot in message.slots]
+        first = grads[0]
+        custom = isinstance(self._collectives, Brought) and self._collectives.reduce_comm
+        if (
+            message.landing is Landing.IN_PLACE
+            and first is not None
+            and not custom
+            and first.dtype == dtype
+            and first.numel() == numel
+            and first.is_contiguous()
+        ):
+            flat = first.view(-1)  # rule 4
+            return flat if scaling.before == 1.0 else flat.div_(scaling.before)
+        if custom:
+            buffer = custom.allocate((numel,), dtype=dtype, device=device)
+        else:
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+        if message.landing is Landing.SPLIT:
+            _fill_shared(buffer.view(num_ranks, -1), message, grads, splits)
+        elif first is None:
+            buffer.zero_()
+        elif message.landing is Landing.IN_PLACE:
+            buffer[: first.numel()].copy_(first.reshape(-1))
+        else:
+            for in_full, in_message in permuted_pairs(splits[0], first, buffer.view(num_ranks, -1)):
+                in_message.copy_(in_full)
+        return buffer if scaling.before == 1.0 else buffer.div_(scaling.before)
+
+    def _exchange(self, lane: LaneReduction) -> None:
+        axis = self._axis
+        stages, device = lane.lane.stages, self._flow.device.torch_device
+        lane.result = torch.empty(lane.numel, dtype=stages.reduced, device=device)
+        lane.outs = list(lane.result.split([part.message.segment_numel for part in lane.parts]))
+        if axis.group is None or axis.is_single:
+            torch._foreach_copy_(lane.outs, lane.ins)
+            return
+        sent = [(out, inp) for out, inp in zip(lane.outs, lane.ins, strict=True) if inp.numel()]
+        if sent:
+            outs, ins = zip(*sent, strict=True)
+            average = self._scaling(lane).average
+            lane.transfer = self._collectives.reduce(outs, ins, axis.group, average=average)
+
+    def _complete(self) -> None:
+        device, streams = self._flow.device, self._flow.streams
+        for lane, _ in self._lanes:
+            lane.transfer.wait()
+        self._exchanged = device.record()
+        replicas = self._topology.replicate
+        if not replicas.is_single and not self._settings.requires_all_reduce:
+            self._put_aside()
+            self._event = device.record()
+            return
+        for lane, _ in self._lanes:
+            for part, out in zip(lane.parts, lane.outs, strict=True):
+                if part.partial is not None:
+                    out.add_(part.partial)
+        if replicas.is_single and self._hook is None:
+            self._finish_lanes()
+            return
+        stream = streams.replicate
+        if replicas.is_single and self._hook is not None and self._hook[1] is not None:
+            stream = self._hook[1]
+        device.wait(device.record(), stream)
+        with device.on(stream):
+            for lane, _ in self._lanes:
+                assert lane.result is not None
+                if replicas.group is not None and not replicas.is_single:
+                    average = self._scaling(lane).average
+                    all_reduce(lane.result, replicas.group, average=average)
+                if self._hook is not None:
+                    self._hook[0](lane.result)
+            self._finish_lanes()
+
+    def _put_aside(self) -> None:
+        """Keep sums over the shard axis until a step that also reduces over the replicas."""
+        for lane, _ in self._lanes:
+            for part, out in zip(lane.parts, lane.outs, strict=True):
+                if part.partial is None:
+                    self._keep_partial(part.message, out)
+                else:
+                    part.partial.add_(out)
+                    self._keep_partial(part.message, part.partial)
+
+    def _finish_lanes(self) -> None:
+        """Scale, cast and hand over, on the current stream."""
+        for lane, members in self._lanes:
+            assert lane.result is not None
+            scaling = self._scaling(lane)
+            if scaling.after != 1.0:
+                lane.result.div_(scaling.after)
+            kept = lane.result.to(lane.lane.stages.kept)
+            offset = 0
+            for part in lane.parts:
+                for slot, grad in zip(part.message.slots, part.grads, strict=True):
+                    if grad is not None:
+                        self._hand_over.add(members[slot.entry], kept, offset + slot.offset)
+                offset += part.message.segment_numel
+        self._hand_over.finish()
+        self._event = self._flow.device.record()
+
+
+# Stands for a gradient that went into its message and is not needed any more.
+_TAKEN = torch.empty(0)
+
+
+def _fill_shared(
+    segments: torch.Tensor,
+    message: Message,
+    grads: Sequence[torch.Tensor | None],
+    splits: Sequence[Any],
+) -> None:
+    """Lay several gradients side by side in every rank's segment."""
+    num_ranks = segments.size(0)
+    parts: list[torch.Tensor] = []
+    like = next((grad for grad in grads if grad is not None), segments)
+    for slot, grad, split in zip(message.slots, grads, splits, strict=True):
+        if slot.numel == 0:
+            continue
+        if grad is None:
+            parts.append(like.new_zeros(num_ranks, slot.numel))
+        elif split.dim is None:
+            parts.append(grad.reshape(1, -1).expand(num_ranks, -1).contiguous())
+        else:
+            parts.append(grad.reshape(split.num_rows, split.inner))
+    if message.padding_numel:
+        parts.append(like.new_zeros(num_ranks, message.padding_numel))
+    torch._chunk_cat(parts, dim=0, num_chunks=num_ranks, out=segments)

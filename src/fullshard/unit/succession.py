@@ -1,0 +1,143 @@
+"""Which shard replaced which original parameter.
+
+A shard cannot be the same object as the parameter it replaces. Whoever held the original, holds
+something that nothing trains any more. So it is remembered, as long as anyone holds the original,
+and those who can be found are told: optimizers before their next step, and modules that are
+sharded later and turn out to share the parameter.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fullshard.errors import LifecycleError
+from fullshard.unit.member import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Succession:
+    """An original parameter's shard, and the piece of the original that it is."""
+
+    member: Member
+    rank: int
+
+    def piece(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor shaped like the original."""
+        split = self.member.split
+        if split.dim is None:
+            return whole.clone()
+        rows = split.rows(self.rank)
+        return whole.narrow(split.dim, rows.start, len(rows)).clone()
+
+
+class _Registry:
+    """Originals by identity, forgotten when the original is."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], Succession]] = {}
+        self._is_watching = False
+
+    def add(self, original: nn.Parameter, succession: Succession) -> None:
+        key = id(original)
+
+        def forget(_: object) -> None:
+            self._by_id.pop(key, None)
+
+        self._by_id[key] = (weakref.ref(original, forget), succession)
+        if not self._is_watching:
+            self._is_watching = True
+            register_optimizer_step_pre_hook(_before_step)
+
+    def get(self, tensor: torch.Tensor) -> Succession | None:
+        entry = self._by_id.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def __bool__(self) -> bool:
+        return bool(self._by_id)
+
+
+_registry = _Registry()
+_members_by_shard: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+
+
+def succeed(original: nn.Parameter, member: Member, rank: int) -> None:
+    """Record that a member's shard replaces `original`, and give it what hung on the original."""
+    shard = member.shard
+    for name, value in vars(original).items():
+        setattr(shard, name, value)
+    if original._backward_hooks:
+        shard._backward_hooks = original._backward_hooks
+    hooks = getattr(original, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        shard._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+    _registry.add(original, Succession(member, rank))
+    _members_by_shard[id(shard)] = member
+
+
+def successor(param: torch.Tensor) -> Member | None:
+    """The member that a parameter belongs to: as the original that it replaced, or as its shard."""
+    found = _registry.get(param)
+    if found is not None:
+        return found.member
+    member = _members_by_shard.get(id(param))
+    return member if member is not None and member.shard is param else None
+
+
+def repoint_living_optimizers() -> None:
+    """Re-point every optimizer that still holds an original.
+
+    Before a step would be early enough for the step, but not for `zero_grad`, a gradient scaler's
+    `unscale_`, or the memory of the originals.
+    """
+    if not _registry:
+        return
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), Optimizer):
+            repoint(candidate)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _registry:
+        repoint(optimizer)
+
+
+def repoint(optimizer: Optimizer) -> None:
+    """Replace originals by their shards in parameter groups and in the state."""
+    for group in getattr(optimizer, "param_groups", ()):
+        params = group["params"]
+        for index, param in enumerate(params):
+            found = _registry.get(param)
+            if found is None:
+                continue
+            params[index] = found.member.shard
+            if param in optimizer.state:
+                sharded = dict(_sharded_state(optimizer, param, found))
+                del optimizer.state[param]
+                optimizer.state[found.member.shard] = sharded
+
+
+def _sharded_state(
+    optimizer: Optimizer, param: torch.Tensor, found: Succession
+) -> Iterator[tuple[str, Any]]:
+    member = found.member
+    for name, value in optimizer.state[param].items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or isinstance(value, DTensor):
+            yield name, value
+        elif value.shape == param.shape:
+            local = found.piece(value)
+            yield name, DTensor(local, member.shard_spec, requires_grad=False)
+        else:
+            raise LifecycleError(
+                f"{member.name}: {type(optimizer).__name__} has state from before sharding; it must "
+                f"have the parameter's shape {tuple(param.shape)} to be sharded, found {name!r} of "
+                f"shape {tuple(value.shape)}; build the optimizer after fully_shard."
+            )

@@ -1,0 +1,45 @@
+"""No test passes by not running: a session with a skipped test fails."""
+
+from collections.abc import Generator
+
+import pytest
+
+# Reasons that are allowed to skip a test, word for word. Empty means: nothing skips.
+ALLOWED_SKIP_REASONS: frozenset[str] = frozenset()
+
+_forbidden_skips: list[str] = []
+
+
+def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    if reason not in ALLOWED_SKIP_REASONS:
+        _forbidden_skips.append(f"{report.nodeid}: {reason}")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _note(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _note(report)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    if _forbidden_skips and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _forbidden_skips:
+        terminalreporter.section("tests that did not run", red=True)
+        for line in _forbidden_skips:
+            terminalreporter.write_line(line)
+        terminalreporter.write_line(
+            "A skipped test fails the session; leave it uncollected where it cannot run, or add "
+            "its reason to ALLOWED_SKIP_REASONS in tests/conftest.py."
+        )

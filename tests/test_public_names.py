@@ -1,0 +1,30 @@
+"""The public names are the documented ones: no more, no fewer."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import fullshard
+
+API = Path(__file__).parent.parent / "docs" / "api.md"
+# The first cell of a table row: | `name` | what it is |
+DOCUMENTED = re.findall(r"^\| `(\w+)` \|", API.read_text(), flags=re.MULTILINE)
+
+
+def test_the_public_names_are_the_documented_ones():
+    assert sorted(fullshard.__all__) == sorted(DOCUMENTED)
+
+
+def test_no_name_is_documented_twice():
+    assert len(DOCUMENTED) == len(set(DOCUMENTED))
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_public_name_exists_and_says_what_it_is(name):
+    found = getattr(fullshard, name)
+    docstring = vars(found).get("__doc__") if inspect.isclass(found) else inspect.getdoc(found)
+    assert docstring
+    # What dataclasses write by themselves says nothing.
+    assert not docstring.startswith(f"{name}(")
