@@ -16,6 +16,7 @@ from fullshard.comm.topology import thin_size
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
 from fullshard.runtime.root import Phase, Root
 from fullshard.runtime.runner import Runner, runner_of
+from fullshard.unit.reducing import AllReduceHook
 from fullshard.unit.unit import Unit
 
 
@@ -44,7 +45,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance of the original class: slicing a container must not shard the slice."""
-        original = cls.__mro__[cls._original_class_index]
+        original: Any = cls.__mro__[cls._original_class_index]
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
@@ -169,14 +170,14 @@ class FSDPModule:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:
-        """Call `hook(reduced)` on the reduced gradients of the unit, before they are handed over."""
+        """Call `hook(reduced)` on the unit's reduced gradients before they are handed over."""
         unit = self._only_unit("set_all_reduce_hook")
         if stream is not None and not unit.topology.replicate.is_single:
             raise ConfigError(
                 f"{unit.name}: stream must be left out on a mesh with a replicate axis, found "
                 f"{stream}; the hook runs on the stream of the all-reduce."
             )
-        unit.all_reduce_hook = (hook, stream)
+        unit.all_reduce_hook = AllReduceHook(hook, stream)
 
     # Resharding
 
@@ -327,7 +328,7 @@ def _runners(modules: Sequence[Any]) -> list[Runner]:
 
 
 def _is_past_backward(runner: Runner) -> bool:
-    return any(unit.was_reduced for unit in runner.units)
+    return any(unit.gradients.was_reduced for unit in runner.units)
 
 
 def _checked_reshard(unit: Unit, value: Any) -> bool | int:
@@ -345,11 +346,12 @@ def _checked_reshard(unit: Unit, value: Any) -> bool | int:
 
 
 def _checked_changes(unit: Unit, changes: dict[str, Any]) -> dict[str, Any]:
-    known = {name for name in type(unit.settings).__slots__}
+    known = set(type(unit.settings).__slots__)
     unknown = sorted(set(changes) - known)
     if unknown:
         raise ConfigError(
-            f"{unit.name}: settings must be among {sorted(known)}, found {unknown}; correct the name."
+            f"{unit.name}: settings must be among {sorted(known)}, found {unknown}; correct the "
+            "name."
         )
     if changes.get("reshard_after_forward") is not None:
         value = _checked_reshard(unit, changes["reshard_after_forward"])

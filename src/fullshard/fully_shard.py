@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, overload
 
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from fullshard.api import (
     DataParallelMeshDims,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,9 @@ def process_group_comms(
     return GroupMemoryAllGather(group), GroupMemoryReduceScatter(group)
 
 
-def symmetric_memory_comms(name: str, topology: Topology, backend: str) -> SymmetricAllGather:
+def symmetric_memory_comms(
+    name: str, topology: Topology, backend: Literal["NCCL"]
+) -> SymmetricAllGather:
     """A gather in symmetric memory, or an error that says why there is none here."""
     if topology.device_type != "cuda" or not torch.cuda.is_available():
         raise UnsupportedError(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
+from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     ReduceOp,
@@ -82,7 +82,7 @@ class Native(Collectives):
         average: bool,
     ) -> Transfer:
         options = ReduceScatterOptions()
-        options.reduceOp = ReduceOp.AVG if average else ReduceOp.SUM
+        options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
         options.asyncOp = False
         if len(outs) == 1:
             return Transfer([group._reduce_scatter_base(outs[0], ins[0], options)])
@@ -201,6 +201,6 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Co
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool) -> None:
     """Sum (or average) a tensor over the replicate axis, in place."""
     options = AllreduceOptions()
-    options.reduceOp = ReduceOp.AVG if average else ReduceOp.SUM
+    options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
     options.asyncOp = False
     group.allreduce([tensor], options).wait()

@@ -1,4 +1,4 @@
-"""What a parameter's shard is as a DTensor: plain parameters, and those that already are DTensors."""
+"""What a parameter's shard is as a DTensor, also of one that already is a DTensor."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fullshard.comm.topology import Topology, joined_axes
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
+
+__all__ = ["DTensorSpec", "Placed", "local_gradient", "place", "shard_dim", "with_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ def _on_full_mesh(
 ) -> DTensorSpec:
     """Data-parallel axes are axes of the parameter's own mesh, where it must be replicated."""
     mesh, dims = full_spec.mesh, topology.dims
-    assert dims is not None and mesh.mesh_dim_names is not None
+    assert dims is not None
+    assert mesh.mesh_dim_names is not None
     if mesh is not topology.full_mesh:
         raise TopologyError(
             f"{name}: a parameter must be on the mesh that fully_shard was given, found "
@@ -142,7 +145,8 @@ def _joined_spec(
 ) -> DTensorSpec:
     """The spec on a mesh in which the shard axes are one axis."""
     mesh, dims = full_spec.mesh, topology.dims
-    assert dims is not None and mesh.mesh_dim_names is not None
+    assert dims is not None
+    assert mesh.mesh_dim_names is not None
     meshes: list[DeviceMesh] = []
     kept: list[Placement] = []
     for name, placement in zip(mesh.mesh_dim_names, placements, strict=True):
@@ -172,7 +176,9 @@ def _interleaved(
 
 def _dp_axes(topology: Topology) -> list[int]:
     dims, mesh = topology.dims, topology.full_mesh
-    assert dims is not None and mesh is not None and mesh.mesh_dim_names is not None
+    assert dims is not None
+    assert mesh is not None
+    assert mesh.mesh_dim_names is not None
     return [mesh.mesh_dim_names.index(n) for n in (*dims.shard_names, *dims.replicate_names)]
 
 

@@ -80,7 +80,8 @@ class Topology:
         return self._twins[0]
 
     def __repr__(self) -> str:
-        return f"Topology({self.device_type}: replicate {self.replicate.size} × shard {self.shard.size})"
+        sizes = f"replicate {self.replicate.size} x shard {self.shard.size}"
+        return f"Topology({self.device_type}: {sizes})"
 
 
 _known: dict[tuple[DeviceMesh, DataParallelMeshDims | None], Topology] = {}

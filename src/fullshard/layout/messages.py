@@ -114,7 +114,7 @@ class UnitLayout:
                     entry = self.entries[slot.entry]
                     yield (
                         entry.name,
-                        "×".join(map(str, entry.split.shape)) or "scalar",
+                        "x".join(map(str, entry.split.shape)) or "scalar",
                         "-" if entry.split.dim is None else str(entry.split.dim),
                         dtypes,
                         str(number),

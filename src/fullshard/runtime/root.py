@@ -140,7 +140,7 @@ class Root:
         if self.phase is not Phase.BACKWARD:
             self._before_backward = self.phase
             self.phase = Phase.BACKWARD
-            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.end_backward)
 
     def prefetch_backward(self, call: Call) -> None:
@@ -173,8 +173,7 @@ class Root:
             self.flow.conclude_reductions()
             self.flow.release_late()
             for unit in self.units:
-                unit.settle_host()
-                unit.created_grads.clear()
+                unit.gradients.settle(self.flow)
         self.phase = self._before_backward
 
     # Failure
@@ -186,7 +185,7 @@ class Root:
         self.flow.abandon_reductions()
         for unit in self.units:
             unit.reshard_now()
-            unit.forget_gradients()
+            unit.gradients.forget(unit.members)
         self.owner = None
         self.phase = Phase.IDLE
 

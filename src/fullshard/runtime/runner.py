@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from fullshard.api import MixedPrecisionPolicy
 from fullshard.errors import LifecycleError
@@ -68,7 +69,7 @@ class Runner:
 
     # Forward
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -95,7 +96,7 @@ class Runner:
         self._open.append(call)
         return args, kwargs
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         root = self.root
         if root is None:
@@ -156,7 +157,7 @@ class Runner:
 
     # Backward
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def reached(self, call: Call) -> None:
         """A gradient reached a call's outputs."""
         root = self.root
@@ -169,7 +170,7 @@ class Runner:
                 unit.wait()
         root.prefetch_backward(call)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def passed(self, call: Call) -> None:
         """All inputs of a call have their gradients: its weights are not read any more."""
         call.is_active = False
@@ -177,7 +178,7 @@ class Runner:
         if not self._active:
             self._finish_backward()
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def _gradients_arrived(self, unit: Unit) -> None:
         root = self.root
         assert root is not None
@@ -207,9 +208,9 @@ class Runner:
         assert root is not None
         for unit in self.units:
             unused = unit.is_unsharded and unit.settings.reduce_scatter_unused_params
-            if unit.owes_reduction or (unused and not unit.was_reduced):
+            if unit.owes_reduction or (unused and not unit.gradients.was_reduced):
                 root.reduce(unit, self)
-            unit.was_reduced = False
+            unit.gradients.end_backward()
             if unit.settings.reshard_after_backward:
                 unit.reshard()
 

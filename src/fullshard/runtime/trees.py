@@ -49,7 +49,7 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
             return value
         if hasattr(value, "_fields"):
             return type(value)(*items)
-        return type(value)(items)  # type: ignore[call-arg]
+        return type(value)(items)
     return value
 
 

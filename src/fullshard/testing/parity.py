@@ -186,7 +186,7 @@ def _accumulate(learner: _Learner, training: Training, step: int) -> dict[int, T
                 learner.before_forward(learner.model, micro_batch)
             torch.manual_seed(seed)
             loss = training.loss(learner.model, batch)
-            (loss / len(learner.replicas)).backward()  # type: ignore[no-untyped-call]
+            (loss / len(learner.replicas)).backward()
             losses[replica] = losses.get(replica, torch.zeros_like(loss)) + loss.detach()
     return losses
 

@@ -135,7 +135,6 @@ class Gatherer:
         self._allocate(flow)
         staged: list[torch.Tensor] = []
         transfers: list[Transfer] = []
-        brought = isinstance(collectives, Brought) and collectives.gather_comm is not None
         for lane, home, views in zip(
             self._layout.lanes, self._homes.lanes, self._views, strict=True
         ):
@@ -146,7 +145,7 @@ class Gatherer:
                 arrived = home.to(flow.device.torch_device, non_blocking=True)
                 staged.append(arrived)
                 sends = arrived.split([send.numel() for send in sends])
-            if brought:
+            if isinstance(collectives, Brought) and collectives.gather_comm is not None:
                 transfers.append(self._start_brought(collectives, lane, sends, views, flow, staged))
             elif self._axis.group is None or self._axis.is_single:
                 torch._foreach_copy_(views.outs, list(sends))
@@ -172,7 +171,8 @@ class Gatherer:
         staged: list[torch.Tensor],
     ) -> Transfer:
         """Gather through the user's collective, in the user's memory."""
-        assert collectives.gather_comm is not None and self._axis.group is not None
+        assert collectives.gather_comm is not None
+        assert self._axis.group is not None
         device = flow.device.torch_device
         for out, send in zip(views.outs, sends, strict=True):
             dtype = lane.stages.computed

@@ -16,17 +16,18 @@ class HandOver:
     """Hands the results of one reduction over as `.grad`.
 
     With offload, gradients go to host memory. `events` then holds what the host has to wait for
-    before anyone may read them. `created` are the shards that had no gradient before.
+    before anyone may read them. Members that had no gradient before are added to `created`.
     """
 
-    def __init__(self, device: Device, rank: int, to_host: bool, pin_memory: bool) -> None:
+    def __init__(
+        self, device: Device, to_host: bool, pin_memory: bool, created: list[Member]
+    ) -> None:
         self._device = device
-        self._rank = rank
         self._to_host = to_host
         self._pin_memory = pin_memory
         self._members: list[Member] = []
         self._source: list[tuple[torch.Tensor, int]] = []
-        self.created: list[Member] = []
+        self._created = created
         self.events: list[Any] = []
 
     def add(self, member: Member, result: torch.Tensor, offset: int) -> None:
@@ -73,7 +74,7 @@ class HandOver:
             grad = grad if changed is None else changed
         if shard.grad is None:
             shard.grad = grad
-            self.created.append(member)
+            self._created.append(member)
         else:
             shard.grad._local_tensor.add_(grad._local_tensor)  # type: ignore[attr-defined]
         for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():

@@ -57,11 +57,30 @@ class MessageGradients:
     partial: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class AllReduceHook:
+    """A user's function on reduced gradients, and the stream that it wants to run on."""
+
+    function: Callable[[torch.Tensor], None]
+    stream: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Over what gradients are reduced: `axis` is the shard axis, perhaps on a group of its own."""
+
+    topology: Topology
+    axis: Axis
+    collectives: Collectives
+    hook: AllReduceHook | None
+
+
 @dataclass(slots=True)
 class LaneReduction:
     """One lane's part of a reduction."""
 
     lane: Lane
+    members: Sequence[Member]
     parts: list[MessageGradients]
     ins: list[torch.Tensor] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
@@ -78,39 +97,33 @@ class Reduction:
 
     def __init__(
         self,
-        lanes: list[tuple[LaneReduction, Sequence[Member]]],
-        topology: Topology,
-        axis: Axis,
+        lanes: list[LaneReduction],
+        route: Route,
         settings: Settings,
-        collectives: Collectives,
         flow: Flow,
         hand_over: HandOver,
         keep_partial: Callable[[Message, torch.Tensor], None],
-        all_reduce_hook: tuple[Callable[[torch.Tensor], None], Any] | None,
     ) -> None:
         self._lanes = lanes
-        self._topology = topology
-        self._axis = axis
+        self._route = route
         self._settings = settings
-        self._collectives = collectives
         self._flow = flow
         self._hand_over = hand_over
         self._keep_partial = keep_partial
-        self._hook = all_reduce_hook
         self._exchanged: Any = None
         self._event: Any = None
 
     def start(self) -> None:
         """Issue the reduction; on a device with streams, all of it."""
         device, streams = self._flow.device, self._flow.streams
-        for lane, members in self._lanes:
+        for lane in self._lanes:
             scaling = self._scaling(lane)
             for part in lane.parts:
-                lane.ins.append(self._message_input(lane.lane, part, members, scaling))
+                lane.ins.append(self._message_input(lane, part, scaling))
                 part.grads = [None if grad is None else _TAKEN for grad in part.grads]
         device.wait(device.record(), streams.reduce)
         with device.on(streams.reduce):
-            for lane, _ in self._lanes:
+            for lane in self._lanes:
                 self._exchange(lane)
             if device.is_ordered:
                 self._complete()
@@ -121,33 +134,35 @@ class Reduction:
             self._complete()
         # The inputs were allocated by compute, which may reuse their memory from here on.
         self._flow.device.wait(self._exchanged)
-        results = [lane.result for lane, _ in self._lanes]
+        results = [lane.result for lane in self._lanes]
         self._lanes.clear()
         return Tail(self._event, results)
 
     def abandon(self) -> None:
         """Wait for what is under way and forget it."""
-        for lane, _ in self._lanes:
+        for lane in self._lanes:
             lane.transfer.wait()
         self._flow.device.wait(self._event)
         self._lanes.clear()
 
     def _scaling(self, lane: LaneReduction) -> Scaling:
-        averages = self._collectives.averages
-        return Scaling.of(self._settings, self._topology, lane.lane.stages.reduced, averages)
+        averages = self._route.collectives.averages
+        return Scaling.of(self._settings, self._route.topology, lane.lane.stages.reduced, averages)
 
     def _message_input(
-        self, lane: Lane, part: MessageGradients, members: Sequence[Member], scaling: Scaling
+        self, lane: LaneReduction, part: MessageGradients, scaling: Scaling
     ) -> torch.Tensor:
         """The gradients of a message, as all ranks' segments."""
         message = part.message
-        num_ranks = self._topology.shard.size
+        num_ranks = self._route.topology.shard.size
         numel = num_ranks * message.segment_numel
-        dtype, device = lane.stages.reduced, self._flow.device.torch_device
+        dtype, device = lane.lane.stages.reduced, self._flow.device.torch_device
         grads = part.grads
-        splits = [members[slot.entry].split for slot in message.slots]
+        splits = [lane.members[slot.entry].split for slot in message.slots]
         first = grads[0]
-        custom = isinstance(self._collectives, Brought) and self._collectives.reduce_comm
+        custom = (
+            isinstance(self._route.collectives, Brought) and self._route.collectives.reduce_comm
+        )
         if (
             message.landing is Landing.IN_PLACE
             and first is not None
@@ -174,7 +189,7 @@ class Reduction:
         return buffer if scaling.before == 1.0 else buffer.div_(scaling.before)
 
     def _exchange(self, lane: LaneReduction) -> None:
-        axis = self._axis
+        axis = self._route.axis
         stages, device = lane.lane.stages, self._flow.device.torch_device
         lane.result = torch.empty(lane.numel, dtype=stages.reduced, device=device)
         lane.outs = list(lane.result.split([part.message.segment_numel for part in lane.parts]))
@@ -185,42 +200,43 @@ class Reduction:
         if sent:
             outs, ins = zip(*sent, strict=True)
             average = self._scaling(lane).average
-            lane.transfer = self._collectives.reduce(outs, ins, axis.group, average=average)
+            lane.transfer = self._route.collectives.reduce(outs, ins, axis.group, average=average)
 
     def _complete(self) -> None:
         device, streams = self._flow.device, self._flow.streams
-        for lane, _ in self._lanes:
+        for lane in self._lanes:
             lane.transfer.wait()
         self._exchanged = device.record()
-        replicas = self._topology.replicate
+        replicas = self._route.topology.replicate
         if not replicas.is_single and not self._settings.requires_all_reduce:
             self._put_aside()
             self._event = device.record()
             return
-        for lane, _ in self._lanes:
+        for lane in self._lanes:
             for part, out in zip(lane.parts, lane.outs, strict=True):
                 if part.partial is not None:
                     out.add_(part.partial)
-        if replicas.is_single and self._hook is None:
+        hook = self._route.hook
+        if replicas.is_single and hook is None:
             self._finish_lanes()
             return
         stream = streams.replicate
-        if replicas.is_single and self._hook is not None and self._hook[1] is not None:
-            stream = self._hook[1]
+        if hook is not None and hook.stream is not None:
+            stream = hook.stream
         device.wait(device.record(), stream)
         with device.on(stream):
-            for lane, _ in self._lanes:
+            for lane in self._lanes:
                 assert lane.result is not None
                 if replicas.group is not None and not replicas.is_single:
                     average = self._scaling(lane).average
                     all_reduce(lane.result, replicas.group, average=average)
-                if self._hook is not None:
-                    self._hook[0](lane.result)
+                if hook is not None:
+                    hook.function(lane.result)
             self._finish_lanes()
 
     def _put_aside(self) -> None:
         """Keep sums over the shard axis until a step that also reduces over the replicas."""
-        for lane, _ in self._lanes:
+        for lane in self._lanes:
             for part, out in zip(lane.parts, lane.outs, strict=True):
                 if part.partial is None:
                     self._keep_partial(part.message, out)
@@ -230,7 +246,7 @@ class Reduction:
 
     def _finish_lanes(self) -> None:
         """Scale, cast and hand over, on the current stream."""
-        for lane, members in self._lanes:
+        for lane in self._lanes:
             assert lane.result is not None
             scaling = self._scaling(lane)
             if scaling.after != 1.0:
@@ -240,7 +256,7 @@ class Reduction:
             for part in lane.parts:
                 for slot, grad in zip(part.message.slots, part.grads, strict=True):
                     if grad is not None:
-                        self._hand_over.add(members[slot.entry], kept, offset + slot.offset)
+                        self._hand_over.add(lane.members[slot.entry], kept, offset + slot.offset)
                 offset += part.message.segment_numel
         self._hand_over.finish()
         self._event = self._flow.device.record()

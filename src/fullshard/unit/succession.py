@@ -78,7 +78,7 @@ def succeed(original: nn.Parameter, member: Member, rank: int) -> None:
         shard._backward_hooks = original._backward_hooks
     hooks = getattr(original, "_post_accumulate_grad_hooks", None)
     if hooks:
-        shard._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+        shard._post_accumulate_grad_hooks = hooks
     _registry.add(original, Succession(member, rank))
     _members_by_shard[id(shard)] = member
 
@@ -137,7 +137,7 @@ def _sharded_state(
             yield name, DTensor(local, member.shard_spec, requires_grad=False)
         else:
             raise LifecycleError(
-                f"{member.name}: {type(optimizer).__name__} has state from before sharding; it must "
-                f"have the parameter's shape {tuple(param.shape)} to be sharded, found {name!r} of "
-                f"shape {tuple(value.shape)}; build the optimizer after fully_shard."
+                f"{member.name}: {type(optimizer).__name__} has state from before sharding; it "
+                f"must have the parameter's shape {tuple(param.shape)} to be sharded, found "
+                f"{name!r} of shape {tuple(value.shape)}; build the optimizer after fully_shard."
             )

@@ -8,21 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.collectives import Brought, Collectives, collectives_for
-from fullshard.comm.placement import local_gradient
 from fullshard.comm.topology import Axis, Topology
 from fullshard.errors import LifecycleError, UnsupportedError
-from fullshard.layout import CostModel, Entry, Lane, Message, UnitLayout, plan_layout
+from fullshard.layout import CostModel, Entry, UnitLayout, plan_layout
 from fullshard.unit.extending import ExtensionGatherer
 from fullshard.unit.flow import Flow
 from fullshard.unit.gathering import Gatherer, Gathering
-from fullshard.unit.handover import HandOver
+from fullshard.unit.gradients import Gradients
 from fullshard.unit.homes import Homes, home_device
 from fullshard.unit.member import Member
-from fullshard.unit.reducing import LaneReduction, MessageGradients, Reduction
+from fullshard.unit.reducing import AllReduceHook, Route
 from fullshard.unit.settings import Settings
 
 
@@ -85,13 +83,9 @@ class Unit:
         self.default_collectives = collectives_for(topology.shard.group, flow.device.torch_device)
         self.collectives: Collectives = self.default_collectives
         self.reduce_axis = topology.shard
-        self.all_reduce_hook: tuple[Callable[[torch.Tensor], None], Any] | None = None
+        self.all_reduce_hook: AllReduceHook | None = None
         self.on_gradients: Callable[[Unit], None] = _ignore
-        self.created_grads: list[Member] = []
-        self.was_reduced = False
-        self._host_events: list[Any] = []
-        self._partial: dict[int, torch.Tensor] = {}
-        self._arrived: set[Member] = set()
+        self.gradients = Gradients(topology, policy, offload)
         self._num_trainable = 0
         self._versions: list[int] = []
         self._gatherer: Gatherer | None = None
@@ -294,130 +288,24 @@ class Unit:
     # Gradients
 
     def _gradient_arrived(self, member: Member, _: torch.Tensor) -> None:
-        self._arrived.add(member)
-        if len(self._arrived) == self._num_trainable:
+        arrived = self.gradients.arrived
+        arrived.add(member)
+        if len(arrived) == self._num_trainable:
             self.on_gradients(self)
 
     @property
     def owes_reduction(self) -> bool:
-        """Whether gradients wait to be reduced: new ones, or ones that an earlier step kept."""
-        settings = self.settings
-        if self._arrived:
-            return True
-        if not settings.requires_gradient_sync:
-            return False
-        kept = any(member.accumulated is not None for member in self.members)
-        return kept or (bool(self._partial) and settings.requires_all_reduce)
+        return self.gradients.are_owed(self.members, self.settings)
 
     def reduce(self) -> None:
         """Take the full gradients and start reducing them, or keep them if no sync is wanted."""
-        self._arrived.clear()
-        self.was_reduced = True
-        settings = self.settings
         with torch.no_grad():
-            if not settings.requires_gradient_sync:
-                self._accumulate()
+            if not self.settings.requires_gradient_sync:
+                self.gradients.keep(self.members)
                 return
-            lanes = [
-                *self._collected(self.layout, self._plain),
-                *self._collected(self.extension_layout, self._extended),
-            ]
-            if not lanes:
-                return
-            flow = self.flow
-            flow.make_room(settings.reduce_scatter_max_input_buffers)
-            device, pin_memory = home_device(self.offload, flow.device.torch_device)
-            to_host = device != flow.device.torch_device
-            hand_over = HandOver(flow.device, self.topology.shard.rank, to_host, pin_memory)
-            hand_over.created, hand_over.events = self.created_grads, self._host_events
-            reduction = Reduction(
-                lanes,
-                self.topology,
-                self.reduce_axis,
-                settings,
-                self.collectives,
-                flow,
-                hand_over,
-                self._keep_partial,
-                self.all_reduce_hook,
-            )
-            reduction.start()
-            flow.add_reduction(reduction)
-
-    def _keep_partial(self, message: Message, result: torch.Tensor) -> None:
-        self._partial[id(message)] = result
-
-    def _accumulate(self) -> None:
-        reduce_dtype, param_dtype = self.policy.reduce_dtype, self.policy.param_dtype
-        for member in self.members:
-            grad = self._taken_gradient(member)
-            if grad is None:
-                continue
-            grad = grad.to(member.stages(param_dtype, reduce_dtype).reduced)
-            if member.accumulated is None:
-                member.accumulated = grad
-            else:
-                member.accumulated.add_(grad)
-
-    def _taken_gradient(self, member: Member) -> torch.Tensor | None:
-        full = member.full
-        if full is None or full.grad is None:
-            return None
-        grad, full.grad = full.grad, None
-        return local_gradient(grad, member.full_spec, self.topology)
-
-    def _collected(
-        self, layout: UnitLayout, members: Sequence[Member]
-    ) -> list[tuple[LaneReduction, Sequence[Member]]]:
-        """The messages that have something to reduce, lane by lane."""
-        collected = []
-        for lane in layout.lanes:
-            parts = [part for m in lane.messages if (part := self._collect(lane, m, members))]
-            if parts:
-                collected.append((LaneReduction(lane, parts), members))
-        return collected
-
-    def _collect(
-        self, lane: Lane, message: Message, members: Sequence[Member]
-    ) -> MessageGradients | None:
-        grads: list[torch.Tensor | None] = []
-        for slot in message.slots:
-            member = members[slot.entry]
-            grad, before = self._taken_gradient(member), member.accumulated
-            member.accumulated = None
-            if before is not None:
-                grad = before if grad is None else before.add_(grad)
-            if (
-                grad is None
-                and self.settings.reduce_scatter_unused_params
-                and member.shard.requires_grad
-            ):
-                shape, dtype = member.split.shape, lane.stages.computed
-                grad = torch.zeros(shape, dtype=dtype, device=self.flow.device.torch_device)
-            grads.append(grad)
-        kept = self._partial.pop(id(message), None)
-        if kept is None and all(grad is None for grad in grads):
-            return None
-        return MessageGradients(message, grads, kept)
-
-    def settle_host(self) -> None:
-        """Make the host wait for gradients that are still being copied to it."""
-        for event in self._host_events:
-            self.flow.device.synchronize(event)
-        self._host_events.clear()
-
-    def forget_gradients(self) -> None:
-        """Drop everything that a failed step left behind, also gradients that it created."""
-        self._arrived.clear()
-        self._partial.clear()
-        self._host_events.clear()
-        for member in self.members:
-            member.accumulated = None
-            if member.full is not None:
-                member.full.grad = None
-        for member in self.created_grads:
-            member.shard.grad = None
-        self.created_grads.clear()
+            plans = [(self.layout, self._plain), (self.extension_layout, self._extended)]
+            route = Route(self.topology, self.reduce_axis, self.collectives, self.all_reduce_hook)
+            self.gradients.reduce(plans, route, self.settings, self.flow)
 
     # Settings
 
@@ -439,12 +327,7 @@ class Unit:
             f"{'' if m.shard.requires_grad else ' frozen'}"
             for m in self.members
         )
-        stages = {
-            (s.kept, s.computed, s.reduced) for s in (lane.stages for lane in self.layout.lanes)
-        }
-        precision = (
-            "" if len(stages) <= 1 and self.policy == MixedPrecisionPolicy() else f" {self.policy}"
-        )
+        precision = "" if self.policy == MixedPrecisionPolicy() else f" in {self.policy}"
         return f"[{held}] over {self.topology!r}{precision}"
 
     def __repr__(self) -> str:
@@ -453,7 +336,3 @@ class Unit:
 
 def _ignore(unit: Unit) -> None:
     """Nobody listens."""
-
-
-def all_parameters(units: Sequence[Unit]) -> list[nn.Parameter]:
-    return [member.shard for unit in units for member in unit.members]

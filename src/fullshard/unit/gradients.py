@@ -1,0 +1,152 @@
+"""What a unit knows of its gradients, from the first that arrives to the last handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.comm.placement import local_gradient
+from fullshard.comm.topology import Topology
+from fullshard.layout import Lane, Message, UnitLayout
+from fullshard.unit.flow import Flow
+from fullshard.unit.handover import HandOver
+from fullshard.unit.homes import home_device
+from fullshard.unit.member import Member
+from fullshard.unit.reducing import LaneReduction, MessageGradients, Reduction, Route
+from fullshard.unit.settings import Settings
+
+
+class Gradients:
+    """The full gradients of a unit's members, and what became of them.
+
+    `arrived` are the members that have a full gradient; `was_reduced` says whether the backward
+    under way took some already; `created` are the members that it gave a `.grad` to.
+    """
+
+    def __init__(
+        self, topology: Topology, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+    ) -> None:
+        self._topology = topology
+        self._policy = policy
+        self._offload = offload
+        self._partial: dict[int, torch.Tensor] = {}
+        self._host_events: list[Any] = []
+        self._created: list[Member] = []
+        self.arrived: set[Member] = set()
+        self.was_reduced = False
+
+    def are_owed(self, members: Sequence[Member], settings: Settings) -> bool:
+        """Whether gradients wait to be reduced: new ones, or ones that an earlier step kept."""
+        if self.arrived:
+            return True
+        if not settings.requires_gradient_sync:
+            return False
+        kept = any(member.accumulated is not None for member in members)
+        return kept or (bool(self._partial) and settings.requires_all_reduce)
+
+    def keep(self, members: Sequence[Member]) -> None:
+        """Take the full gradients and keep them unreduced, in the dtype of the reduction."""
+        self.arrived.clear()
+        self.was_reduced = True
+        policy = self._policy
+        for member in members:
+            grad = self._taken(member)
+            if grad is None:
+                continue
+            grad = grad.to(member.stages(policy.param_dtype, policy.reduce_dtype).reduced)
+            if member.accumulated is None:
+                member.accumulated = grad
+            else:
+                member.accumulated.add_(grad)
+
+    def reduce(
+        self,
+        plans: Sequence[tuple[UnitLayout, Sequence[Member]]],
+        route: Route,
+        settings: Settings,
+        flow: Flow,
+    ) -> None:
+        """Take the full gradients and start reducing them."""
+        self.arrived.clear()
+        self.was_reduced = True
+        lanes = []
+        for layout, members in plans:
+            for lane in layout.lanes:
+                taken = [self._collect(lane, m, members, settings, flow) for m in lane.messages]
+                parts = [part for part in taken if part is not None]
+                if parts:
+                    lanes.append(LaneReduction(lane, members, parts))
+        if not lanes:
+            return
+        flow.make_room(settings.reduce_scatter_max_input_buffers)
+        home, pin_memory = home_device(self._offload, flow.device.torch_device)
+        hand_over = HandOver(
+            flow.device, home != flow.device.torch_device, pin_memory, self._created
+        )
+        hand_over.events = self._host_events
+        reduction = Reduction(lanes, route, settings, flow, hand_over, self._keep_partial)
+        reduction.start()
+        flow.add_reduction(reduction)
+
+    def _keep_partial(self, message: Message, result: torch.Tensor) -> None:
+        self._partial[id(message)] = result
+
+    def _taken(self, member: Member) -> torch.Tensor | None:
+        full = member.full
+        if full is None or full.grad is None:
+            return None
+        grad, full.grad = full.grad, None
+        return local_gradient(grad, member.full_spec, self._topology)
+
+    def _collect(
+        self,
+        lane: Lane,
+        message: Message,
+        members: Sequence[Member],
+        settings: Settings,
+        flow: Flow,
+    ) -> MessageGradients | None:
+        """What goes into a message; None if nothing does."""
+        grads: list[torch.Tensor | None] = []
+        for slot in message.slots:
+            member = members[slot.entry]
+            grad, before = self._taken(member), member.accumulated
+            member.accumulated = None
+            if before is not None:
+                grad = before if grad is None else before.add_(grad)
+            is_wanted = settings.reduce_scatter_unused_params and member.shard.requires_grad
+            if grad is None and is_wanted:
+                shape, dtype = member.split.shape, lane.stages.computed
+                grad = torch.zeros(shape, dtype=dtype, device=flow.device.torch_device)
+            grads.append(grad)
+        kept = self._partial.pop(id(message), None)
+        if kept is None and all(grad is None for grad in grads):
+            return None
+        return MessageGradients(message, grads, kept)
+
+    def end_backward(self) -> None:
+        self.was_reduced = False
+
+    def settle(self, flow: Flow) -> None:
+        """Make the host wait for gradients that are still being copied to it."""
+        for event in self._host_events:
+            flow.device.synchronize(event)
+        self._host_events.clear()
+        self._created.clear()
+
+    def forget(self, members: Sequence[Member]) -> None:
+        """Drop everything that a failed step left behind, also gradients that it created."""
+        self.arrived.clear()
+        self.was_reduced = False
+        self._partial.clear()
+        self._host_events.clear()
+        for member in members:
+            member.accumulated = None
+            if member.full is not None:
+                member.full.grad = None
+        for member in self._created:
+            member.shard.grad = None
+        self._created.clear()
