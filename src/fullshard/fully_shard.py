@@ -80,8 +80,9 @@ def fully_shard(
         mesh: One axis (shard), or two named ones (replicate, shard). By default all ranks on one
             axis. Its device type says where the unit computes.
         reshard_after_forward: True frees the full parameters after forward; False keeps them for
-            backward; None means True except for the root. An int keeps them spread over that many
-            neighbouring ranks, so that backward gathers over a smaller group.
+            backward; None means True except for the root of a forward that takes gradients. An
+            int keeps them spread over that many neighbouring ranks, so that backward gathers over
+            a smaller group.
         shard_placement_fn: Chooses per parameter the dim to shard (`Shard(dim)`, also where it
             does not divide evenly), and with a `ShardPlacementResult` its own mesh.
         mp_policy: The dtypes to compute and reduce in.

@@ -203,4 +203,4 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool)
     options = AllreduceOptions()
     options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
     options.asyncOp = False
-    group.allreduce([tensor], options).wait()
+    Transfer([group.allreduce([tensor], options)]).wait()

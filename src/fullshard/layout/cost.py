@@ -27,5 +27,5 @@ class CostModel:
         costs an accelerator a few microseconds; gloo runs it as a collective of its own.
         """
         if device_type == "cpu":
-            return cls(message_s=150e-6, copy_bytes_per_s=6e9)
+            return cls(message_s=150e-6, copy_bytes_per_s=30e9)
         return cls(message_s=5e-6, copy_bytes_per_s=3e12)

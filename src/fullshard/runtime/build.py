@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
-from fullshard.comm.placement import place, shard_dim
+from fullshard.comm.placement import place, shard_dim, with_dtype
 from fullshard.comm.topology import Topology, topology_of
 from fullshard.device.streams import device_for
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.runtime.prepare import prepare
 from fullshard.runtime.runner import Runner, runner_of
 from fullshard.unit.flow import Flow
+from fullshard.unit.homes import home_device
 from fullshard.unit.member import Location, Member
 from fullshard.unit.settings import Settings
 from fullshard.unit.succession import succeed, successor
@@ -82,8 +83,8 @@ def _units(
         dim = shard_dim(names[param], _local(param), placement)
         with torch.no_grad():
             placed = place(names[param], param, dim, topology)
-            axis = topology.shard
-            member = Member.of(names[param], param, locations, placed, axis.size, axis.rank)
+            home, _ = home_device(request.offload, request.device)
+            member = Member.of(names[param], param, locations, placed, topology.shard, home)
         members.setdefault(topology, []).append(member)
         originals.append((param, member))
     flow = Flow(device_for(request.device))
@@ -170,20 +171,23 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 def _keep_state_sharded(runner: Runner, module: nn.Module) -> None:
     """State dicts read and write shards, whatever the unit's state; full values are cut to fit."""
 
-    def reshard(*_: Any) -> None:
+    def settle(*_: Any) -> None:
+        # A state dict is often held while the model trains: shards must not move after this.
+        # And whoever writes to its tensors is not seen, so nothing gathered may be kept.
         for unit in runner.reads:
-            unit.reshard()
+            unit.reshard_now()
+            unit.refresh(plan_training=runner.root is None)
 
     def cut(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        reshard()
         for unit in runner.reads:
+            unit.reshard_now()
             for member in unit.members:
                 for location in member.locations:
                     key = prefix + location.name
                     if location.module is module and key in state_dict:
                         state_dict[key] = _cut(member, state_dict[key], unit.topology.shard.rank)
 
-    module.register_state_dict_pre_hook(reshard)
+    module.register_state_dict_pre_hook(settle)
     module._register_load_state_dict_pre_hook(cut)
 
 
@@ -198,4 +202,5 @@ def _cut(member: Member, value: Any, rank: int) -> Any:
     if split.dim is not None:
         rows = split.rows(rank)
         value = value.narrow(split.dim, rows.start, len(rows))
-    return DTensor(value.detach().contiguous(), member.shard_spec, requires_grad=False)
+    spec = with_dtype(member.shard_spec, value.dtype)
+    return DTensor(value.detach().contiguous(), spec, requires_grad=False)

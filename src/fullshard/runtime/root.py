@@ -61,6 +61,7 @@ class Root:
         self._unchecked = {Phase.FORWARD, Phase.BACKWARD} if agreement is not None else set()
         self._order: list[Runner] = []
         self._cursor = 0
+        self._is_as_expected = False
         self._before_backward = Phase.IDLE
 
     @property
@@ -84,6 +85,7 @@ class Root:
         self.phase = Phase.FORWARD
         self.current = Pass(sys.exc_info()[1])
         self._cursor = 0
+        self._is_as_expected = bool(self._order)
         self.flow.start_gathers_after_compute(self.post_optim_event)
         self.post_optim_event = None
         for runner in self.runners:
@@ -98,10 +100,20 @@ class Root:
 
     def started(self, runner: Runner) -> None:
         self.current.started.append(runner)
-        if self._cursor < len(self._order) and self._order[self._cursor] is runner:
-            self._cursor += 1
-        else:
-            self._cursor = len(self._order)  # another order than last time: predict no more
+        expected = self._expected_next()
+        self._cursor += 1
+        if expected is not runner:
+            self._is_as_expected = False  # another order than last time: predict no more
+
+    def _expected_next(self) -> Runner | None:
+        if self._is_as_expected and self._cursor < len(self._order):
+            return self._order[self._cursor]
+        return None
+
+    @property
+    def expects_no_gather(self) -> bool:
+        """Whether this pass, as far as the last one tells, starts no further runner."""
+        return self._is_as_expected and self._cursor == len(self._order)
 
     def unshard(self, runner: Runner) -> None:
         """Issue the gathers that a runner needs, in forward or in backward."""
@@ -118,8 +130,8 @@ class Root:
         if runner.forward_prefetch:
             for other in runner.forward_prefetch:
                 self.unshard(other)
-        elif self._cursor < len(self._order):
-            self.unshard(self._order[self._cursor])
+        elif (expected := self._expected_next()) is not None:
+            self.unshard(expected)
 
     def end_pass(self) -> None:
         has_run = set(self.current.started)

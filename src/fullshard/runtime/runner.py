@@ -136,10 +136,13 @@ class Runner:
         for unit in self.units:
             after = unit.settings.reshard_after_forward
             if after is None:
-                after = not self.is_root
+                # Without gradients no backward will want the root, and users want their shards.
+                after = not self.is_root or not torch.is_grad_enabled()
             if after is False:
                 continue
             unit.reshard(None if after is True else unit.topology.thin_axis(after))
+            if self.root is not None and self.root.expects_no_gather:
+                unit.flow.release_now(unit)  # nothing will come that it would be in the way of
 
     def end_pass(self, *, has_run: bool) -> None:
         """Reshard what the pass left open.
@@ -195,7 +198,7 @@ class Runner:
         root = self.root
         assert root is not None
         for unit in self.units:
-            if unit.owes_reduction:
+            if unit.gradients.arrived:
                 root.reduce(unit, self)
             if unit.settings.reshard_after_backward:
                 unit.reshard()

@@ -43,6 +43,7 @@ class Flow:
         self.device = device
         self._releases = Releases()
         self._late: list[_Late] = []
+        self._ahead: set[object] = set()
         self._reductions: deque[Concludable] = deque()
         self._tail: Tail | None = None
 
@@ -61,8 +62,19 @@ class Flow:
         for event in self._releases.take(address_range):
             self.device.wait(event)
 
+    def gather_issued(self, owner: object) -> None:
+        """A gather is under way for which nobody has waited yet."""
+        self._ahead.add(owner)
+        self.release_late()
+
+    def gather_used(self, owner: object) -> None:
+        self._ahead.discard(owner)
+
     def release_later(self, owner: object, release: Callable[[], list[tuple[int, int]]]) -> None:
+        """Give memory back once a further gather has been issued, or at once if one has been."""
         self._late.append(_Late(owner, self.device.record(), release))
+        if self._ahead:
+            self.release_late()
 
     def is_late(self, owner: object) -> bool:
         return any(late.owner is owner for late in self._late)

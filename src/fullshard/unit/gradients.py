@@ -15,7 +15,7 @@ from fullshard.unit.flow import Flow
 from fullshard.unit.handover import HandOver
 from fullshard.unit.homes import home_device
 from fullshard.unit.member import Member
-from fullshard.unit.reducing import LaneReduction, MessageGradients, Reduction, Route
+from fullshard.unit.reducing import LaneReduction, MessageGradients, Partial, Reduction, Route
 from fullshard.unit.settings import Settings
 
 
@@ -32,7 +32,7 @@ class Gradients:
         self._topology = topology
         self._policy = policy
         self._offload = offload
-        self._partial: dict[int, torch.Tensor] = {}
+        self._partial: dict[int, Partial] = {}
         self._host_events: list[Any] = []
         self._created: list[Member] = []
         self.arrived: set[Member] = set()
@@ -91,8 +91,10 @@ class Gradients:
         reduction.start()
         flow.add_reduction(reduction)
 
-    def _keep_partial(self, message: Message, result: torch.Tensor) -> None:
-        self._partial[id(message)] = result
+    def _keep_partial(self, message: Message, partial: Partial) -> None:
+        # Another reduction of the same backward may have been under way and kept some, too.
+        before = self._partial.get(id(message))
+        self._partial[id(message)] = partial if before is None else before.joined(partial)
 
     def _taken(self, member: Member) -> torch.Tensor | None:
         full = member.full

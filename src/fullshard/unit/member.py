@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.placement import DTensorSpec, Placed, with_dtype
+from fullshard.comm.topology import Axis
 from fullshard.errors import ConfigError
 from fullshard.layout import Split, Stages
 from fullshard.unit.extension import Extension
@@ -58,19 +59,21 @@ class Member:
         original: nn.Parameter,
         locations: Sequence[Location],
         placed: Placed,
-        num_ranks: int,
-        rank: int,
+        axis: Axis,
+        home: torch.device,
     ) -> Member:
-        """Cut an original parameter; the shard still is a view of it until the unit is homed."""
+        """Cut an original parameter; the shard may be a view of it until the unit is homed."""
         local = placed.local
-        split = Split(tuple(local.shape), placed.dim, num_ranks)
+        split = Split(tuple(local.shape), placed.dim, axis.size)
         piece = local
         if split.dim is not None:
-            rows = split.rows(rank)
+            rows = split.rows(axis.rank)
             piece = local.narrow(split.dim, rows.start, len(rows))
         extension = Extension.of(name, local)
         if extension is not None:
             piece = piece.clone()
+        if not piece.is_meta:
+            piece = piece.to(home)  # a DTensor's device is that of the tensor that it is made with
         shard = nn.Parameter(
             DTensor(piece, placed.shard_spec, requires_grad=False),
             requires_grad=original.requires_grad,
@@ -104,6 +107,19 @@ class Member:
 
     def is_current(self) -> bool:
         return self.locations[0].get() is self.shard and self.current_local is self.local
+
+    def came_back(self) -> bool:
+        """Whether the shard looks at the same memory through another tensor; ours is put back."""
+        found, own = self.current_local, self.local
+        if type(found) is not torch.Tensor or found.is_meta:
+            return False
+        is_same = (
+            (found.data_ptr(), found.dtype, found.device, found.size(), found.stride())
+            == (own.data_ptr(), own.dtype, own.device, own.size(), own.stride())
+        )  # fmt: skip
+        if is_same:
+            self.adopt(own)
+        return is_same
 
     def follow_registered(self) -> None:
         """Take over a shard that a user registered in the place of ours."""

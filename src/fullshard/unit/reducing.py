@@ -48,13 +48,25 @@ class Scaling:
         return cls(1.0, False, float(topology.num_ranks) if factor is None else factor)
 
 
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Sums over the shard axis that wait for the replicas, and the slots that they stand for."""
+
+    total: torch.Tensor
+    has_slot: tuple[bool, ...]
+
+    def joined(self, other: Partial) -> Partial:
+        both = zip(self.has_slot, other.has_slot, strict=True)
+        return Partial(self.total.add_(other.total), tuple(a or b for a, b in both))
+
+
 @dataclass(slots=True)
 class MessageGradients:
     """The gradients that go into one message, by slot, and what earlier steps left to add."""
 
     message: Message
     grads: list[torch.Tensor | None]
-    partial: torch.Tensor | None
+    partial: Partial | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +114,7 @@ class Reduction:
         settings: Settings,
         flow: Flow,
         hand_over: HandOver,
-        keep_partial: Callable[[Message, torch.Tensor], None],
+        keep_partial: Callable[[Message, Partial], None],
     ) -> None:
         self._lanes = lanes
         self._route = route
@@ -215,7 +227,7 @@ class Reduction:
         for lane in self._lanes:
             for part, out in zip(lane.parts, lane.outs, strict=True):
                 if part.partial is not None:
-                    out.add_(part.partial)
+                    out.add_(part.partial.total)
         hook = self._route.hook
         if replicas.is_single and hook is None:
             self._finish_lanes()
@@ -238,11 +250,10 @@ class Reduction:
         """Keep sums over the shard axis until a step that also reduces over the replicas."""
         for lane in self._lanes:
             for part, out in zip(lane.parts, lane.outs, strict=True):
-                if part.partial is None:
-                    self._keep_partial(part.message, out)
-                else:
-                    part.partial.add_(out)
-                    self._keep_partial(part.message, part.partial)
+                partial = Partial(out, tuple(grad is not None for grad in part.grads))
+                if part.partial is not None:
+                    partial = part.partial.joined(partial)
+                self._keep_partial(part.message, partial)
 
     def _finish_lanes(self) -> None:
         """Scale, cast and hand over, on the current stream."""
@@ -254,8 +265,9 @@ class Reduction:
             kept = lane.result.to(lane.lane.stages.kept)
             offset = 0
             for part in lane.parts:
-                for slot, grad in zip(part.message.slots, part.grads, strict=True):
-                    if grad is not None:
+                kept_slots = part.partial.has_slot if part.partial is not None else ()
+                for index, slot in enumerate(part.message.slots):
+                    if part.grads[index] is not None or (kept_slots and kept_slots[index]):
                         self._hand_over.add(lane.members[slot.entry], kept, offset + slot.offset)
                 offset += part.message.segment_numel
         self._hand_over.finish()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Settings:
     """How a unit behaves; replaced as a whole, so that a scope can put back what it found.
 
-    `reshard_after_forward` None means: unless the unit is the root. An int is the number of ranks
-    that the unit is spread over between forward and backward.
+    `reshard_after_forward` None means: unless the unit is the root and a backward may follow. An
+    int is the number of ranks that the unit is spread over between forward and backward.
     """
 
     reshard_after_forward: bool | int | None = None

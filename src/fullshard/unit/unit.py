@@ -146,7 +146,7 @@ class Unit:
         for member in self.members:
             if not member.is_current():
                 member.follow_registered()
-                is_current = False
+                is_current = member.came_back() and is_current
         if plan_training:
             trained = [m.shard.requires_grad for m in self.members]
             is_current = is_current and trained == self._is_trained_as_planned
@@ -205,7 +205,7 @@ class Unit:
                     if self._extended:
                         extension = self._extender.start(self.collectives, flow)
         self.state = Unsharding(gathering, extension)
-        flow.release_late()
+        flow.gather_issued(self)
 
     def _build(self) -> None:
         assert self._homes is not None  # require_ready
@@ -220,6 +220,7 @@ class Unit:
         if not isinstance(state, Unsharding):
             return
         assert self._gatherer is not None
+        self.flow.gather_used(self)
         with torch.no_grad(), torch.inference_mode(False):
             self._gatherer.finish(state.gathering, self.flow)
             if state.extension is not None:

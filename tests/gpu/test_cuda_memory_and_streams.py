@@ -1,0 +1,119 @@
+"""What the engine costs on CUDA: memory beside torch's door, streams, overlap."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.testing import Rank, fake_world, on_ranks
+from tests.gpu.overlap import busy_intervals, overlap_us, total_us
+from tests.gpu.transformer import Transformer, shard_blocks
+
+PRECISION = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def peak_bytes(shard: Callable[[Transformer], None], world: int) -> int:
+    """The most memory that three steps of a 16-block transformer hold at once."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    with fake_world(world, device="cuda"):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = Transformer(num_blocks=16, width=1024, vocabulary=8192)
+        shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        batch = torch.randint(0, 8192, (1, 512), device="cuda")
+        for step in range(4):
+            if step == 1:
+                torch.cuda.reset_peak_memory_stats()
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+    del model, optimizer
+    return peak
+
+
+@pytest.mark.parametrize("precision", [True, False], ids=["bf16", "float32"])
+@pytest.mark.parametrize("world", [8, 64])
+def test_peak_memory_is_not_above_that_of_torchs_door(world: int, precision: bool) -> None:
+    ours = MixedPrecisionPolicy(**PRECISION) if precision else MixedPrecisionPolicy()
+    theirs = TorchPrecision(**PRECISION) if precision else TorchPrecision()
+    torch_peak = peak_bytes(
+        partial(shard_blocks, fully_shard=torch_fully_shard, mp_policy=theirs), world
+    )
+    own_peak = peak_bytes(partial(shard_blocks, fully_shard=fully_shard, mp_policy=ours), world)
+    print(
+        f"world {world}, bf16 {precision}: "
+        f"{own_peak / 2**20:.0f} MiB, torch {torch_peak / 2**20:.0f} MiB"
+    )
+    assert own_peak <= torch_peak
+
+
+@on_ranks(2, backend="nccl")
+def test_gathers_and_reduces_overlap_with_compute_and_record_no_stream(rank: Rank) -> None:
+    torch.manual_seed(0)
+    model = Transformer(num_blocks=8, width=1024, vocabulary=1024).to(rank.device)
+    policy = MixedPrecisionPolicy(**PRECISION)
+    shard_blocks(model, fully_shard, mesh=rank.mesh(), mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = torch.randint(0, 1024, (32, 1024), device=rank.device)
+
+    def step() -> None:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as profiled:
+        step()
+        torch.cuda.synchronize()
+    names = {event.key for event in profiled.key_averages()}
+    assert "aten::record_stream" not in names
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        compute, gathers, reduces = busy_intervals(path)
+    for name, collectives in {"gather": gathers, "reduce": reduces}.items():
+        # As much as there is of the shorter of the two can overlap: over sockets, compute is.
+        possible = min(total_us(collectives), total_us(compute))
+        share = overlap_us(collectives, compute) / possible
+        print(f"{name}: {share:.0%} of what could overlap with compute does")
+        assert share > 0.5
+
+
+def test_a_long_run_on_a_busy_gpu_reads_no_memory_that_was_given_away() -> None:
+    """Gathers reuse memory that compute has just let go of; a missing wait would show here."""
+
+    def losses(shard: bool) -> list[float]:
+        with fake_world(1, device="cuda"):
+            torch.manual_seed(0)
+            model = Transformer(num_blocks=12, width=512, vocabulary=1024).cuda()
+            if shard:
+                shard_blocks(model, fully_shard)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            batch = torch.randint(0, 1024, (8, 256), device="cuda")
+            found = []
+            for _ in range(20):
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+            return torch.stack(found).tolist()
+
+    torch.testing.assert_close(losses(True), losses(False), rtol=1e-4, atol=1e-5)

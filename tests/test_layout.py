@@ -1,0 +1,476 @@
+"""layout/: where every element lies, checked by carrying numbered elements through the plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import inf, prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fullshard.layout import (
+    CostModel,
+    Entry,
+    Landing,
+    Lane,
+    Message,
+    Split,
+    Stages,
+    UnitLayout,
+    plan_layout,
+)
+from fullshard.layout.messages import SLAB_ALIGNMENT_BYTES
+from fullshard.testing import fake_world
+from fullshard.unit.gathering import permuted_pairs
+
+many = settings(derandomize=True, deadline=None, max_examples=200)
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+EMPTY = -1  # a place in the slab, a home or a message that nobody wrote to
+PADDING = -2
+
+SHARES = CostModel(message_s=inf, copy_bytes_per_s=1.0)
+OWNS = CostModel(message_s=0.0, copy_bytes_per_s=1.0)
+
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+num_ranks = st.integers(1, 6)
+costs = st.one_of(
+    st.just(SHARES),
+    st.just(OWNS),
+    st.integers(1, 600).map(lambda n: CostModel(message_s=float(n), copy_bytes_per_s=2.0)),
+)
+stages = st.builds(
+    Stages.of,
+    st.sampled_from((*FLOATS, torch.int64, torch.uint8)),
+    st.sampled_from((None, *FLOATS)),
+    st.sampled_from((None, *FLOATS)),
+)
+
+
+@st.composite
+def splits(draw: st.DrawFn, size: int | None = None) -> Split:
+    shape = draw(shapes)
+    dim = draw(st.integers(0, len(shape) - 1)) if shape else None
+    return Split(shape, dim, size or draw(num_ranks))
+
+
+cut_splits = splits().filter(lambda split: split.dim is not None)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> UnitLayout:
+    size = draw(num_ranks)
+    few_stages = draw(st.lists(stages, min_size=1, max_size=3))
+    entries = [
+        Entry(
+            f"layers.{index}.weight",
+            draw(splits(size)),
+            draw(st.sampled_from(few_stages)),
+            draw(st.booleans()),
+        )
+        for index in range(draw(st.integers(0, 7)))
+    ]
+    return plan_layout(entries, size, draw(costs))
+
+
+def all_messages(layout: UnitLayout) -> Iterator[tuple[Lane, Message]]:
+    for lane in layout.lanes:
+        for message in lane.messages:
+            yield lane, message
+
+
+def numbered(layout: UnitLayout) -> list[torch.Tensor]:
+    """Full parameters in which every element of the unit has a number of its own."""
+    sizes = [entry.split.numel for entry in layout.entries]
+    parts = torch.arange(sum(sizes)).split(sizes)
+    return [part.view(e.split.shape) for part, e in zip(parts, layout.entries, strict=True)]
+
+
+def shard_of(full: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
+    if split.dim is None:
+        return full
+    rows = split.rows(rank)
+    return full.narrow(split.dim, rows.start, len(rows))
+
+
+def home_of(layout: UnitLayout, lane: Lane, fulls: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """What a rank keeps of a lane, laid out as the plan says."""
+    home = torch.full((lane.home_numel,), EMPTY)
+    for message in lane.messages:
+        for slot in message.slots:
+            split = layout.entries[slot.entry].split
+            shard = shard_of(fulls[slot.entry], split, rank).reshape(-1)
+            place = home[message.home_offset + slot.offset :][: slot.numel]
+            assert (place == EMPTY).all(), "two slots of a home overlap"
+            place[: shard.numel()] = shard
+            place[shard.numel() :] = PADDING
+    return home
+
+
+class PlayedSlab:
+    """A slab in which an element's number stands at its first byte; no byte is written twice."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._numbers = torch.full((num_bytes,), EMPTY)
+        self._is_taken = torch.zeros(num_bytes, dtype=torch.bool)
+
+    def write(self, offset_bytes: int, numbers: torch.Tensor, itemsize: int) -> None:
+        assert offset_bytes % SLAB_ALIGNMENT_BYTES == 0
+        num_bytes = numbers.numel() * itemsize
+        taken = self._is_taken[offset_bytes:][:num_bytes]
+        assert taken.numel() == num_bytes, "a slot reaches past the end of the slab"
+        assert not taken.any(), "two slots of the slab overlap"
+        taken.fill_(True)
+        self._numbers[offset_bytes:][:num_bytes:itemsize] = numbers.reshape(-1)
+
+    def read(self, offset_bytes: int, shape: tuple[int, ...], itemsize: int) -> torch.Tensor:
+        num_bytes = prod(shape) * itemsize
+        return self._numbers[offset_bytes:][:num_bytes:itemsize].view(shape)
+
+
+def land(slab: PlayedSlab, layout: UnitLayout, lane: Lane, message: Message, sent: torch.Tensor):
+    """Put a gathered message (ranks x segment) into the slab, by what the plan says alone."""
+    itemsize = lane.stages.computed.itemsize
+    if message.landing is Landing.IN_PLACE:
+        slab.write(message.slots[0].slab_offset_bytes, sent, itemsize)
+    elif message.landing is Landing.PERMUTED:
+        (slot,) = message.slots
+        split = layout.entries[slot.entry].split
+        shards = [
+            sent[rank, : split.shard_numel(rank)].view(split.shard_shape(rank))
+            for rank in range(layout.num_ranks)
+        ]
+        slab.write(slot.slab_offset_bytes, torch.cat(shards, dim=split.dim), itemsize)
+    else:
+        for slot in message.slots:
+            part = sent[:, slot.offset : slot.offset + slot.numel]
+            slab.write(slot.slab_offset_bytes, part, itemsize)
+        slab.write(message.padding_offset_bytes, sent[:, message.used_numel :], itemsize)
+
+
+@many
+@given(splits())
+def test_the_shards_of_a_split_hold_every_element_exactly_once(split: Split) -> None:
+    full = torch.arange(split.numel).view(split.shape)
+    if split.dim is None:
+        assert all(split.shard_shape(rank) == split.shape for rank in range(split.num_ranks))
+        return
+    shards = [shard_of(full, split, rank) for rank in range(split.num_ranks)]
+    assert torch.equal(torch.cat(shards, dim=split.dim), full)
+    for rank, shard in enumerate(shards):
+        assert shard.shape == split.shard_shape(rank)
+        assert shard.numel() == split.shard_numel(rank) <= split.slot_numel
+
+
+@many
+@given(cut_splits)
+def test_local_shapes_are_those_of_torch_chunk(split: Split) -> None:
+    chunks = torch.empty(split.shape).chunk(split.num_ranks, dim=split.dim)
+    rows = [chunk.size(split.dim) for chunk in chunks]
+    rows += [0] * (split.num_ranks - len(rows))
+    assert [len(split.rows(rank)) for rank in range(split.num_ranks)] == rows
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_local_shapes_and_offsets_are_those_of_dtensor(size: int) -> None:
+    examples = [((n, 4, 3), 0) for n in range(12)] + [((2, n, 3), 1) for n in range(12)]
+    examples += [((2, 0, n), 2) for n in range(4)] + [((n,), 0) for n in range(12)]
+    for rank in range(size):
+        with fake_world(size, rank):
+            mesh = init_device_mesh("cpu", (size,))
+            for shape, dim in examples:
+                expected = compute_local_shape_and_global_offset(shape, mesh, [Shard(dim)])
+                split = Split(shape, dim, size)
+                local_shape, offset = expected
+                assert split.shard_shape(rank) == tuple(local_shape)
+                if split.rows(rank):
+                    assert split.rows(rank).start == offset[dim]
+
+
+@many
+@given(cut_splits)
+def test_blocks_are_the_ranks_that_hold_something(split: Split) -> None:
+    held = [len(split.rows(rank)) for rank in range(split.num_ranks)]
+    blocks = list(split.blocks())
+    in_blocks = [block.num_rows for block in blocks for _ in range(block.num_ranks)]
+    assert len(blocks) <= 2
+    assert in_blocks == [rows for rows in held if rows]
+    for block in blocks:
+        ranks = range(block.first_rank, block.first_rank + block.num_ranks)
+        assert all(held[rank] == block.num_rows for rank in ranks)
+
+
+@many
+@given(splits())
+def test_a_stacked_split_is_the_tensor_as_it_lies_in_memory(split: Split) -> None:
+    full = torch.arange(split.numel).view(split.shape)
+    shards = [shard_of(full, split, rank).reshape(-1) for rank in range(split.num_ranks)]
+    if split.is_stacked:
+        assert torch.equal(torch.cat(shards), full.reshape(-1))
+    if split.is_even and split.dim is not None:
+        assert {shard.numel() for shard in shards} == {split.slot_numel}
+
+
+@many
+@given(plans())
+def test_what_ranks_send_lands_as_the_full_parameters(layout: UnitLayout) -> None:
+    fulls = numbered(layout)
+    slab = PlayedSlab(layout.slab_bytes)
+    for lane in layout.lanes:
+        homes = [home_of(layout, lane, fulls, rank) for rank in range(layout.num_ranks)]
+        for message in lane.messages:
+            pieces = [home[message.home_offset :][: message.segment_numel] for home in homes]
+            assert all(piece.numel() == message.segment_numel for piece in pieces)
+            land(slab, layout, lane, message, torch.stack(pieces))
+    for lane, message in all_messages(layout):
+        for slot in message.slots:
+            full, itemsize = fulls[slot.entry], lane.stages.computed.itemsize
+            landed = slab.read(slot.slab_offset_bytes, tuple(full.shape), itemsize)
+            assert torch.equal(landed, full), layout
+
+
+@many
+@given(plans())
+def test_every_element_is_in_the_homes_of_all_ranks_exactly_once(layout: UnitLayout) -> None:
+    fulls = numbered(layout)
+    copies: Counter[int] = Counter()
+    for lane in layout.lanes:
+        for rank in range(layout.num_ranks):
+            copies.update(home_of(layout, lane, fulls, rank).tolist())
+    for full, entry in zip(fulls, layout.entries, strict=True):
+        expected = layout.num_ranks if entry.split.dim is None else 1
+        assert all(copies[number] == expected for number in full.reshape(-1).tolist())
+
+
+@many
+@given(plans())
+def test_every_parameter_has_one_slot_in_a_lane_of_its_stages_and_trainability(
+    layout: UnitLayout,
+) -> None:
+    found = Counter(slot.entry for _, message in all_messages(layout) for slot in message.slots)
+    assert found == Counter(range(len(layout.entries)))
+    for lane, message in all_messages(layout):
+        for slot in message.slots:
+            entry = layout.entries[slot.entry]
+            assert (entry.stages, entry.is_trainable) == (lane.stages, lane.is_trainable)
+    kinds = [(lane.stages, lane.is_trainable) for lane in layout.lanes]
+    assert len(kinds) == len(set(kinds))
+
+
+@many
+@given(plans())
+def test_a_message_is_a_multiple_of_16_bytes_per_rank_in_every_stage(layout: UnitLayout) -> None:
+    for lane, message in all_messages(layout):
+        for dtype in (lane.stages.kept, lane.stages.computed, lane.stages.reduced):
+            assert message.segment_numel * dtype.itemsize % 16 == 0
+            assert message.home_offset * dtype.itemsize % 16 == 0
+
+
+@many
+@given(plans())
+def test_messages_fill_their_home_without_gaps(layout: UnitLayout) -> None:
+    for lane in layout.lanes:
+        end = 0
+        for message in lane.messages:
+            assert message.home_offset == end
+            end += message.segment_numel
+            used = 0
+            for slot in message.slots:
+                assert slot.offset == used
+                used += slot.numel
+            assert used == message.used_numel == message.segment_numel - message.padding_numel
+        assert end == lane.home_numel
+
+
+@many
+@given(plans())
+def test_padding_is_less_than_one_alignment_per_message_and_one_row_per_rank(
+    layout: UnitLayout,
+) -> None:
+    for lane, message in all_messages(layout):
+        assert 0 <= message.padding_numel < lane.stages.alignment_numel
+        for slot in message.slots:
+            split = layout.entries[slot.entry].split
+            if split.dim is None:
+                assert slot.numel == split.numel
+                continue
+            wasted = layout.num_ranks * slot.numel - split.numel
+            row = split.outer * split.inner
+            assert 0 <= wasted <= (layout.num_ranks - 1) * row
+
+
+@many
+@given(plans())
+def test_slab_memory_is_the_parameters_padding_and_alignment_gaps(layout: UnitLayout) -> None:
+    full_bytes = padding_bytes = num_regions = 0
+    for lane, message in all_messages(layout):
+        itemsize = lane.stages.computed.itemsize
+        num_regions += len(message.slots) + 1
+        padding_bytes += layout.num_ranks * message.padding_numel * itemsize
+        for slot in message.slots:
+            split = layout.entries[slot.entry].split
+            kept = split.numel if message.landing is Landing.PERMUTED else 0
+            full_bytes += (kept or layout.num_ranks * slot.numel) * itemsize
+    gaps = num_regions * (SLAB_ALIGNMENT_BYTES - 1)
+    assert layout.slab_bytes <= full_bytes + padding_bytes + gaps
+
+
+@many
+@given(plans())
+def test_a_landing_fits_the_split_that_it_is_for(layout: UnitLayout) -> None:
+    for _, message in all_messages(layout):
+        found = [layout.entries[slot.entry].split for slot in message.slots]
+        if message.landing is Landing.IN_PLACE:
+            assert len(found) == 1
+            assert found[0].is_stacked
+            assert message.padding_numel == 0  # padding between shards would tear it apart
+        elif message.landing is Landing.PERMUTED:
+            assert len(found) == 1
+            assert not found[0].is_stacked
+        else:
+            assert all(s.is_stacked or s.dim is None or s.slot_numel == 0 for s in found)
+    for lane in layout.lanes:
+        assert sum(message.landing is Landing.SPLIT for message in lane.messages) <= 1
+
+
+@many
+@given(plans())
+def test_the_cost_model_decides_who_gets_a_message_of_its_own(layout: UnitLayout) -> None:
+    """Of two plans that differ in the cost model only, dear messages give the fewer of them."""
+    frugal = plan_layout(layout.entries, layout.num_ranks, SHARES)
+    lavish = plan_layout(layout.entries, layout.num_ranks, OWNS)
+
+    def own(plan: UnitLayout) -> set[int]:
+        return {
+            message.slots[0].entry
+            for _, message in all_messages(plan)
+            if message.landing is Landing.IN_PLACE
+        }
+
+    assert own(frugal) == set()
+    assert own(frugal) <= own(layout) <= own(lavish)
+    for index, entry in enumerate(layout.entries):
+        split, alignment = entry.split, entry.stages.alignment_numel
+        could_own = split.is_stacked and split.slot_numel and split.slot_numel % alignment == 0
+        assert (index in own(lavish)) == bool(could_own)
+
+
+@many
+@given(st.integers(0, 10**9), st.floats(0, 1), st.floats(1, 1e13))
+def test_a_parameter_deserves_a_message_once_copying_it_costs_more(
+    full_bytes: int, message_s: float, copy_bytes_per_s: float
+) -> None:
+    cost = CostModel(message_s, copy_bytes_per_s)
+    copy_s = 2 * full_bytes / copy_bytes_per_s  # read and written
+    assert cost.deserves_message(full_bytes) == (copy_s >= message_s)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
+def test_the_cost_model_of_a_device_shares_biases_and_not_large_matrices(device_type: str) -> None:
+    cost = CostModel.of_device(device_type)
+    assert not cost.deserves_message(4 * 1024)
+    assert cost.deserves_message(4 * 4096 * 4096)
+
+
+@many
+@given(cut_splits.filter(lambda split: split.numel > 0))
+def test_permuted_pairs_carry_a_tensor_into_its_message_and_back(split: Split) -> None:
+    full = torch.arange(split.numel).view(split.shape)
+    padded = split.slot_numel + 3
+    segments = torch.full((split.num_ranks, padded), EMPTY)
+    for in_full, in_message in permuted_pairs(split, full, segments):
+        in_message.copy_(in_full)
+    for rank in range(split.num_ranks):
+        numel = split.shard_numel(rank)
+        expected = shard_of(full, split, rank).reshape(-1)
+        assert torch.equal(segments[rank, :numel], expected)
+        assert (segments[rank, numel:] == EMPTY).all()
+    back = torch.full(split.shape, EMPTY)
+    for in_full, in_message in permuted_pairs(split, back, segments):
+        in_full.copy_(in_message)
+    assert torch.equal(back, full)
+
+
+@many
+@given(plans())
+def test_repr_is_a_table_with_a_row_for_every_parameter(layout: UnitLayout) -> None:
+    header, *rows = repr(layout).splitlines()
+    assert header.split() == [
+        "parameter",
+        "shape",
+        "dim",
+        "dtypes",
+        "message",
+        "lands",
+        "offset",
+        "slot",
+    ]
+    assert sorted(row.split()[0] for row in rows) == sorted(e.name for e in layout.entries)
+    for column in header.split()[1:]:
+        start = header.index(column)
+        assert all(row[start - 1] == " " != row[start] for row in rows)  # columns line up
+
+
+def test_repr_says_shape_dim_dtypes_message_and_landing() -> None:
+    mixed = Stages.of(torch.float32, torch.bfloat16, torch.float32)
+    plain = Stages.of(torch.float32)
+    layout = plan_layout(
+        [
+            Entry("embed", Split((64, 32), 0, 2), mixed, True),
+            Entry("bias", Split((7,), 0, 2), mixed, True),
+            Entry("scale", Split((), None, 2), mixed, True),
+            Entry("inner", Split((3, 5), 1, 2), plain, False),
+        ],
+        num_ranks=2,
+        cost=CostModel(message_s=1.0, copy_bytes_per_s=4096.0),
+    )
+    rows = [row.split() for row in repr(layout).splitlines()[1:]]
+    dtypes = "float32/bfloat16/float32"
+    assert rows == [
+        ["embed", "64x32", "0", dtypes, "0", "in", "place", "0", "1024"],
+        ["bias", "7", "0", dtypes, "1", "split", "1024", "4"],
+        ["scale", "scalar", "-", dtypes, "1", "split", "1028", "1"],
+        ["inner", "3x5", "1", "float32/float32/float32", "2", "permuted", "0", "9"],
+    ]
+
+
+@many
+@given(plans())
+def test_a_plan_is_a_value(layout: UnitLayout) -> None:
+    again = plan_layout(layout.entries, layout.num_ranks, SHARES)
+    assert again == plan_layout(list(layout.entries), layout.num_ranks, SHARES)
+    assert hash(again) == hash(plan_layout(list(layout.entries), layout.num_ranks, SHARES))
+
+
+@pytest.mark.parametrize(
+    "kept, param_dtype, reduce_dtype, expected",
+    [
+        (torch.float32, None, None, (torch.float32, torch.float32, torch.float32)),
+        (torch.float32, torch.bfloat16, None, (torch.float32, torch.bfloat16, torch.bfloat16)),
+        (
+            torch.float32,
+            torch.bfloat16,
+            torch.float32,
+            (torch.float32, torch.bfloat16, torch.float32),
+        ),
+        (torch.float32, None, torch.float64, (torch.float32, torch.float32, torch.float64)),
+        (torch.int64, torch.bfloat16, torch.float32, (torch.int64,) * 3),
+        (torch.bool, torch.bfloat16, None, (torch.bool,) * 3),
+    ],
+)
+def test_stages_apply_a_precision_policy_to_floating_point_parameters_only(
+    kept: torch.dtype,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    expected: tuple[torch.dtype, ...],
+) -> None:
+    found = Stages.of(kept, param_dtype, reduce_dtype)
+    assert (found.kept, found.computed, found.reduced) == expected
+    assert found.casts_to_gather == (expected[0] != expected[1])

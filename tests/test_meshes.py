@@ -1,0 +1,944 @@
+"""Meshes: what is sharded, replicated, tensor parallel or on a mesh of its own trains the same.
+
+Two oracles: the unsharded model, and torch's `fully_shard` on the same mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims as TorchMeshDims
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    ShardPlacementResult as TorchPlacementResult,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard import DataParallelMeshDims, ShardPlacementResult, fully_shard
+from fullshard.errors import ConfigError, TopologyError
+from fullshard.testing import Rank, Trained, Training, assert_same_training, on_ranks
+
+Sharder = Callable[..., Any]
+
+
+def batch_of_8(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(3, 8, generator=generator)
+
+
+def sequences_of_8(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(2, 4, 8, generator=generator)
+
+
+class Stack(nn.Module):
+    """Layers with even, uneven and tiny parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 12)
+        self.norm = nn.LayerNorm(12)
+        self.second = nn.Linear(12, 7)
+        self.last = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(F.gelu(self.first(x)))
+        return self.last(F.gelu(self.second(x))) * self.scale
+
+
+def shard_stack(shard: Sharder, model: Stack, **options: Any) -> None:
+    shard([model.first, model.norm], **options)
+    shard(model.second, **options)
+    shard(model, **options)
+
+
+def assert_placed_like_torchs(trained: Trained) -> None:
+    """Names, placements, meshes and strides of all parameters."""
+    ours = dict(trained.sharded.named_parameters())
+    theirs = dict(trained.reference.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, their in theirs.items():
+        our = ours[name]
+        assert isinstance(our, DTensor), name
+        assert isinstance(their, DTensor), name
+        assert our.placements == their.placements, name
+        assert our.device_mesh == their.device_mesh, name
+        assert (our.shape, our.stride()) == (their.shape, their.stride()), name
+        assert our.to_local().shape == their.to_local().shape, name
+        assert our.to_local().stride() == their.to_local().stride(), name
+
+
+def assert_trains_like_both(
+    build: Callable[[], nn.Module],
+    shard: Callable[[Sharder, nn.Module], object],
+    training: Training,
+) -> Trained:
+    """Compare with the unsharded model, then with torch's; what came of the first."""
+    trained = assert_same_training(build, lambda m: shard(fully_shard, m), training)
+    beside_torchs = assert_same_training(
+        build,
+        lambda m: shard(fully_shard, m),
+        training,
+        oracle=lambda m: shard(torch_fully_shard, m),
+    )
+    assert_placed_like_torchs(beside_torchs)
+    return trained
+
+
+# One axis, two axes, one rank
+
+
+@on_ranks(2, 4)
+def test_one_axis_trains_like_the_unsharded_model_and_like_torchs(rank: Rank) -> None:
+    def shard(how: Sharder, model: nn.Module) -> None:
+        shard_stack(how, model, mesh=rank.mesh())
+
+    trained = assert_trains_like_both(Stack, shard, Training(batch_of_8))
+    for parameter in trained.sharded.parameters():
+        assert parameter.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@on_ranks(4)
+def test_two_axes_replicate_and_shard_like_the_unsharded_model_and_like_torchs(
+    rank: Rank, shape: tuple[int, int]
+) -> None:
+    mesh = rank.mesh(shape, ("replicate", "shard"))
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        shard_stack(how, model, mesh=mesh)
+
+    trained = assert_trains_like_both(Stack, shard, Training(batch_of_8))
+    for parameter in trained.sharded.parameters():
+        assert parameter.placements == (Replicate(), Shard(0))
+
+
+@pytest.mark.parametrize("shape, names", [((1,), None), ((1, 1), ("replicate", "shard"))])
+@on_ranks(1)
+def test_a_world_of_one_rank_trains_like_the_unsharded_model_and_like_torchs(
+    rank: Rank, shape: tuple[int, ...], names: tuple[str, ...] | None
+) -> None:
+    mesh = rank.mesh(shape, names)
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        shard_stack(how, model, mesh=mesh)
+
+    trained = assert_trains_like_both(Stack, shard, Training(batch_of_8, micro_batches=2))
+    for parameter in trained.sharded.parameters():
+        assert parameter.to_local().shape == parameter.shape
+
+
+@on_ranks(2)
+def test_without_a_mesh_all_ranks_are_one_axis(rank: Rank) -> None:
+    trained = assert_trains_like_both(
+        Stack, lambda how, model: shard_stack(how, model), Training(batch_of_8)
+    )
+    assert trained.sharded.scale.device_mesh.shape == (2,)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+@on_ranks(4)
+def test_gradients_kept_from_the_replicas_join_at_the_next_all_reduce(
+    rank: Rank, shape: tuple[int, int]
+) -> None:
+    def shard(how: Sharder, model: nn.Module) -> None:
+        shard_stack(how, model, mesh=rank.mesh(shape, ("replicate", "shard")))
+
+    def switch(model: Any, micro_batch: int) -> None:
+        model.set_requires_all_reduce(micro_batch == 2)
+
+    training = Training(batch_of_8, micro_batches=3, before_forward=switch)
+    assert_trains_like_both(Stack, shard, training)
+
+
+@on_ranks(4)
+def test_half_of_the_ranks_can_shard_apart_from_the_others(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("outer", "inner"))["inner"]
+    training = Training(batch_of_8, data_mesh=mesh, seed=rank.rank // 2)
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        shard_stack(how, model, mesh=mesh)
+
+    assert_trains_like_both(Stack, shard, training)
+
+
+# Tensor parallelism
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def tensor_parallel(model: Tower, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def shard_tower(shard: Sharder, model: Tower, **options: Any) -> None:
+    for block in model.blocks:
+        shard(block, **options)
+    shard(model, **options)
+
+
+@on_ranks(4)
+def test_tensor_parallel_parameters_train_like_the_unsharded_model_and_like_torchs(
+    rank: Rank,
+) -> None:
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        tensor_parallel(model, mesh["tp"])
+        shard_tower(how, model, mesh=mesh["dp"])
+
+    training = Training(batch_of_8, data_mesh=mesh["dp"])
+    trained = assert_trains_like_both(Tower, shard, training)
+    weight = trained.sharded.blocks[0].up.weight
+    assert weight.to_local().shape == (3, 8)
+    assert weight.full_tensor().shape == (12, 8)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
+@on_ranks(4)
+def test_replicated_sharded_and_tensor_parallel_axes_together(
+    rank: Rank, shape: tuple[int, int, int]
+) -> None:
+    mesh = rank.mesh(shape, ("replicate", "shard", "tp"))
+    dp_mesh = mesh["replicate", "shard"]
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        tensor_parallel(model, mesh["tp"])
+        shard_tower(how, model, mesh=dp_mesh)
+
+    training = Training(batch_of_8, data_mesh=dp_mesh)
+    trained = assert_trains_like_both(Tower, shard, training)
+    for parameter in trained.sharded.parameters():
+        assert parameter.device_mesh.ndim == 3
+        assert parameter.placements[0] == Replicate()
+
+
+@on_ranks(4)
+def test_tensor_parallel_parameters_can_be_sharded_on_the_same_dim_or_the_other(
+    rank: Rank,
+) -> None:
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+
+    def last_dim(parameter: nn.Parameter) -> Shard:
+        return Shard(parameter.ndim - 1)
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        tensor_parallel(model, mesh["tp"])
+        shard_tower(how, model, mesh=mesh["dp"], shard_placement_fn=last_dim)
+
+    assert_trains_like_both(Tower, shard, Training(batch_of_8, data_mesh=mesh["dp"]))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.norm(x))
+
+
+@on_ranks(4)
+def test_sequence_parallel_norms_whose_gradients_are_partial_sums(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        parallelize_module(
+            model,
+            mesh["tp"],
+            {
+                "": PrepareModuleInput(
+                    input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)
+                ),
+                "norm": SequenceParallel(),
+                "block.up": ColwiseParallel(input_layouts=Shard(1)),
+                "block.down": RowwiseParallel(),
+            },
+        )
+        how(model.block, mesh=mesh["dp"])
+        how(model, mesh=mesh["dp"])
+
+    assert_trains_like_both(Normed, shard, Training(sequences_of_8, data_mesh=mesh["dp"]))
+
+
+@on_ranks(4)
+def test_a_tensor_parallel_model_accumulates_gradients_without_sync(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        tensor_parallel(model, mesh["tp"])
+        shard_tower(how, model, mesh=mesh["dp"])
+
+    def switch(model: Any, micro_batch: int) -> None:
+        model.set_requires_gradient_sync(micro_batch == 1)
+
+    training = Training(batch_of_8, data_mesh=mesh["dp"], micro_batches=2, before_forward=switch)
+    assert_trains_like_both(Tower, shard, training)
+
+
+@on_ranks(4)
+def test_a_second_mesh_like_the_first_is_a_mesh_of_its_own(rank: Rank) -> None:
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = Tower()
+        tensor_parallel(model, mesh["tp"])
+        shard_tower(fully_shard, model, mesh=mesh["dp"])
+        model(torch.ones(1, 8)).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad.full_tensor().shape == parameter.shape
+
+
+@on_ranks(4)
+def test_a_mesh_that_is_no_slice_of_the_parameters_root_mesh_is_refused(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    other = rank.mesh((2, 2), ("left", "right"))
+    model = Tower()
+    tensor_parallel(model, mesh["tp"])
+    with pytest.raises(TopologyError, match="slices of one root mesh"):
+        fully_shard(model, mesh=other["left"])
+
+
+# Checkpoints
+
+
+def tower_on(rank: Rank, kind: str, how: Sharder = fully_shard, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Tower()
+    if kind == "1d":
+        shard_tower(how, model, mesh=rank.mesh())
+    elif kind == "hsdp":
+        shard_tower(how, model, mesh=rank.mesh((2, 2), ("replicate", "shard")))
+    elif kind == "tp":
+        mesh = rank.mesh((2, 2), ("dp", "tp"))
+        tensor_parallel(model, mesh["tp"])
+        shard_tower(how, model, mesh=mesh["dp"])
+    elif kind == "hsdp+tp":
+        mesh = rank.mesh((2, 1, 2), ("replicate", "shard", "tp"))
+        tensor_parallel(model, mesh["tp"])
+        shard_tower(how, model, mesh=mesh["replicate", "shard"])
+    return model
+
+
+@pytest.mark.parametrize("saved", ["1d", "hsdp", "tp", "hsdp+tp"])
+@on_ranks(4)
+def test_a_checkpoint_survives_a_round_trip_and_a_change_of_mesh(
+    rank: Rank, saved: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(7)
+    expected = Tower().state_dict()
+    source = tower_on(rank, saved, seed=7)
+    dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path)
+    for kind, how in [
+        (saved, fully_shard),
+        ("1d", fully_shard),
+        ("tp", fully_shard),
+        (saved, torch_fully_shard),
+    ]:
+        target = tower_on(rank, kind, how, seed=8)
+        state = {"model": target.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path)
+        target.load_state_dict(state["model"])
+        for name, parameter in target.named_parameters():
+            torch.testing.assert_close(parameter.full_tensor(), expected[name], rtol=0, atol=0)
+        assert target(torch.ones(1, 8)).shape == (1, 8)
+
+
+@on_ranks(4)
+def test_a_checkpoint_of_torchs_model_loads_into_ours(rank: Rank, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    expected = Tower().state_dict()
+    source = tower_on(rank, "tp", torch_fully_shard, seed=7)
+    dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path)
+    target = tower_on(rank, "tp", seed=8)
+    state = {"model": target.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    for name, parameter in target.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), expected[name], rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_uneven_inner_dims_survives_a_round_trip(
+    rank: Rank, tmp_path: Path
+) -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))
+        return fully_shard(model, shard_placement_fn=lambda parameter: Shard(-1))
+
+    torch.manual_seed(7)
+    expected = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7)).state_dict()
+    dcp.save({"model": make(7).state_dict()}, checkpoint_id=tmp_path)
+    target = make(8)
+    dcp.load({"model": target.state_dict()}, checkpoint_id=tmp_path)
+    for name, parameter in target.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), expected[name], rtol=0, atol=0)
+
+
+# Parameters that are DTensors on the full mesh
+
+
+class Spmd(nn.Module):
+    """A model that, once it is given a mesh, computes in DTensors on all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 5, bias=False)
+        self.mesh: DeviceMesh | None = None
+        self.placements: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mesh is None:
+            return self.down(F.gelu(self.up(x)))
+        on_mesh = DTensor.from_local(x, self.mesh, self.placements, run_check=False)
+        y = self.down(F.gelu(self.up(on_mesh)))
+        return y.redistribute(placements=self.placements).to_local()
+
+
+def distribute_spmd(model: Spmd, mesh: DeviceMesh) -> None:
+    """Data-parallel axes replicate the weights and cut the batch; `tp` cuts the hidden dim."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+
+    def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        cut = {"up": Shard(0), "down": Shard(1)}.get(name)
+        for parameter_name, parameter in list(module.named_parameters(recurse=False)):
+            placements = [cut if axis == "tp" else Replicate() for axis in names]
+            whole = distribute_tensor(parameter, mesh, placements)
+            module.register_parameter(parameter_name, nn.Parameter(whole))
+
+    distribute_module(model, mesh, distribute)
+    model.mesh = mesh
+    model.placements = [Replicate() if axis == "tp" else Shard(0) for axis in names]
+
+
+@pytest.mark.parametrize(
+    "shape, names, dims",
+    [
+        ((2, 2), ("dp", "tp"), {"shard": "dp"}),
+        ((2, 2), ("tp", "dp"), {"shard": "dp"}),
+        ((4,), ("dp",), {"shard": "dp"}),
+        ((2, 2), ("rep", "dp"), {"shard": "dp", "replicate": "rep"}),
+        ((2, 2), ("dp", "rep"), {"shard": "dp", "replicate": "rep"}),
+        ((2, 1, 2), ("rep", "dp", "tp"), {"shard": "dp", "replicate": "rep"}),
+        ((1, 2, 2), ("rep", "dp", "tp"), {"shard": "dp", "replicate": "rep"}),
+        ((2, 2), ("dp", "cp"), {"shard": ("dp", "cp")}),
+        ((2, 1, 2), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}),
+        ((1, 2, 2), ("rep", "dp", "cp"), {"shard": ("dp", "cp"), "replicate": "rep"}),
+        ((2, 1, 2), ("rep", "dp", "cp"), {"shard": ("dp", "cp"), "replicate": "rep"}),
+        ((2, 2), ("dp", "tp"), {"replicate": "dp"}),
+        ((2, 2), ("dp", "cp"), {"replicate": ("dp", "cp")}),
+    ],
+)
+@on_ranks(4)
+def test_named_axes_of_a_full_mesh_are_data_parallel(
+    rank: Rank, shape: tuple[int, ...], names: tuple[str, ...], dims: dict[str, Any]
+) -> None:
+    mesh = rank.mesh(shape, names)
+    data_names = tuple(name for name in names if name != "tp")
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        kind = DataParallelMeshDims if how is fully_shard else TorchMeshDims
+        distribute_spmd(model, mesh)
+        how(model.up, mesh=mesh, dp_mesh_dims=kind(**dims))
+        how(model, mesh=mesh, dp_mesh_dims=kind(**dims))
+
+    training = Training(batch_of_8, data_mesh=mesh[data_names])
+    assert_trains_like_both(Spmd, shard, training)
+
+
+@on_ranks(4)
+def test_named_axes_shard_the_dim_that_is_asked_for(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        kind = DataParallelMeshDims if how is fully_shard else TorchMeshDims
+        distribute_spmd(model, mesh)
+        how(
+            model,
+            mesh=mesh,
+            dp_mesh_dims=kind(shard="dp"),
+            shard_placement_fn=lambda p: Shard(1) if p.shape == (12, 8) else None,
+        )
+
+    trained = assert_trains_like_both(Spmd, shard, Training(batch_of_8, data_mesh=mesh["dp"]))
+    assert trained.sharded.up.weight.placements == (Shard(1), Shard(0))
+
+
+@on_ranks(4)
+def test_a_plain_parameter_is_refused_where_axes_are_named(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    with pytest.raises(ConfigError, match="must be a DTensor on the full mesh"):
+        fully_shard(Spmd(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+@on_ranks(4)
+def test_a_parameter_that_is_cut_on_a_data_parallel_axis_is_refused(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    model = nn.Linear(8, 8, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight, mesh, [Shard(0), Replicate()]))
+    with pytest.raises(ConfigError, match=r"Replicate\(\) on the data-parallel axis 'dp'"):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+@on_ranks(2)
+def test_an_unknown_axis_name_is_refused(rank: Rank) -> None:
+    mesh = rank.mesh((2,), ("dp",))
+    with pytest.raises(TopologyError, match="'fsdp' must be an axis of the mesh"):
+        fully_shard(Spmd(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="fsdp"))
+
+
+# Parameters on a mesh of their own
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(8, 6)
+        self.expert = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(F.gelu(self.dense(x)))
+
+
+def own_mesh(how: Sharder, parameters: Any, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """A placement function that puts `parameters` on `mesh` and leaves the others alone."""
+    chosen = set(parameters)
+    result: Any
+    if how is fully_shard:
+        result = ShardPlacementResult(Shard(0), mesh)
+    elif mesh.ndim == 1:
+        result = TorchPlacementResult(Shard(0), FSDPMeshInfo(mesh, shard_mesh_dim=0))
+    else:
+        info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        result = TorchPlacementResult(Shard(0), info)
+    return lambda parameter: result if parameter in chosen else None
+
+
+def shard_mixture(
+    how: Sharder, model: Mixture, mesh: DeviceMesh, expert_mesh: DeviceMesh, **options: Any
+) -> None:
+    placement_fn = own_mesh(how, model.expert.parameters(), expert_mesh)
+    how(model, mesh=mesh, shard_placement_fn=placement_fn, **options)
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@on_ranks(4)
+def test_a_parameter_on_its_own_mesh_is_reduced_over_that_mesh_only(
+    rank: Rank, reshard: bool | int
+) -> None:
+    mesh, expert_mesh = rank.mesh(), rank.mesh((2, 2), ("ep", "efsdp"))["efsdp"]
+    torch.manual_seed(0)
+    reference = Mixture()
+    batches = [batch_of_8(torch.Generator().manual_seed(each)) for each in range(4)]
+    gradients = []
+    for batch in batches:
+        loss = reference(batch).square().mean()
+        gradients.append(torch.autograd.grad(loss, list(reference.parameters())))
+    group = [0, 1] if rank.rank < 2 else [2, 3]
+
+    torch.manual_seed(0)
+    model = Mixture()
+    shard_mixture(fully_shard, model, mesh, expert_mesh, reshard_after_forward=reshard)
+    for _ in range(2):
+        model(batches[rank.rank]).square().mean().backward()
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            seen_by = group if name.startswith("expert") else range(4)
+            expected = torch.stack([gradients[each][index] for each in seen_by]).mean(0)
+            assert parameter.grad.device_mesh == parameter.device_mesh
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected)
+            parameter.grad = None
+    assert model.expert.weight.device_mesh == expert_mesh
+    assert model.dense.weight.device_mesh == mesh
+
+
+@pytest.mark.parametrize("axes", [("efsdp",), ("ep", "efsdp")])
+@on_ranks(4)
+def test_a_parameter_on_its_own_mesh_trains_like_torchs(rank: Rank, axes: tuple[str, ...]) -> None:
+    mesh, expert_mesh = rank.mesh(), rank.mesh((2, 2), ("ep", "efsdp"))[axes]
+
+    def shard(how: Sharder) -> Callable[[nn.Module], None]:
+        return lambda model: shard_mixture(how, model, mesh, expert_mesh)
+
+    trained = assert_same_training(
+        Mixture, shard(fully_shard), Training(batch_of_8), oracle=shard(torch_fully_shard)
+    )
+    assert_placed_like_torchs(trained)
+
+
+@on_ranks(4)
+def test_all_parameters_of_a_unit_can_be_on_another_mesh_than_its_own(rank: Rank) -> None:
+    mesh, expert_mesh = rank.mesh(), rank.mesh((2, 2), ("ep", "efsdp"))["ep", "efsdp"]
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        fn = own_mesh(how, model.expert.parameters(), expert_mesh)
+        how(model.expert, mesh=mesh, shard_placement_fn=fn)
+        how(model, mesh=mesh)
+
+    assert_trains_like_both(Mixture, shard, Training(batch_of_8))
+
+
+class Experts(nn.Module):
+    """Four experts, cut over the axis `ep`; every rank runs its own on its own batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 8)
+        self.experts = nn.Parameter(torch.randn(4, 8, 8) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        experts = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
+        return torch.einsum("bi,eij->bej", self.router(x), experts)
+
+
+@on_ranks(4)
+def test_expert_parallel_parameters_are_sharded_beside_their_own_axis(rank: Rank) -> None:
+    mesh, ep_mesh = rank.mesh(), rank.mesh((2, 2), ("efsdp", "ep"))
+
+    def shard(how: Sharder) -> Callable[[nn.Module], None]:
+        def apply(model: nn.Module) -> None:
+            experts = distribute_tensor(model.experts, ep_mesh["ep"], [Shard(0)])
+            model.experts = nn.Parameter(experts)
+            fn = own_mesh(how, [model.experts], ep_mesh["efsdp"])
+            how(model, mesh=mesh, shard_placement_fn=fn)
+
+        return apply
+
+    trained = assert_same_training(
+        Experts, shard(fully_shard), Training(batch_of_8), oracle=shard(torch_fully_shard)
+    )
+    assert_placed_like_torchs(trained)
+    assert trained.sharded.experts.to_local().shape == (1, 8, 8)
+
+
+@on_ranks(4)
+def test_optimizer_state_from_before_sharding_follows_a_parameter_to_its_own_mesh(
+    rank: Rank,
+) -> None:
+    mesh, expert_mesh = rank.mesh(), rank.mesh((2, 2), ("ep", "efsdp"))["efsdp"]
+    model = Mixture()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    expected = {
+        name: optimizer.state[parameter]["momentum_buffer"].clone()
+        for name, parameter in model.named_parameters()
+    }
+    shard_mixture(fully_shard, model, mesh, expert_mesh)
+    model(torch.ones(2, 8))
+    for name, parameter in model.named_parameters():
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        torch.testing.assert_close(momentum.full_tensor(), expected[name], rtol=0, atol=0)
+
+
+# Other dims
+
+
+class Convolutions(nn.Module):
+    """Parameters of one to four dims."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(2, width, 3, padding=1)
+        self.outer = nn.Conv2d(width, 4, 1)
+        self.shift = nn.Parameter(torch.zeros(1, 4, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(F.gelu(self.inner(x))) + self.shift
+
+
+def images(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(2, 2, 3, 3, generator=generator)
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+@on_ranks(2)
+def test_an_inner_dim_that_divides_evenly_is_sharded_like_torchs(rank: Rank, dim: int) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 6))
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dim) if parameter.ndim == 2 else None
+
+    def shard(how: Sharder, model: nn.Module) -> None:
+        how(model[0], mesh=rank.mesh(), shard_placement_fn=placement)
+        how(model, mesh=rank.mesh(), shard_placement_fn=placement)
+
+    trained = assert_trains_like_both(build, shard, Training(batch_of_8))
+    assert trained.sharded[0].weight.placements == (Shard(1),)
+    assert trained.sharded[0].weight.to_local().shape == (12, 4)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, -1, -2])
+@pytest.mark.parametrize("width", [3, 5, 8])
+@on_ranks(2, 4)
+def test_an_inner_dim_that_does_not_divide_evenly_is_sharded_too(
+    rank: Rank, dim: int, width: int
+) -> None:
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(dim) if parameter.ndim == 4 else Shard(-1)
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model, mesh=rank.mesh(), shard_placement_fn=placement)
+
+    trained = assert_same_training(lambda: Convolutions(width), shard, Training(images, steps=2))
+    weight = trained.sharded.inner.weight
+    assert weight.placements == (Shard(dim % 4),)
+    chunks = torch.empty(width, 2, 3, 3).chunk(rank.size, dim=dim)
+    rows = chunks[rank.rank].size(dim) if rank.rank < len(chunks) else 0
+    assert weight.to_local().size(dim) == rows
+
+
+@on_ranks(4)
+def test_an_uneven_inner_dim_on_a_mesh_with_replicas(rank: Rank) -> None:
+    def shard(model: nn.Module) -> None:
+        mesh = rank.mesh((2, 2), ("replicate", "shard"))
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+    trained = assert_same_training(lambda: Convolutions(5), shard, Training(images))
+    assert trained.sharded.inner.weight.placements == (Replicate(), Shard(3))
+
+
+@on_ranks(2)
+def test_a_dim_that_a_parameter_does_not_have_is_refused(rank: Rank) -> None:
+    with pytest.raises(ConfigError, match=r"one of its 1 dims, found Shard\(1\)"):
+        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda parameter: Shard(1))
+
+
+# Resharding after forward
+
+
+class GatherSizes(TorchDispatchMode):
+    """Notes the number of ranks of every gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "c10d" in str(func) and "allgather" in str(func):
+            boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
+            self.sizes.append(dist.ProcessGroup.unbox(boxed).size())
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def gather_sizes() -> Iterator[list[int]]:
+    with GatherSizes() as mode:
+        yield mode.sizes
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 7), nn.Linear(7, 3))
+
+
+def shard_layers(how: Sharder, model: nn.Module, **options: Any) -> None:
+    """Two inner units, and a root that has a layer of its own."""
+    how(model[0], **options)
+    how(model[1], **options)
+    how(model, **options)
+
+
+@pytest.mark.parametrize("reshard", [True, False, None, 1, 2, 4])
+@on_ranks(4)
+def test_every_way_to_reshard_after_forward_trains_alike(
+    rank: Rank, reshard: bool | int | None
+) -> None:
+    def shard(how: Sharder, model: nn.Module) -> None:
+        shard_layers(how, model, mesh=rank.mesh(), reshard_after_forward=reshard)
+
+    assert_trains_like_both(three_layers, shard, Training(batch_of_8))
+
+
+@on_ranks(4)
+def test_resharding_to_fewer_ranks_on_a_mesh_with_replicas(rank: Rank) -> None:
+    def shard(how: Sharder, model: nn.Module) -> None:
+        mesh = rank.mesh((1, 4), ("replicate", "shard"))
+        shard_layers(how, model, mesh=mesh, reshard_after_forward=2)
+
+    assert_trains_like_both(three_layers, shard, Training(batch_of_8))
+
+
+@on_ranks(4)
+def test_resharding_to_fewer_ranks_with_uneven_inner_dims_and_frozen_parameters(
+    rank: Rank,
+) -> None:
+    def build() -> nn.Module:
+        model = three_layers()
+        model[1].weight.requires_grad_(False)
+        model[0].bias.requires_grad_(False)
+        return model
+
+    def shard(model: nn.Module) -> None:
+        options = {"mesh": rank.mesh(), "reshard_after_forward": 2}
+        shard_layers(fully_shard, model, shard_placement_fn=lambda p: Shard(-1), **options)
+
+    assert_same_training(build, shard, Training(batch_of_8))
+
+
+@pytest.mark.parametrize(
+    "reshard, in_backward",
+    [
+        # The last unit of forward is wanted first in backward: it is not gathered again.
+        (True, [4, 4]),
+        (None, [4, 4]),
+        (False, []),
+        (2, [2, 2]),
+    ],
+)
+@on_ranks(4)
+def test_backward_gathers_over_as_many_ranks_as_forward_resharded_to(
+    rank: Rank, reshard: bool | int | None, in_backward: list[int]
+) -> None:
+    model = three_layers()
+    shard_layers(fully_shard, model, mesh=rank.mesh(), reshard_after_forward=reshard)
+    x = torch.ones(2, 8)
+    model(x).sum().backward()  # in the first step the ranks also compare their plans
+    with gather_sizes() as sizes:
+        loss = model(x).sum()
+    assert sizes == [4, 4, 4]
+    with gather_sizes() as sizes:
+        loss.backward()
+    assert sizes == in_backward
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
+def test_after_forward_the_registered_parameters_are_those_that_torch_registers(
+    rank: Rank, reshard: bool | None
+) -> None:
+    def registered(how: Sharder) -> list[tuple[str, bool]]:
+        model = three_layers()
+        shard_layers(how, model, mesh=rank.mesh(), reshard_after_forward=reshard)
+        model(torch.ones(2, 8))
+        return [(name, isinstance(p, DTensor)) for name, p in model.named_parameters()]
+
+    assert registered(fully_shard) == registered(torch_fully_shard)
+
+
+@pytest.mark.parametrize("how", ["setter", "scope"])
+@on_ranks(4)
+def test_resharding_after_forward_can_change_from_step_to_step(rank: Rank, how: str) -> None:
+    values = iter([True, False, 2, True, 2, False, 2, 2])
+
+    def shard(model: nn.Module) -> None:
+        shard_layers(fully_shard, model, mesh=rank.mesh())
+
+    def change(model: Any, micro_batch: int) -> None:
+        if how == "setter":
+            model.set_reshard_after_forward(next(values))
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        if how == "setter" or not hasattr(model, "settings"):
+            return model(batch).square().mean()
+        with model.settings(reshard_after_forward=next(values)):
+            return model(batch).square().mean()
+
+    training = Training(batch_of_8, loss=loss, before_forward=change, steps=8)
+    assert_same_training(three_layers, shard, training)
+    assert next(values, None) is None
+
+
+@on_ranks(2)
+def test_a_scope_puts_back_what_it_found_also_after_an_error(rank: Rank) -> None:
+    model = three_layers()
+    shard_layers(fully_shard, model, mesh=rank.mesh(), reshard_after_forward=True)
+    x = torch.ones(2, 8)
+
+    def is_sharded_after_forward() -> list[bool]:
+        loss = model(x).sum()
+        found = [isinstance(layer.weight, DTensor) for layer in model]
+        loss.backward()
+        return found
+
+    with model.settings(reshard_after_forward=False):
+        assert is_sharded_after_forward() == [False, False, False]
+        with model.settings(reshard_after_forward=True, recurse=False):
+            assert is_sharded_after_forward() == [False, False, True]
+        assert is_sharded_after_forward() == [False, False, False]
+    assert is_sharded_after_forward() == [True, True, True]
+    with pytest.raises(KeyError, match="planted"), model.settings(reshard_after_forward=False):
+        raise KeyError("planted")
+    assert is_sharded_after_forward() == [True, True, True]
+    with pytest.raises(ConfigError, match="correct the name"):
+        model.settings(reshard_after_forwards=False).__enter__()
+    assert is_sharded_after_forward() == [True, True, True]
+
+
+@on_ranks(2)
+def test_the_setter_reaches_units_below_unless_told_not_to(rank: Rank) -> None:
+    model = three_layers()
+    shard_layers(fully_shard, model, mesh=rank.mesh(), reshard_after_forward=True)
+    x = torch.ones(2, 8)
+    model.set_reshard_after_forward(False, recurse=False)
+    model(x)
+    assert [isinstance(layer.weight, DTensor) for layer in model] == [True, True, False]
+    model.set_reshard_after_forward(False)
+    model(x)
+    assert [isinstance(layer.weight, DTensor) for layer in model] == [False, False, False]
+
+
+@pytest.mark.parametrize("value", [3, 0, -2, 8])
+@on_ranks(4)
+def test_a_number_of_ranks_that_does_not_divide_the_axis_is_refused(rank: Rank, value: int) -> None:
+    with pytest.raises(ConfigError, match=r"must divide the shard axis of size 4.*\[1, 2, 4\]"):
+        fully_shard(nn.Linear(4, 4), mesh=rank.mesh(), reshard_after_forward=value)
+    model = fully_shard(nn.Linear(4, 4), mesh=rank.mesh())
+    with pytest.raises(ConfigError, match="must divide the shard axis of size 4"):
+        model.set_reshard_after_forward(value)
+
+
+@on_ranks(2)
+def test_an_evaluation_between_steps_changes_nothing(rank: Rank) -> None:
+    def shard(how: Sharder, model: nn.Module) -> None:
+        shard_stack(how, model, mesh=rank.mesh())
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            expected = model(batch)
+        output = model(batch)
+        assert torch.equal(output, expected)
+        return output.square().mean()
+
+    assert_trains_like_both(Stack, shard, Training(batch_of_8, loss=loss))

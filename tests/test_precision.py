@@ -1,0 +1,488 @@
+"""Mixed precision: the dtypes of compute, reduction, output and inputs, and mixed units."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.runtime.runner import runner_of
+from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "params_bf16": {"param_dtype": torch.bfloat16},
+    "params_bf16_reduced_in_fp32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "params_bf16_output_fp32": {"param_dtype": torch.bfloat16, "output_dtype": torch.float32},
+    "only_reduced_in_bf16": {"reduce_dtype": torch.bfloat16},
+    "only_reduced_in_fp16": {"reduce_dtype": torch.float16},
+    "params_fp16_reduced_in_fp32": {"param_dtype": torch.float16, "reduce_dtype": torch.float32},
+    "params_fp64": {"param_dtype": torch.float64},
+    "only_output_bf16": {"output_dtype": torch.bfloat16},
+}
+
+
+class Watched(nn.Module):
+    """A linear layer that notes the dtypes it computes with."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width_in, width_out)
+        self.seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((x.dtype, self.inner.weight.dtype))
+        return F.linear(x.to(self.inner.weight.dtype), self.inner.weight, self.inner.bias)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Watched(6, 10)
+        self.second = Watched(10, 7)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+
+def make_batch(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(4, 6, generator=generator)
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    return make_batch(torch.Generator().manual_seed(10 * step + rank))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    expected = dict(reference.named_parameters())
+    num_compared = 0
+    for name, param in model.named_parameters():
+        grad = expected[name].grad
+        if grad is None:
+            assert param.grad is None, f"{name} has a gradient, the reference has none"
+        else:
+            assert param.grad is not None, f"{name} has no gradient"
+            torch.testing.assert_close(full(param.grad), grad, msg=lambda m, n=name: f"{n}: {m}")
+            num_compared += 1
+    assert num_compared
+
+
+def step_both(rank: Rank, model: nn.Module, reference: nn.Module, step: int) -> None:
+    """One backward of each: the model on this rank's batch, the reference on the mean of all."""
+    for each in (model, reference):
+        for param in each.parameters():
+            param.grad = None
+    model(batch_of(step, rank.rank)).square().mean().backward()
+    for other in range(rank.size):
+        (reference(batch_of(step, other)).square().mean() / rank.size).backward()
+    assert_same_gradients(model, reference)
+    with torch.no_grad():
+        for each in (model, reference):
+            for param in each.parameters():
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@on_ranks(2)
+def test_a_policy_trains_as_it_does_in_torch(rank: Rank, kind: str) -> None:
+    mesh, settings = rank.mesh(), POLICIES[kind]
+
+    def ours(model: Net) -> None:
+        for part in (model.first, model.second, model):
+            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(**settings))
+
+    def torchs(model: Net) -> None:
+        for part in (model.first, model.second, model):
+            torch_fully_shard(part, mesh=mesh, mp_policy=TorchPolicy(**settings))
+
+    assert_same_training(Net, ours, Training(make_batch), oracle=torchs)
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@on_ranks(2)
+def test_a_policy_trains_close_to_the_unsharded_model(rank: Rank, kind: str) -> None:
+    def ours(model: Net) -> None:
+        for part in (model.first, model.second, model):
+            fully_shard(part, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(**POLICIES[kind]))
+
+    assert_same_training(Net, ours, Training(make_batch), rtol=5e-2, atol=1e-2)
+
+
+@on_ranks(2)
+def test_the_gradient_is_that_of_the_low_precision_model_averaged_in_the_reduce_dtype(
+    rank: Rank,
+) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    expected = {name: torch.zeros(p.shape) for name, p in low.named_parameters()}
+    for other in range(rank.size):
+        low.zero_grad()
+        low(batch_of(0, other).to(torch.bfloat16)).sum().backward()
+        for name, param in low.named_parameters():
+            expected[name] += param.grad.float() / rank.size
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+    model(batch_of(0, rank.rank)).sum().backward()
+    for name, param in model.named_parameters():
+        assert torch.equal(full(param.grad), expected[name]), name
+
+
+@on_ranks(2)
+def test_shards_and_gradients_keep_the_dtype_that_parameters_were_made_with(rank: Rank) -> None:
+    model = Net()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+    fully_shard(model.first, mesh=rank.mesh(), mp_policy=policy)
+    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+    output = model(batch_of(0, rank.rank))
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert model.first.seen == [(torch.bfloat16, torch.bfloat16)]
+    for name, param in model.named_parameters():
+        assert param.dtype == torch.float32, name
+        assert param.grad.dtype == param.grad.to_local().dtype == torch.float32, name
+
+
+@on_ranks(2)
+def test_parameters_kept_in_bf16_are_reduced_in_float32_and_get_bf16_gradients(rank: Rank) -> None:
+    mesh = rank.mesh()
+
+    def build() -> nn.Module:
+        return Net().to(torch.bfloat16)
+
+    def ours(model: Net) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(model.first, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    def torchs(model: Net) -> None:
+        policy = TorchPolicy(reduce_dtype=torch.float32)
+        torch_fully_shard(model.first, mesh=mesh, mp_policy=policy)
+        torch_fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    trained = assert_same_training(build, ours, Training(make_batch), oracle=torchs)
+    trained.sharded(batch_of(9, rank.rank)).float().sum().backward()
+    for param in trained.sharded.parameters():
+        assert param.dtype == param.grad.dtype == torch.bfloat16
+
+
+@on_ranks(2)
+def test_units_with_different_policies_train_as_in_torch(rank: Rank) -> None:
+    mesh = rank.mesh()
+    low = {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}
+    kept = {"param_dtype": torch.float32, "cast_forward_inputs": False}
+
+    def ours(model: Net) -> None:
+        fully_shard(model.first, mesh=mesh, mp_policy=MixedPrecisionPolicy(**low))
+        fully_shard(model.second, mesh=mesh, mp_policy=MixedPrecisionPolicy(**kept))
+        fully_shard(model, mesh=mesh)
+
+    def torchs(model: Net) -> None:
+        torch_fully_shard(model.first, mesh=mesh, mp_policy=TorchPolicy(**low))
+        torch_fully_shard(model.second, mesh=mesh, mp_policy=TorchPolicy(**kept))
+        torch_fully_shard(model, mesh=mesh)
+
+    trained = assert_same_training(Net, ours, Training(make_batch), oracle=torchs)
+    assert set(trained.sharded.first.seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert set(trained.sharded.second.seen) == {(torch.float32, torch.float32)}
+    assert trained.sharded.first.seen == trained.reference.first.seen
+    assert trained.sharded.second.seen == trained.reference.second.seen
+
+
+@pytest.mark.parametrize("cast", [True, False])
+@on_ranks(2)
+def test_forward_inputs_are_cast_only_if_asked(rank: Rank, cast: bool) -> None:
+    seen: list[torch.dtype] = []
+
+    class Inputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def forward(self, x, index, *, more):
+            seen.extend((x.dtype, index.dtype, more["deep"][0].dtype))
+            return (x + more["deep"][0]) * self.weight * index
+
+    model = Inputs()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
+    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+    more = {"deep": [torch.ones(6, dtype=torch.float64)]}
+    output = model(torch.ones(4, 6), torch.ones(6, dtype=torch.int64), more=more)
+    if cast:
+        assert seen == [torch.bfloat16, torch.int64, torch.bfloat16]
+        assert output.dtype == torch.bfloat16
+    else:
+        assert seen == [torch.float32, torch.int64, torch.float64]
+        assert output.dtype == torch.float64
+    assert more["deep"][0].dtype == torch.float64, "the caller's container was changed"
+
+
+@on_ranks(2)
+def test_a_cast_input_still_takes_its_gradient_in_its_own_dtype(rank: Rank) -> None:
+    model = nn.Linear(6, 3)
+    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    x = batch_of(0, rank.rank).requires_grad_()
+    model(x).sum().backward()
+    weight = full(model.weight).to(torch.bfloat16)
+    assert x.grad.dtype == torch.float32
+    torch.testing.assert_close(x.grad, weight.sum(0).float().expand(4, 6), rtol=2e-2, atol=1e-2)
+
+
+@on_ranks(2)
+def test_outputs_in_containers_are_cast_to_the_output_dtype(rank: Rank) -> None:
+    class Outputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"out": x * self.weight, "rest": (x.argmax(1), [x.double()]), "none": None}
+
+    model = Outputs()
+    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.float16))
+    output = model(batch_of(0, rank.rank))
+    assert output["out"].dtype == output["rest"][1][0].dtype == torch.float16
+    assert output["rest"][0].dtype == torch.int64
+    assert output["none"] is None
+    output["out"].float().sum().backward()
+    expected = torch.stack([batch_of(0, r).sum(0) for r in range(rank.size)]).mean(0)
+    torch.testing.assert_close(full(model.weight.grad), expected)
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+@on_ranks(2, 4)
+def test_a_reduction_in_fp16_divides_before_it_would_overflow(rank: Rank, rows: int) -> None:
+    model = nn.Linear(1, rows, bias=False)
+    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    # 30000 a rank: the sum over 4 ranks is beyond fp16's 65504, half of it is not.
+    model(torch.full((1, 1), 30000.0)).sum().backward()
+    assert torch.equal(full(model.weight.grad), torch.full((rows, 1), 30000.0))
+
+
+@on_ranks(4)
+def test_a_reduction_in_fp16_over_shards_and_replicas_divides_as_torch_does(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+
+    def ours(model: nn.Module) -> None:
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+
+    def torchs(model: nn.Module) -> None:
+        torch_fully_shard(model, mesh=mesh, mp_policy=TorchPolicy(reduce_dtype=torch.float16))
+
+    assert_same_training(Net, ours, Training(make_batch), oracle=torchs, rtol=2e-3, atol=1e-4)
+
+
+class ManyDtypes(nn.Module):
+    """Parameters of three dtypes, which torch refuses in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_fp32 = nn.Linear(6, 5)
+        self.in_bf16 = nn.Linear(5, 7, dtype=torch.bfloat16)
+        self.in_fp64 = nn.Linear(7, 3, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.in_fp32(x))
+        x = self.in_bf16(x.to(self.in_bf16.weight.dtype))
+        return self.in_fp64(x.to(self.in_fp64.weight.dtype)).float()
+
+
+@on_ranks(2)
+def test_parameters_of_several_dtypes_share_a_unit(rank: Rank) -> None:
+    mesh = rank.mesh()
+    trained = assert_same_training(
+        ManyDtypes,
+        lambda m: fully_shard(m, mesh=mesh),
+        Training(make_batch),
+        rtol=2e-2,
+        atol=2e-3,
+    )
+    dtypes = {name: param.dtype for name, param in trained.sharded.named_parameters()}
+    assert dtypes == {name: param.dtype for name, param in trained.reference.named_parameters()}
+    refused = ManyDtypes()
+    torch_fully_shard(refused, mesh=mesh)
+    with pytest.raises(AssertionError, match="uniform"):
+        refused(batch_of(0, rank.rank))
+
+
+@on_ranks(2)
+def test_parameters_of_several_dtypes_are_cast_to_one_compute_dtype(rank: Rank) -> None:
+    model = ManyDtypes()
+    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    seen: list[torch.dtype] = []
+    model.in_fp64.register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))
+    model.in_fp32.register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert seen == [torch.bfloat16, torch.bfloat16]
+    grads = {name: p.grad.dtype for name, p in model.named_parameters() if "weight" in name}
+    assert grads == {
+        "in_fp32.weight": torch.float32,
+        "in_bf16.weight": torch.bfloat16,
+        "in_fp64.weight": torch.float64,
+    }
+
+
+@on_ranks(2)
+def test_frozen_and_trained_parameters_share_a_unit(rank: Rank) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh())
+        model[0].bias.requires_grad_(False)
+        model[2].weight.requires_grad_(False)
+        return model
+
+    trained = assert_same_training(
+        build, lambda m: fully_shard(m, mesh=rank.mesh()), Training(make_batch)
+    )
+    assert not trained.sharded[2].weight.requires_grad
+    assert trained.sharded[0].weight.requires_grad
+
+
+class Quantized(nn.Module):
+    """An int8 weight with a trained scale for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randint(-127, 128, (7, 6), dtype=torch.int8)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = nn.Parameter(torch.full((7, 1), 0.01))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_an_integer_weight_is_sharded_and_keeps_its_dtype(rank: Rank, param_dtype: Any) -> None:
+    seen: list[torch.dtype] = []
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(param_dtype))
+        model.register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))
+
+    tolerance = {} if param_dtype is None else {"rtol": 3e-2, "atol": 3e-2}
+    trained = assert_same_training(Quantized, shard, Training(make_batch), **tolerance)
+    assert set(seen) == {torch.int8}
+    assert trained.sharded.weight.to_local().dtype == torch.int8
+    assert trained.sharded.weight.to_local().shape == ((4, 3)[rank.rank], 6)
+    assert trained.sharded.weight.grad is None
+
+
+@on_ranks(2)
+def test_a_complex_parameter_trains_as_unsharded(rank: Rank) -> None:
+    class Wave(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = nn.Parameter(torch.randn(5, 6, dtype=torch.complex64))
+            self.gain = nn.Parameter(torch.ones(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(torch.complex64) @ self.phase.T).abs() * self.gain
+
+    assert_same_training(Wave, lambda m: fully_shard(m, mesh=rank.mesh()), Training(make_batch))
+
+
+def sharded_and_reference(rank: Rank, frozen: tuple[str, ...] = ()) -> tuple[nn.Module, nn.Module]:
+    """A model with a unit inside, and an unsharded copy; `frozen` before sharding."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    reference = copy.deepcopy(model)
+    fully_shard(model[0], mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    return model, reference
+
+
+NAMES = ["0.weight", "2.bias", "4.weight"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_a_parameter_frozen_before_the_first_forward_is_planned_as_frozen(
+    rank: Rank, name: str
+) -> None:
+    model, reference = sharded_and_reference(rank)
+    for each in (model, reference):
+        each.get_parameter(name).requires_grad_(False)
+    for step in range(2):
+        step_both(rank, model, reference, step)
+    unit = runner_of(model[0] if name.startswith("0") else model).units[0]
+    planned = {entry.name: entry.is_trainable for entry in unit.layout.entries}
+    assert [name for name, trainable in planned.items() if not trainable] == [name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_a_parameter_thawed_before_the_first_forward_is_trained(rank: Rank, name: str) -> None:
+    model, reference = sharded_and_reference(rank, frozen=(name,))
+    for each in (model, reference):
+        each.get_parameter(name).requires_grad_(True)
+    for step in range(2):
+        step_both(rank, model, reference, step)
+    assert model.get_parameter(name).grad is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("frozen_first", [False, True])
+@on_ranks(2)
+def test_a_parameter_frozen_or_thawed_between_steps_trains_as_unsharded(
+    rank: Rank, name: str, frozen_first: bool
+) -> None:
+    model, reference = sharded_and_reference(rank, frozen=(name,) if frozen_first else ())
+    step_both(rank, model, reference, 0)
+    for trainable in (frozen_first, not frozen_first):
+        for each in (model, reference):
+            each.get_parameter(name).requires_grad_(trainable)
+        step_both(rank, model, reference, 1)
+        step_both(rank, model, reference, 2)
+
+
+@on_ranks(2)
+def test_a_parameter_frozen_after_an_evaluation_stays_frozen(rank: Rank) -> None:
+    model, reference = sharded_and_reference(rank)
+    step_both(rank, model, reference, 0)
+    with torch.no_grad():
+        model(batch_of(7, rank.rank))
+    for each in (model, reference):
+        each[4].weight.requires_grad_(False)
+    for step in range(1, 4):
+        step_both(rank, model, reference, step)
+    assert not model[4].weight.requires_grad
+
+
+@on_ranks(2)
+def test_all_ranks_reduce_alike_in_low_precision(rank: Rank) -> None:
+    # A 0-dim parameter is kept whole on every rank: its copies must not drift apart.
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+            self.gain = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight * self.gain
+
+    model = Scaled()
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)
+    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+    for step in range(3):
+        model.zero_grad()
+        model(batch_of(step, rank.rank)).square().mean().backward()
+        with torch.no_grad():
+            model.gain.sub_(model.gain.grad, alpha=0.1)
+    values = [torch.empty(()) for _ in range(rank.size)]
+    dist.all_gather(values, model.gain.detach().to_local())
+    assert values[0] != 1.0
+    assert all(torch.equal(value, values[0]) for value in values)
