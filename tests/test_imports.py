@@ -18,6 +18,9 @@ LEVELS = [
     ("runtime",),
     (
         "wrap",
+        "choosing",
+        "repeated_blocks",
+        "auto_shard",
         "fsdp_module",
         "fully_shard",
         "fully_sharded_data_parallel",

@@ -262,6 +262,26 @@ def test_a_state_dict_held_while_parameters_are_frozen_sees_the_trained_values(
 
 
 @on_ranks(2)
+def test_a_state_dict_taken_after_freezing_sees_the_trained_values(rank: Rank) -> None:
+    for door in DOORS.values():
+        model = sharded(rank.mesh(), door)
+        model.norm.weight.requires_grad_(False)
+        held = model.state_dict()
+        train(model, SGD((p for p in model.parameters() if p.requires_grad), lr=0.1), rank)
+        assert_same(dict(held), dict(model.state_dict()))
+
+
+@on_ranks(2)
+def test_a_state_dict_taken_after_an_assigning_load_sees_the_trained_values(rank: Rank) -> None:
+    for door in DOORS.values():
+        model = sharded(rank.mesh(), door)
+        model.load_state_dict(sharded(rank.mesh(), seed=1).state_dict(), assign=True)
+        held = model.state_dict()
+        train(model, sgd(model), rank)
+        assert_same(dict(held), dict(model.state_dict()))
+
+
+@on_ranks(2)
 def test_a_state_dict_held_across_a_conversion_that_changes_nothing_sees_the_trained_values(
     rank: Rank,
 ) -> None:
@@ -316,6 +336,30 @@ def test_values_written_into_a_state_dict_are_used_by_the_next_forward(rank: Ran
                 # As DCP does: through the local tensor, unseen by the parameter.
                 state[name].to_local().copy_(piece[0] if piece else value[:0])
         torch.testing.assert_close(model(x), other(x))
+
+
+@on_ranks(2)
+def test_a_state_dict_can_be_copied_and_pickled(rank: Rank, tmp_path: Path) -> None:
+    model = sharded(rank.mesh())
+    state = model.state_dict()
+    copied = copy.deepcopy(state)
+    path = tmp_path / f"rank{rank.rank}.pt"
+    torch.save(state, path)
+    pickled = torch.load(path, weights_only=False)
+    before = snapshot(state)
+    train(model, sgd(model), rank)
+    assert_differs(full(state), before)
+    assert_same(full(copied), before)
+    assert_same(full(pickled), before)
+
+
+@on_ranks(2)
+def test_one_pickled_shard_takes_no_more_room_than_itself(rank: Rank, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    fully_shard(model, mesh=rank.mesh())
+    path = tmp_path / f"rank{rank.rank}.pt"
+    torch.save(model.state_dict()["1.bias"].to_local(), path)
+    assert path.stat().st_size < 8192
 
 
 # Loading shards
@@ -590,13 +634,9 @@ def test_dcp_broadcasts_from_rank_0_onto_a_2d_mesh(rank: Rank) -> None:
     model = sharded(mesh)
     optimizer = adam(model)
     is_first = rank.rank == 0
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=weights if is_first else {},
-        optim_state_dict=moments if is_first else {},
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    )
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights if is_first else {}, options=options)
+    set_optimizer_state_dict(model, optimizer, moments if is_first else {}, options=options)
     train(model, optimizer, rank, (3, 4))
     train_whole(reference, reference_optimizer, rank.size, (3, 4))
     assert_same(full(model.state_dict()), dict(reference.state_dict()))
@@ -608,10 +648,11 @@ def test_dcp_sets_state_on_a_model_that_an_evaluation_left_unsharded(rank: Rank)
     reference_optimizer = adam(reference)
     train_whole(reference, reference_optimizer, rank.size)
     weights, _ = get_state_dict(reference, reference_optimizer)
-    model = sharded(rank.mesh())
+    model = sharded(rank.mesh(), reshard_after_forward=False)
     x = batch(0, rank.rank)
     with torch.no_grad():
         model(x)
+        assert not isinstance(model.inner.weight, DTensor)
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
         torch.testing.assert_close(model(x), reference(x))
 

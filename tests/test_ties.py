@@ -68,9 +68,7 @@ class CountedGather(AllGather):
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.numels.append(input_tensor.numel())
-        return dist.all_gather_into_tensor(
-            output_tensor, input_tensor.clone(), group=group, async_op=async_op
-        )
+        return group._allgather_base(output_tensor, input_tensor)
 
 
 class CountedReduce(ReduceScatter):
@@ -86,9 +84,9 @@ class CountedReduce(ReduceScatter):
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self.numels.append(output_tensor.numel())
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
+        return group._reduce_scatter_base(output_tensor, input_tensor, options)
 
 
 def counted(model: nn.Module, sharding: str) -> tuple[CountedGather, CountedReduce]:
@@ -268,6 +266,10 @@ def test_weights_tied_only_after_sharding_train_as_tied(rank: Rank, sharding: st
     model, reference = build(), Language()
     reference.load_state_dict(model.state_dict())
     shard(model)
+    seen: list[bool] = []
+    model.head.register_forward_pre_hook(
+        lambda *_: seen.append(model.embed.weight is model.head.weight)
+    )
     for step in range(2):
         model(tokens_of(step, rank.rank)).square().mean().backward()
         for other in range(rank.size):
@@ -281,6 +283,7 @@ def test_weights_tied_only_after_sharding_train_as_tied(rank: Rank, sharding: st
                 for param in each.parameters():
                     param.sub_(param.grad, alpha=0.1)
                 each.zero_grad()
+    assert seen == [True, True]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -352,3 +355,42 @@ def test_a_loss_computed_on_the_head_outside_of_the_model_trains_as_unsharded(ra
         lambda m: shard_parts(rank, m, "both_apart"),
         Training(make_tokens, loss=loss),
     )
+
+
+@pytest.mark.parametrize("parts", [("embed", "head"), ("head", "middle", "embed")])
+@on_ranks(2)
+def test_tied_units_without_a_unit_around_them_train_as_unsharded(
+    rank: Rank, parts: tuple[str, ...]
+) -> None:
+    def shard(model: Language) -> None:
+        for part in parts:
+            fully_shard(model.get_submodule(part), mesh=rank.mesh())
+        if "middle" not in parts:
+            fully_shard(model.middle, mesh=rank.mesh())
+
+    trained = assert_same_training(Language, shard, Training(make_tokens))
+    assert trained.sharded.embed.weight is trained.sharded.head.weight
+
+
+@on_ranks(2)
+def test_two_models_that_share_a_weight_train_in_turns_as_unsharded(rank: Rank) -> None:
+    torch.manual_seed(6)
+    first, second = Language(), Language()
+    second.embed.weight = second.head.weight = first.embed.weight
+    copies = copy.deepcopy((first, second))
+    shard_parts(rank, first, "both_apart")
+    shard_parts(rank, second, "head_apart")
+    for step in range(4):
+        model, reference = ((first, copies[0]), (second, copies[1]))[step % 2]
+        model(tokens_of(step, rank.rank)).square().mean().backward()
+        for other in range(rank.size):
+            (reference(tokens_of(step, other)).square().mean() / rank.size).backward()
+        expected = dict(reference.named_parameters())
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(whole(param.grad), expected[name].grad, msg=name)
+                param.sub_(param.grad, alpha=0.1)
+                expected[name].sub_(expected[name].grad, alpha=0.1)
+        model.zero_grad()
+        reference.zero_grad()
+    assert first.embed.weight is second.head.weight

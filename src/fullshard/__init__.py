@@ -9,6 +9,7 @@ from fullshard.api import (
     ReduceScatter,
     ShardPlacementResult,
 )
+from fullshard.auto_shard import auto_shard, explain
 from fullshard.errors import (
     ConfigError,
     DisagreementError,
@@ -34,6 +35,8 @@ __all__ = [
     "ShardPlacementResult",
     "TopologyError",
     "UnshardHandle",
+    "auto_shard",
+    "explain",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

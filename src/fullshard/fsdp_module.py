@@ -50,6 +50,10 @@ class FSDPModule:
         made.__init__(*args, **kwargs)
         return made
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module. Hooks see what it returns, but not all that it may raise."""
+        return _runner(self).guarded(super().__call__, args, kwargs)  # type: ignore[misc]
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise MisuseError(
             f"{type(self).__name__}: a sharded module must not be copied object by object, found "
@@ -341,6 +345,7 @@ def _checked_reshard(unit: Unit, value: Any) -> bool | int:
         )
     size = thin_size(unit.topology, value)
     if not isinstance(size, bool):
+        unit.require_thinnable()
         unit.topology.thin_axis(size)
     return size
 

@@ -133,17 +133,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
     method = getattr(module, method_name)
 
-    @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = runner.pre_forward(module, args, kwargs)
-        try:
-            output = method(*args, **kwargs)
-        except Exception:
-            runner.post_forward(module, args, None)
-            raise
-        return runner.post_forward(module, args, output)
+        return runner.post_forward(module, args, method(*args, **kwargs))
 
-    setattr(module, method_name, run)
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return runner.guarded(run, args, kwargs)
+
+    setattr(module, method_name, guarded)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -46,17 +46,29 @@ class Agreement:
         """Every rank's (rank, number)."""
         rows = torch.tensor([[dist.get_rank(), number]], dtype=torch.int64, device=self._device)
         for axis in self._axes:
-            assert axis.group is not None
-            gathered = rows.new_empty(axis.size * rows.size(0), 2)
-            axis.group._allgather_base(gathered, rows).wait()
-            rows = gathered
+            rows = _gathered_rows(rows, axis)
         return [(int(rank), int(value)) for rank, value in rows.tolist()]
+
+    @staticmethod
+    def exchanged(numbers: Sequence[int], axis: Axis, device: torch.device) -> list[list[int]]:
+        """The numbers of every rank of one axis; each rank has equally many."""
+        rows = torch.tensor([numbers], dtype=torch.int64, device=device)
+        result: list[list[int]] = _gathered_rows(rows, axis).tolist()
+        return result
 
     def _exchange_objects(self, value: _T) -> list[tuple[int, _T]]:
         known = [(dist.get_rank(), value)]
         for axis in self._axes:
             known = [pair for part in _gathered_objects(known, axis) for pair in part]
         return known
+
+
+def _gathered_rows(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
+    if axis.group is None:
+        return rows
+    gathered = rows.new_empty(axis.size * rows.size(0), rows.size(1))
+    axis.group._allgather_base(gathered, rows).wait()
+    return gathered
 
 
 def _gathered_objects(value: _T, axis: Axis) -> list[_T]:

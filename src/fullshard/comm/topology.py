@@ -58,15 +58,18 @@ class Topology:
         return self.shard.size * self.replicate.size
 
     def thin_axis(self, size: int) -> Axis:
-        """Groups of `size` neighbouring ranks of the shard axis; all ranks must ask alike."""
+        """Groups of `size` neighbouring ranks of the shard axis; its ranks must ask alike."""
         if self.dims is not None:
             raise TopologyError(
                 "reshard_after_forward: a number of ranks needs a mesh of one or two axes, "
                 "found dp_mesh_dims on a full mesh; pass True or False."
             )
         if size not in self._thin:
-            ranks = self.mesh.mesh.view(-1, size)
-            self._thin[size] = Axis.of_group(DeviceMesh(self.device_type, ranks).get_group(1))
+            first = self.shard.rank // size * size
+            ranks = self.shard.global_ranks()[first : first + size]
+            # Locally: other slices of the same mesh may ask for other sizes, or not at all.
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            self._thin[size] = Axis.of_group(group)
         return self._thin[size]
 
     def twin_shard_axis(self) -> Axis:
@@ -193,8 +196,8 @@ def thin_size(topology: Topology, value: int) -> bool | int:
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     if value not in divisors:
         raise ConfigError(
-            f"reshard_after_forward: {value} must divide the shard axis of size {size}; "
-            f"choose one of {divisors}."
+            f"reshard_after_forward: a number of ranks must divide the shard axis of size {size}, "
+            f"found {value}; choose one of {divisors}."
         )
     if value == 1:
         return False

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.placement import place, shard_dim, with_dtype
-from fullshard.comm.topology import Topology, topology_of
+from fullshard.comm.topology import Topology, thin_size, topology_of
 from fullshard.device.streams import device_for
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.runtime.prepare import prepare
-from fullshard.runtime.runner import Runner, runner_of
+from fullshard.runtime.runner import Runner, manage, runner_of
 from fullshard.unit.flow import Flow
 from fullshard.unit.homes import home_device
 from fullshard.unit.member import Location, Member
@@ -62,6 +62,7 @@ def build_runner(request: Request) -> Runner:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
     runner = Runner(name, request.modules, units, request.policy, request.device, prepare)
+    manage(runner, (module for _, module in modules))
     for _, module in modules:
         if module._parameters:
             _keep_state_sharded(runner, module)
@@ -76,7 +77,7 @@ def _units(
 ) -> list[Unit]:
     """One unit per mesh that the parameters are placed on; the first is the call's own mesh."""
     members: dict[Topology, list[Member]] = {request.topology: []}
-    originals: list[tuple[nn.Parameter, Member]] = []
+    originals: list[tuple[nn.Parameter, Member, int]] = []
     for param, locations in found.items():
         topology, placement = _placement(names[param], param, request)
         _move_parameter(names[param], param, request.device)
@@ -86,7 +87,7 @@ def _units(
             home, _ = home_device(request.offload, request.device)
             member = Member.of(names[param], param, locations, placed, topology.shard, home)
         members.setdefault(topology, []).append(member)
-        originals.append((param, member))
+        originals.append((param, member, topology.shard.rank))
     flow = Flow(device_for(request.device))
     units = [
         Unit(name, part, topology, request.policy, request.offload, flow, request.settings)
@@ -95,10 +96,14 @@ def _units(
     for unit in units:
         after = unit.settings.reshard_after_forward
         if after is not None and not isinstance(after, bool):
+            after = thin_size(unit.topology, after)  # a parameter's own mesh has its own size
+            unit.set(reshard_after_forward=after)
+        if after is not None and not isinstance(after, bool):
+            unit.require_thinnable()
             unit.topology.thin_axis(after)  # its groups are made here, on all ranks alike
-    for param, member in originals:
+    for param, member, rank in originals:
         member.register(member.shard)
-        succeed(param, member, request.topology.shard.rank)
+        succeed(param, member, rank)
     return units
 
 
@@ -177,6 +182,7 @@ def _keep_state_sharded(runner: Runner, module: nn.Module) -> None:
         for unit in runner.reads:
             unit.reshard_now()
             unit.refresh(plan_training=runner.root is None)
+            unit.is_held = True
 
     def cut(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for unit in runner.reads:

@@ -5,22 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._autograd import _get_sequence_nr
 
-from fullshard.runtime.trees import tensors
+from fullshard.runtime.trees import map_tensors, tensors
 
 if TYPE_CHECKING:
     from fullshard.runtime.runner import Runner
 
 
 class Pass:
-    """One forward, from its outermost unit to its end: which runners finished, in what order.
+    """One forward, from its outermost unit to its end: which runners finished, in what order."""
 
-    `handled` is the exception that was being handled when it began: another one seen at its end
-    is one that ended it.
-    """
-
-    def __init__(self, handled: BaseException | None) -> None:
-        self.handled = handled
+    def __init__(self) -> None:
         self.started: list[Runner] = []
         self.finished: list[Runner] = []
 
@@ -42,36 +38,65 @@ class Call:
     gradient have it. Autograd keeps it alive through the hooks; it holds no tensors.
     """
 
-    __slots__ = ("_num_pending", "is_active", "num_inputs", "part_of", "position", "runner")
+    __slots__ = (
+        "_first_node",
+        "_num_pending",
+        "is_active",
+        "num_inputs",
+        "opens_pass",
+        "part_of",
+        "position",
+        "runner",
+    )
 
-    def __init__(self, runner: Runner, part_of: Pass) -> None:
+    def __init__(self, runner: Runner, part_of: Pass, *, opens_pass: bool) -> None:
         self.runner = runner
         self.part_of = part_of
+        self.opens_pass = opens_pass
         self.position = 0
         self.num_inputs = 0
         self.is_active = False
         self._num_pending = 0
+        self._first_node = 0
 
-    def hook_inputs(self, args: Any, kwargs: Any) -> None:
-        for tensor in tensors((args, kwargs) if kwargs else args):
-            if tensor.requires_grad:
-                tensor.register_hook(self._input_arrived)
-                self.num_inputs += 1
+    def follow_inputs(self, given: Any) -> Any:
+        """What the module is given, with views in the place of inputs that take a gradient.
+
+        A view's gradient is complete when this call is done with it. The input's own would wait
+        for everyone who was given the same tensor, and hooks would pile up on a leaf.
+        """
+        views: dict[int, torch.Tensor] = {}
+
+        def followed(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            if id(tensor) not in views:
+                is_strided = tensor.layout is torch.strided and not tensor.is_nested
+                view = tensor.view_as(tensor) if is_strided else tensor
+                view.register_hook(self._input_arrived)
+                views[id(tensor)] = view
+            return views[id(tensor)]
+
+        given = map_tensors(followed, given)
+        self.num_inputs = len(views)
+        # Autograd numbers its nodes as it makes them: from here on they are this call's.
+        self._first_node = _get_sequence_nr()
+        return given
 
     def hook_outputs(self, output: Any) -> None:
         for tensor in tensors(output):
-            if not tensor.requires_grad:
-                continue
-            # An in-place operation on a view replaces the view's node, but not its base's.
-            base = tensor._base
-            node = tensor.grad_fn if base is None or base.grad_fn is None else base.grad_fn
-            if node is None:
-                tensor.register_hook(self._reached_leaf)
-            else:
+            node = self._own_node(tensor) if tensor.requires_grad else None
+            if node is not None:
                 node.register_prehook(self._reached)
 
-    def _reached_leaf(self, grad: torch.Tensor) -> None:
-        self._reached(())
+    def _own_node(self, output: torch.Tensor) -> Any:
+        """The node that a gradient meets first in this call; None if it only passes through."""
+        # An in-place operation on a view replaces the view's node, but not its base's.
+        for tensor in (output._base, output):
+            node = None if tensor is None else tensor.grad_fn
+            if node is not None and node._sequence_nr() >= self._first_node:
+                return node
+        return None
 
     def _reached(self, grads: Any) -> None:
         if not self.is_active:
@@ -80,6 +105,9 @@ class Call:
             self.runner.reached(self)
 
     def _input_arrived(self, grad: torch.Tensor) -> None:
+        if grad.grad_fn is not None:
+            # With create_graph: the weights will be read again to differentiate this gradient.
+            grad.grad_fn.register_prehook(self._reached)
         if self.is_active:
             self._num_pending -= 1
             if self._num_pending == 0:

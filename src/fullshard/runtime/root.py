@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -56,9 +55,10 @@ class Root:
         self.owner: nn.Module | None = None
         self.is_last_backward = True
         self.post_optim_event: Any = None
-        self.current = Pass(None)
+        self.current = Pass()
         self._agreement = agreement
         self._unchecked = {Phase.FORWARD, Phase.BACKWARD} if agreement is not None else set()
+        self._orders: dict[nn.Module, list[Runner]] = {}
         self._order: list[Runner] = []
         self._cursor = 0
         self._is_as_expected = False
@@ -83,7 +83,8 @@ class Root:
             self.abort()
         self.owner = owner
         self.phase = Phase.FORWARD
-        self.current = Pass(sys.exc_info()[1])
+        self.current = Pass()
+        self._order = self._orders.get(owner, [])
         self._cursor = 0
         self._is_as_expected = bool(self._order)
         self.flow.start_gathers_after_compute(self.post_optim_event)
@@ -91,12 +92,6 @@ class Root:
         for runner in self.runners:
             for unit in runner.units:
                 unit.refresh()
-
-    @property
-    def is_unwinding(self) -> bool:
-        """Whether an exception is on its way out of the pass."""
-        error = sys.exc_info()[1]
-        return error is not None and error is not self.current.handled
 
     def started(self, runner: Runner) -> None:
         self.current.started.append(runner)
@@ -134,13 +129,13 @@ class Root:
             self.unshard(expected)
 
     def end_pass(self) -> None:
-        has_run = set(self.current.started)
+        assert self.owner is not None
         for runner in self.runners:
-            runner.end_pass(has_run=runner in has_run)
+            runner.end_pass()
         if Phase.FORWARD in self._unchecked:
             self._agree(Deed.END_FORWARD, self.runners[0])
             self._unchecked.discard(Phase.FORWARD)
-        self._order = self.current.started
+        self._orders[self.owner] = self.current.started
         self.owner = None
         self.phase = Phase.IDLE
         if not torch.is_grad_enabled():
@@ -201,9 +196,8 @@ class Root:
         self.owner = None
         self.phase = Phase.IDLE
 
-    def fail_pass(self) -> None:
+    def fail_pass(self, error: BaseException) -> None:
         """The user's code raised: tell the others if they would wait for us, then abort."""
-        error = sys.exc_info()[1]
         if self._unchecked and not isinstance(error, DisagreementError):
             try:
                 self._agree(Deed.FAILURE, self.runners[0])

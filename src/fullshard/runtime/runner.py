@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fullshard.unit.flow import Flow
 from fullshard.unit.unit import Unit
 
 _ATTRIBUTE = "_fullshard_runner"
+_managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runner]] = weakref.WeakKeyDictionary()
 
 
 class Runner:
@@ -53,9 +55,10 @@ class Runner:
         for unit in units:
             unit.on_gradients = self._gradients_arrived
         for module in self.modules:
-            setattr(module, _ATTRIBUTE, self)
+            # Not setattr: a compiled module hands attributes on to the one that it wraps.
+            module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, always_call=True)
+            module.register_forward_hook(self.post_forward)
 
     @property
     def reads(self) -> list[Unit]:
@@ -69,16 +72,30 @@ class Runner:
 
     # Forward
 
+    def guarded(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run one of our modules; whatever it raises, nothing of it stays open."""
+        num_open = len(self._open)
+        opens_pass = self.root is None or self.root.owner is None
+        try:
+            return run(*args, **kwargs)
+        except BaseException as error:
+            del self._open[num_open:]
+            root = self.root
+            if opens_pass and root is not None and root.owner is not None:
+                root.fail_pass(error)
+            raise
+
     @_disable_dynamo
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         root = self.root if self.root is not None else self.ensure_root()
         is_recomputing = torch._C._current_graph_task_id() != -1
+        opens_pass = root.owner is None and not is_recomputing
         if is_recomputing:
             root.enter_backward()
         else:
-            if root.owner is None or root.owner is module:
+            if opens_pass:
                 root.begin_pass(module)
                 if self.device.type != "cpu":
                     args, kwargs = self._moved(args, kwargs)
@@ -90,22 +107,17 @@ class Runner:
             unit.wait()
         if not is_recomputing:
             root.prefetch_forward(self)
-        call = Call(self, root.current)
+        call = Call(self, root.current, opens_pass=opens_pass)
         if torch.is_grad_enabled():
-            call.hook_inputs(args, kwargs)
+            args, kwargs = call.follow_inputs((args, kwargs))
         self._open.append(call)
         return args, kwargs
 
     @_disable_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         root = self.root
-        if root is None:
-            return output  # preparing failed
+        assert root is not None
         is_recomputing = torch._C._current_graph_task_id() != -1
-        if root.is_unwinding and not is_recomputing:
-            if root.owner is module:
-                root.fail_pass()
-            return None
         call = self._open.pop()
         if torch.is_grad_enabled():
             call.hook_outputs(output)
@@ -115,10 +127,10 @@ class Runner:
             call.position = len(root.current.finished)
             root.current.finished.append(self)
             self._ran.add(module)
-            if len(self._ran) == len(self.modules):
+            if len(self._ran) == len(self.modules) and not self._open:
                 self._ran.clear()
                 self._reshard_after_forward()
-            if root.owner is module:
+            if call.opens_pass:
                 root.end_pass()
         if self.policy.output_dtype is not None:
             output = _cast(output, self.policy.output_dtype)
@@ -144,15 +156,14 @@ class Runner:
             if self.root is not None and self.root.expects_no_gather:
                 unit.flow.release_now(unit)  # nothing will come that it would be in the way of
 
-    def end_pass(self, *, has_run: bool) -> None:
+    def end_pass(self) -> None:
         """Reshard what the pass left open.
 
-        That is a list of modules of which only some ran, a gather that nobody used, and what was
-        only lent to another runner.
+        That is a list of modules of which only some ran, a module that raised and was caught, a
+        gather that nobody used, and what was lent to another runner.
         """
-        if self._ran or not has_run:
-            self._ran.clear()
-            self._reshard_after_forward()
+        self._ran.clear()
+        self._reshard_after_forward()
         self._open.clear()
         for unit in self.units:
             if not unit.is_unsharded:
@@ -187,8 +198,11 @@ class Runner:
         assert root is not None
         root.enter_backward()
         root.reduce(unit, self)
-        # With no input to wait for, nothing is left to be computed once the gradients are here.
-        if len(self.units) == 1 and not any(call.num_inputs for call in self._active):
+        # With no input to wait for, nothing is left to be computed once the gradients are here;
+        # but inputs may be out of sight, and then a frozen weight is still read for theirs.
+        is_frozen = any(not m.shard.requires_grad for m in unit.members)
+        waits = is_frozen or any(call.num_inputs for call in self._active)
+        if len(self.units) == 1 and not waits:
             for call in self._active:
                 call.is_active = False
             self._active.clear()
@@ -200,7 +214,8 @@ class Runner:
         for unit in self.units:
             if unit.gradients.arrived:
                 root.reduce(unit, self)
-            if unit.settings.reshard_after_backward:
+            # A backward inside forward (a penalty on a gradient) leaves what still computes.
+            if unit.settings.reshard_after_backward and not self._open:
                 unit.reshard()
 
     def end_backward(self) -> None:
@@ -214,7 +229,7 @@ class Runner:
             if unit.owes_reduction or (unused and not unit.gradients.was_reduced):
                 root.reduce(unit, self)
             unit.gradients.end_backward()
-            if unit.settings.reshard_after_backward:
+            if unit.settings.reshard_after_backward and not self._open:
                 unit.reshard()
 
     def forget(self) -> None:
@@ -241,6 +256,17 @@ def runner_of(module: nn.Module) -> Runner | None:
     """The runner of a module that was given to `fully_shard`, if it was."""
     found = module.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, Runner) else None
+
+
+def manage(runner: Runner, modules: Iterable[nn.Module]) -> None:
+    """Remember that a runner cares for the parameters of these modules."""
+    _managers.update((module, weakref.ref(runner)) for module in modules)
+
+
+def manager_of(module: nn.Module) -> Runner | None:
+    """The runner that cares for a module's own parameters."""
+    found = _managers.get(module)
+    return None if found is None else found()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

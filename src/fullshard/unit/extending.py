@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.api import MixedPrecisionPolicy
+from fullshard.comm.agreement import Agreement
 from fullshard.comm.collectives import Collectives
-from fullshard.comm.topology import Topology
+from fullshard.comm.topology import Axis, Topology
+from fullshard.errors import ConfigError
 from fullshard.unit.flow import Flow
 from fullshard.unit.gathering import Gathering
 from fullshard.unit.member import Member
@@ -20,15 +22,19 @@ class ExtensionGatherer:
     def __init__(
         self, members: Sequence[Member], topology: Topology, policy: MixedPrecisionPolicy
     ) -> None:
+        mesh = topology.mesh
         self._members = members
         self._topology = topology
+        self._shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         self._policy = policy
+        self._is_compared = False
 
     def start(self, collectives: Collectives, flow: Flow) -> Gathering:
         """Issue the gather; the gather stream is current."""
         axis = self._topology.shard
         outs: list[torch.Tensor] = []
         ins: list[torch.Tensor] = []
+        num_bytes: list[int] = []
         for member in self._members:
             extension = member.extension
             assert extension is not None
@@ -37,12 +43,15 @@ class ExtensionGatherer:
                 local = local.to(flow.device.torch_device, non_blocking=True)
             outer = torch.Size(member.split.shape)
             module = member.locations[0].module
-            sent = extension.inputs(local, self._topology.mesh, module, self._policy, outer)
+            sent = extension.inputs(local, self._shard_mesh, module, self._policy, outer)
+            num_bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in sent))
             ins += sent
             outs += extension.outputs(sent, axis.size)
             for address_range in extension.address_ranges:
                 flow.await_releases(address_range)
         transfers = []
+        if not self._is_compared:
+            self._compare(num_bytes, axis, flow.device.torch_device)
         if axis.group is None or axis.is_single:
             torch._foreach_copy_(outs, ins)
         else:
@@ -57,6 +66,17 @@ class ExtensionGatherer:
             gathering.event = flow.device.record()
         return gathering
 
+    def _compare(self, num_bytes: list[int], axis: Axis, device: torch.device) -> None:
+        """Raise on all ranks alike if they would send different amounts."""
+        everyone = Agreement.exchanged(num_bytes, axis, device)
+        for member, by_rank in zip(self._members, zip(*everyone, strict=True), strict=True):
+            if len(set(by_rank)) > 1:
+                raise ConfigError(
+                    f"{member.name}: fsdp_pre_all_gather must return as many bytes on every rank, "
+                    f"found {list(by_rank)} on the ranks of the shard axis; pad an uneven shard."
+                )
+        self._is_compared = True
+
     def finish(self, gathering: Gathering, flow: Flow) -> None:
         """Make the full parameters; runs on the stream that computes."""
         flow.device.wait(gathering.event)
@@ -65,7 +85,7 @@ class ExtensionGatherer:
         for member in self._members:
             assert member.extension is not None
             dtype = member.stages(self._policy.param_dtype, None).computed
-            made = member.extension.finish(member.current_local, dtype, member.full)
+            made = member.extension.finish(member.current_local, dtype, member.full, member.split)
             if made is not None:
                 member.make_full(made)
 

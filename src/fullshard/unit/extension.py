@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.device.storage import Slab
 from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.layout import Split
 
 
 class Extension:
@@ -34,7 +35,7 @@ class Extension:
         self._metadata: Any = None
 
     @classmethod
-    def of(cls, name: str, local: torch.Tensor) -> Extension | None:
+    def of(cls, name: str, local: Any) -> Extension | None:
         has_pre = hasattr(local, "fsdp_pre_all_gather")
         has_post = hasattr(local, "fsdp_post_all_gather")
         if has_pre != has_post:
@@ -42,7 +43,15 @@ class Extension:
                 f"{name}: {type(local).__name__} must define both fsdp_pre_all_gather and "
                 f"fsdp_post_all_gather, found only one; define the other."
             )
-        return cls(name) if has_pre else None
+        if not has_pre:
+            return None
+        signature = inspect.signature(local.fsdp_pre_all_gather)
+        if len(signature.parameters) not in (1, 5):
+            raise UnsupportedError(
+                f"{name}: fsdp_pre_all_gather must take (mesh) or (mesh, outer_size, outer_stride, "
+                f"module, mp_policy), found {signature}; change {type(local).__name__}."
+            )
+        return cls(name)
 
     def inputs(
         self, local: Any, mesh: DeviceMesh, module: nn.Module, policy: Any, outer: torch.Size
@@ -81,11 +90,11 @@ class Extension:
         return [slab.address_range for slab in self._slabs]
 
     def finish(
-        self, local: Any, dtype: torch.dtype, full: nn.Parameter | None
+        self, local: Any, dtype: torch.dtype, full: nn.Parameter | None, split: Split
     ) -> torch.Tensor | None:
         """Make the full tensor from what arrived: a new one, or into the one that exists."""
         arrived = tuple(
-            out.view(-1, *size[1:]) for out, size in zip(self._outs, self._sizes, strict=True)
+            _joined(out, size, split) for out, size in zip(self._outs, self._sizes, strict=True)
         )
         if full is not None:
             for tensor in self._inner:
@@ -96,6 +105,8 @@ class Extension:
         made, self._inner = local.fsdp_post_all_gather(arrived, self._metadata, dtype)
         self._metadata = None
         result: torch.Tensor = made
+        if split.dim is not None and result.size(split.dim) > split.num_rows:
+            result = result.narrow(split.dim, 0, split.num_rows)  # without the padding
         return result
 
     def release(self) -> None:
@@ -103,6 +114,14 @@ class Extension:
             slab.empty()
         for tensor in self._inner:
             tensor.untyped_storage().resize_(0)
+
+
+def _joined(out: torch.Tensor, size: torch.Size, split: Split) -> torch.Tensor:
+    """What arrived from all ranks, side by side along the dim that the parameter is cut along."""
+    if not split.dim or split.dim >= len(size):
+        return out.view(-1, *size[1:])
+    whole = torch.cat(list(out.view(split.num_ranks, *size)), dim=split.dim)
+    return out.copy_(whole.view(-1)).view(whole.size())
 
 
 def _fill(tensor: torch.Tensor) -> None:

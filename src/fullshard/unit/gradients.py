@@ -90,6 +90,9 @@ class Gradients:
         reduction = Reduction(lanes, route, settings, flow, hand_over, self._keep_partial)
         reduction.start()
         flow.add_reduction(reduction)
+        is_partial = not (route.topology.replicate.is_single or settings.requires_all_reduce)
+        if is_partial and not flow.device.is_ordered:
+            flow.make_room(1)  # the next backward has to find these sums
 
     def _keep_partial(self, message: Message, partial: Partial) -> None:
         # Another reduction of the same backward may have been under way and kept some, too.

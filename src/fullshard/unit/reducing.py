@@ -287,6 +287,9 @@ def _fill_shared(
     """Lay several gradients side by side in every rank's segment."""
     num_ranks = segments.size(0)
     parts: list[torch.Tensor] = []
+    if len({grad.dtype for grad in grads if grad is not None}) > 1:
+        # Some are fresh and some were accumulated, in the dtype of the reduction.
+        grads = [None if grad is None else grad.to(segments.dtype) for grad in grads]
     like = next((grad for grad in grads if grad is not None), segments)
     for slot, grad, split in zip(message.slots, grads, splits, strict=True):
         if slot.numel == 0:
@@ -299,4 +302,5 @@ def _fill_shared(
             parts.append(grad.reshape(split.num_rows, split.inner))
     if message.padding_numel:
         parts.append(like.new_zeros(num_ranks, message.padding_numel))
-    torch._chunk_cat(parts, dim=0, num_chunks=num_ranks, out=segments)
+    if parts:  # none if all parameters are empty
+        torch._chunk_cat(parts, dim=0, num_chunks=num_ranks, out=segments)

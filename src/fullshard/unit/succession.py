@@ -17,8 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from fullshard.comm.placement import with_dtype
 from fullshard.errors import LifecycleError
 from fullshard.unit.member import Member
 
@@ -30,13 +35,17 @@ class Succession:
     member: Member
     rank: int
 
-    def piece(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor shaped like the original."""
-        split = self.member.split
-        if split.dim is None:
-            return whole.clone()
-        rows = split.rows(self.rank)
-        return whole.narrow(split.dim, rows.start, len(rows)).clone()
+    def shard_of(self, whole: torch.Tensor) -> DTensor:
+        """This rank's part of a tensor shaped and placed like the original."""
+        split, spec = self.member.split, self.member.shard_spec
+        if isinstance(whole, DTensor):
+            if whole.placements == spec.placements:
+                return whole  # it is a shard already
+            whole = whole._local_tensor
+        if split.dim is not None:
+            rows = split.rows(self.rank)
+            whole = whole.narrow(split.dim, rows.start, len(rows))
+        return DTensor(whole.clone(), with_dtype(spec, whole.dtype), requires_grad=False)
 
 
 class _Registry:
@@ -56,6 +65,7 @@ class _Registry:
         if not self._is_watching:
             self._is_watching = True
             register_optimizer_step_pre_hook(_before_step)
+            register_optimizer_step_post_hook(_after_step)
 
     def get(self, tensor: torch.Tensor) -> Succession | None:
         entry = self._by_id.get(id(tensor))
@@ -107,22 +117,36 @@ def repoint_living_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _registry:
-        repoint(optimizer)
+        repoint(optimizer, with_gradients=True)
 
 
-def repoint(optimizer: Optimizer) -> None:
-    """Replace originals by their shards in parameter groups and in the state."""
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Let units see that their shards changed: foreach and fused updates of DTensors do not say."""
+    for group in optimizer.param_groups:
+        changed = [param for param in group["params"] if isinstance(param, DTensor)]
+        torch.autograd.graph.increment_version(changed)
+
+
+def repoint(optimizer: Optimizer, *, with_gradients: bool = False) -> None:
+    """Replace originals by their shards in parameter groups and in the state.
+
+    With `with_gradients`, what was put into an original's `.grad` goes to its shard: a step that
+    comes before any forward is about those.
+    """
     for group in getattr(optimizer, "param_groups", ()):
         params = group["params"]
         for index, param in enumerate(params):
             found = _registry.get(param)
             if found is None:
                 continue
-            params[index] = found.member.shard
+            shard = found.member.shard
             if param in optimizer.state:
                 sharded = dict(_sharded_state(optimizer, param, found))
                 del optimizer.state[param]
-                optimizer.state[found.member.shard] = sharded
+                optimizer.state[shard] = sharded
+            params[index] = shard  # after what may refuse: a second attempt must refuse, too
+            if with_gradients and param.grad is not None and shard.grad is None:
+                shard.grad = found.shard_of(param.grad)
 
 
 def _sharded_state(
@@ -130,11 +154,12 @@ def _sharded_state(
 ) -> Iterator[tuple[str, Any]]:
     member = found.member
     for name, value in optimizer.state[param].items():
-        if not isinstance(value, torch.Tensor) or value.ndim == 0 or isinstance(value, DTensor):
+        # Of a 0-dim parameter everything is 0-dim; only the count of steps is not its like.
+        is_count = name == "step" or not isinstance(value, torch.Tensor)
+        if is_count or (value.ndim == 0 and param.ndim > 0):
             yield name, value
         elif value.shape == param.shape:
-            local = found.piece(value)
-            yield name, DTensor(local, member.shard_spec, requires_grad=False)
+            yield name, found.shard_of(value)
         else:
             raise LifecycleError(
                 f"{member.name}: {type(optimizer).__name__} has state from before sharding; it "

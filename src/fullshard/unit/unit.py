@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ class Unit:
         self.all_reduce_hook: AllReduceHook | None = None
         self.on_gradients: Callable[[Unit], None] = _ignore
         self.gradients = Gradients(topology, policy, offload)
+        self.is_held = False
         self._num_trainable = 0
         self._versions: list[int] = []
         self._gatherer: Gatherer | None = None
@@ -136,7 +137,8 @@ class Unit:
     def refresh(self, *, plan_training: bool = False) -> None:
         """Notice shards that changed since they were gathered, or that a user replaced.
 
-        With `plan_training`, also those that were frozen or thawed since the plan was made.
+        With `plan_training`, also those that were frozen or thawed since the plan was made: not
+        while a state dict may be held, since its tensors would be left behind.
         """
         if self.state is not SHARDED:
             if self._versions == self._shard_versions():
@@ -147,7 +149,7 @@ class Unit:
             if not member.is_current():
                 member.follow_registered()
                 is_current = member.came_back() and is_current
-        if plan_training:
+        if plan_training and not self.is_held:
             trained = [m.shard.requires_grad for m in self.members]
             is_current = is_current and trained == self._is_trained_as_planned
         if not is_current:
@@ -187,7 +189,8 @@ class Unit:
             flow.release_now(self)
         if not is_unchanged:
             state = SHARDED  # what was thinned is not what the shards say any more
-        self.require_ready()
+        if self._homes is None:
+            self.require_ready()
         self._versions = self._shard_versions()
         with torch.no_grad(), torch.inference_mode(False):
             if self._gatherer is None:
@@ -238,7 +241,7 @@ class Unit:
             if is_trainable:
                 num_trainable += 1
                 if not member.is_hooked:
-                    full.register_post_accumulate_grad_hook(partial(self._gradient_arrived, member))
+                    full.register_post_accumulate_grad_hook(_arrival_hook(self, member))
                     member.is_hooked = True
             member.register(full)
         self._num_trainable = num_trainable
@@ -253,7 +256,7 @@ class Unit:
             member.register(member.shard)
         self.state = SHARDED
         if thin is not None:
-            self._require_thinnable()
+            self.require_thinnable()
             assert self._gatherer is not None
             with torch.no_grad(), torch.inference_mode(False):
                 kept = self._gatherer.thin(thin)
@@ -275,7 +278,8 @@ class Unit:
             return []
         return [*self._gatherer.release(), *self._extender.release()]
 
-    def _require_thinnable(self) -> None:
+    def require_thinnable(self) -> None:
+        """Raise unless the full parameters can be spread over fewer ranks."""
         if self._extended:
             raise UnsupportedError(
                 f"{self.name}: resharding to fewer ranks needs plain parameters, found "
@@ -288,7 +292,7 @@ class Unit:
 
     # Gradients
 
-    def _gradient_arrived(self, member: Member, _: torch.Tensor) -> None:
+    def gradient_arrived(self, member: Member) -> None:
         arrived = self.gradients.arrived
         arrived.add(member)
         if len(arrived) == self._num_trainable:
@@ -333,6 +337,21 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.members)} parameters, {type(self.state).__name__})"
+
+
+def _arrival_hook(unit: Unit, member: Member) -> Callable[[torch.Tensor], None]:
+    """Tells a unit of a gradient, without keeping it alive.
+
+    The garbage collector does not see through the hooks of a tensor.
+    """
+    unit_ref, member_ref = weakref.ref(unit), weakref.ref(member)
+
+    def arrived(_: torch.Tensor) -> None:
+        unit, member = unit_ref(), member_ref()
+        if unit is not None and member is not None:
+            unit.gradient_arrived(member)
+
+    return arrived
 
 
 def _ignore(unit: Unit) -> None:

@@ -1,0 +1,696 @@
+"""Gradient accumulation in every form, and the settings that steer reduction and gathering."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from fullshard import (
+    AllGather,
+    ConfigError,
+    MixedPrecisionPolicy,
+    ReduceScatter,
+    fully_shard,
+    share_comm_ctx,
+)
+from fullshard.runtime.runner import runner_of
+from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+
+MICRO_BATCHES = 3
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def make_batch(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(4, 6, generator=generator)
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    return make_batch(torch.Generator().manual_seed(10 * step + rank))
+
+
+def shard(model: nn.Sequential, mesh: Any, **options: Any) -> None:
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh, **options)
+
+
+def torch_shard(model: nn.Sequential, mesh: Any, **options: Any) -> None:
+    for part in (model[0], model[2], model):
+        torch_fully_shard(part, mesh=mesh, **options)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Counted:
+    """A collective of the user's own: counts calls, elements, and the buffers that it lent."""
+
+    def __init__(self) -> None:
+        self.numels: list[int] = []
+        self.num_allocated = 0
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        self.num_allocated += 1
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedGather(Counted, AllGather):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.numels.append(input_tensor.numel())
+        return group._allgather_base(output_tensor, input_tensor)
+
+
+class CountedReduce(Counted, ReduceScatter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.numels.append(output_tensor.numel())
+        self.ops.append(op)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
+        return group._reduce_scatter_base(output_tensor, input_tensor, options)
+
+
+# Each form is told before a micro batch's forward which one it is.
+
+
+def without_sync(model: Any, micro_batch: int) -> None:
+    model.set_requires_gradient_sync(micro_batch == MICRO_BATCHES - 1)
+
+
+def without_sync_and_kept_unsharded(model: Any, micro_batch: int) -> None:
+    is_last = micro_batch == MICRO_BATCHES - 1
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
+
+
+def kept_unsharded(model: Any, micro_batch: int) -> None:
+    model.set_reshard_after_backward(micro_batch == MICRO_BATCHES - 1)
+
+
+def told_of_the_last_backward(model: Any, micro_batch: int) -> None:
+    model.set_is_last_backward(micro_batch == MICRO_BATCHES - 1)
+
+
+def told_all_at_once(model: Any, micro_batch: int) -> None:
+    is_last = micro_batch == MICRO_BATCHES - 1
+    model.set_is_last_backward(is_last)
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
+
+
+def some_units_without_sync(model: Any, micro_batch: int) -> None:
+    model[2].set_requires_gradient_sync(micro_batch == MICRO_BATCHES - 1)
+
+
+def without_all_reduce(model: Any, micro_batch: int) -> None:
+    model.set_requires_all_reduce(micro_batch == MICRO_BATCHES - 1)
+
+
+def without_all_reduce_told_of_the_last_backward(model: Any, micro_batch: int) -> None:
+    is_last = micro_batch == MICRO_BATCHES - 1
+    model.set_requires_all_reduce(is_last)
+    model.set_is_last_backward(is_last)
+
+
+def without_sync_then_without_all_reduce(model: Any, micro_batch: int) -> None:
+    model.set_requires_gradient_sync(micro_batch > 0)
+    model.set_requires_all_reduce(micro_batch == MICRO_BATCHES - 1)
+
+
+FORMS: list[Callable[[Any, int], None]] = [
+    without_sync,
+    without_sync_and_kept_unsharded,
+    kept_unsharded,
+    told_of_the_last_backward,
+    told_all_at_once,
+    some_units_without_sync,
+]
+REPLICATED_FORMS = [
+    without_sync,
+    without_all_reduce,
+    without_all_reduce_told_of_the_last_backward,
+    without_sync_then_without_all_reduce,
+]
+POLICIES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16": {"param_dtype": torch.bfloat16},
+    "bf16_reduced_in_fp32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_accumulation_trains_as_the_unsharded_model_that_sums_micro_batches(
+    rank: Rank, form: Callable[[Any, int], None]
+) -> None:
+    training = Training(make_batch, micro_batches=MICRO_BATCHES, before_forward=form)
+    assert_same_training(build, lambda m: shard(m, rank.mesh()), training)
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_accumulation_trains_as_in_torch(
+    rank: Rank, form: Callable[[Any, int], None], kind: str
+) -> None:
+    mesh, policy = rank.mesh(), POLICIES[kind]
+    training = Training(make_batch, micro_batches=MICRO_BATCHES, before_forward=form)
+    assert_same_training(
+        build,
+        lambda m: shard(m, mesh, mp_policy=MixedPrecisionPolicy(**policy)),
+        training,
+        oracle=lambda m: torch_shard(m, mesh, mp_policy=TorchPolicy(**policy)),
+    )
+
+
+@pytest.mark.parametrize("form", REPLICATED_FORMS)
+@on_ranks(4)
+def test_accumulation_over_shards_and_replicas_trains_as_unsharded(
+    rank: Rank, form: Callable[[Any, int], None]
+) -> None:
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    training = Training(make_batch, micro_batches=MICRO_BATCHES, before_forward=form)
+    assert_same_training(build, lambda m: shard(m, mesh), training)
+
+
+@pytest.mark.parametrize("max_buffers", [1, 3])
+@pytest.mark.parametrize("form", REPLICATED_FORMS)
+@on_ranks(4)
+def test_accumulation_over_shards_and_replicas_trains_as_in_torch(
+    rank: Rank, form: Callable[[Any, int], None], max_buffers: int
+) -> None:
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    policy = POLICIES["bf16_reduced_in_fp32"]
+
+    def ours(model: Any) -> None:
+        shard(model, mesh, mp_policy=MixedPrecisionPolicy(**policy))
+        model.set_reduce_scatter_max_input_buffers(max_buffers)
+
+    training = Training(make_batch, micro_batches=MICRO_BATCHES, before_forward=form)
+    assert_same_training(
+        build,
+        ours,
+        training,
+        oracle=lambda m: torch_shard(m, mesh, mp_policy=TorchPolicy(**policy)),
+    )
+
+
+@on_ranks(4)
+def test_without_all_reduce_no_gradient_is_handed_over_until_replicas_agree(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    model = build()
+    shard(model, mesh)
+    model.set_requires_all_reduce(False)
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+    model.set_requires_all_reduce(True)
+    model(batch_of(1, rank.rank)).sum().backward()
+    for param in model.parameters():
+        values = [torch.empty_like(param.grad.to_local()) for _ in range(2)]
+        dist.all_gather(values, param.grad.to_local(), group=mesh.get_group("replicate"))
+        assert torch.equal(*values)
+
+
+class Branches(nn.Module):
+    """Uses one of two branches, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(6, 5)
+        self.right = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
+        return sum(getattr(self, name)(x).square() for name in use.split())
+
+
+USES = [("left", "right"), ("right", "left right"), ("left right", "left")]
+
+
+def assert_branches_accumulate(
+    rank: Rank, mesh: Any, uses: tuple[str, str], apart: bool, before: Callable[..., None], **o: Any
+) -> None:
+    """Two micro batches that use different parameters, two steps of them."""
+    torch.manual_seed(0)
+    model = Branches()
+    reference = copy.deepcopy(model)
+    if apart:
+        fully_shard(model.left, mesh=mesh, **o)
+        fully_shard(model.right, mesh=mesh, **o)
+    fully_shard(model, mesh=mesh, **o)
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        for micro_batch, use in enumerate(uses):
+            before(model, micro_batch == 1)
+            model(batch_of(2 * step + micro_batch, rank.rank), use).float().mean().backward()
+            for other in range(rank.size):
+                x = batch_of(2 * step + micro_batch, other)
+                (reference(x, use).mean() / rank.size).backward()
+        tolerance = {"rtol": 5e-2, "atol": 5e-2} if o else {}
+        for name, param in reference.named_parameters():
+            grad = model.get_parameter(name).grad
+            assert (grad is None) == (param.grad is None), name
+            torch.testing.assert_close(full(grad), param.grad, **tolerance)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("uses", USES)
+@pytest.mark.parametrize("kind", ["float32", "bf16_reduced_in_fp32"])
+@on_ranks(2)
+def test_micro_batches_that_use_different_parameters_accumulate(
+    rank: Rank, apart: bool, uses: tuple[str, str], kind: str
+) -> None:
+    options = {"mp_policy": MixedPrecisionPolicy(**POLICIES[kind])} if POLICIES[kind] else {}
+    assert_branches_accumulate(
+        rank, rank.mesh(), uses, apart, lambda m, s: m.set_requires_gradient_sync(s), **options
+    )
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("uses", USES)
+@on_ranks(4)
+def test_micro_batches_that_use_different_parameters_accumulate_before_an_all_reduce(
+    rank: Rank, apart: bool, uses: tuple[str, str], is_told: bool
+) -> None:
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+
+    def before(model: Any, is_last: bool) -> None:
+        model.set_requires_all_reduce(is_last)
+        if is_told:
+            model.set_is_last_backward(is_last)
+
+    assert_branches_accumulate(rank, mesh, uses, apart, before)
+
+
+# Scoped forms
+
+
+@on_ranks(2)
+def test_no_sync_accumulates_and_puts_sync_back(rank: Rank) -> None:
+    torch.manual_seed(0)
+    model = build()
+    reference = copy.deepcopy(model)
+    shard(model, rank.mesh())
+    with model.no_sync():
+        for micro_batch in range(2):
+            model(batch_of(micro_batch, rank.rank)).square().mean().backward()
+            assert all(param.grad is None for param in model.parameters())
+    model(batch_of(2, rank.rank)).square().mean().backward()
+    for micro_batch in range(3):
+        for other in range(rank.size):
+            (reference(batch_of(micro_batch, other)).square().mean() / rank.size).backward()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), expected.grad)
+
+
+def settings_of(model: nn.Module) -> list[Any]:
+    return [runner_of(part).units[0].settings for part in (model[0], model[2], model)]
+
+
+@on_ranks(2)
+def test_scopes_restore_what_they_found_also_after_an_error(rank: Rank) -> None:
+    model = build()
+    shard(model, rank.mesh())
+    model[0].set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False, recurse=False)
+    before = settings_of(model)
+
+    def fail_in_no_sync() -> None:
+        with model.no_sync():
+            assert [s.requires_gradient_sync for s in settings_of(model)] == [False] * 3
+            raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        fail_in_no_sync()
+    assert settings_of(model) == before
+
+    def fail_in_settings() -> None:
+        with model.settings(
+            reshard_after_forward=False,
+            reshard_after_backward=True,
+            requires_all_reduce=False,
+            gradient_divide_factor=3.0,
+            unshard_in_backward=False,
+            is_last_backward=False,
+        ):
+            assert [s.gradient_divide_factor for s in settings_of(model)] == [3.0] * 3
+            assert not runner_of(model).root.is_last_backward
+            raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        fail_in_settings()
+    assert settings_of(model) == before
+    assert runner_of(model).root.is_last_backward
+
+
+@on_ranks(2)
+def test_a_scope_of_one_module_leaves_the_others_alone(rank: Rank) -> None:
+    model = build()
+    shard(model, rank.mesh())
+    with model.no_sync(recurse=False):
+        assert [s.requires_gradient_sync for s in settings_of(model)] == [True, True, False]
+    with model[0].no_sync(), model.settings(reshard_after_backward=False):
+        assert [s.requires_gradient_sync for s in settings_of(model)] == [False, True, True]
+        assert [s.reshard_after_backward for s in settings_of(model)] == [False] * 3
+    assert [s.requires_gradient_sync for s in settings_of(model)] == [True] * 3
+    with (
+        pytest.raises(ConfigError, match="found \\['requires_sync'\\]"),
+        model.settings(requires_sync=False),
+    ):
+        raise AssertionError("an unknown setting was accepted")
+
+
+@on_ranks(2)
+def test_an_error_inside_no_sync_leaves_the_next_step_correct(rank: Rank) -> None:
+    torch.manual_seed(0)
+    model = build()
+    reference = copy.deepcopy(model)
+    shard(model, rank.mesh())
+    with pytest.raises(RuntimeError), model.no_sync():
+        model(torch.ones(4, 7)).sum().backward()  # a width that does not fit
+    model(batch_of(0, rank.rank)).square().mean().backward()
+    for other in range(rank.size):
+        (reference(batch_of(0, other)).square().mean() / rank.size).backward()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), expected.grad)
+
+
+# Communication of accumulation
+
+
+def counted(model: nn.Sequential) -> tuple[CountedGather, CountedReduce]:
+    gather, reduce = CountedGather(), CountedReduce()
+    for part in (model[0], model[2], model):
+        part.set_custom_all_gather(gather)
+        part.set_custom_reduce_scatter(reduce)
+    return gather, reduce
+
+
+@on_ranks(2)
+def test_custom_collectives_carry_everything_in_memory_that_they_allocate(rank: Rank) -> None:
+    counters: list[tuple[CountedGather, CountedReduce]] = []
+
+    def ours(model: Any) -> None:
+        shard(model, rank.mesh())
+        counters.append(counted(model))
+
+    assert_same_training(build, ours, Training(make_batch, steps=2))
+    gather, reduce = counters[0]
+    # Three units: the first two are gathered for forward and (but for the last) for backward.
+    assert len(reduce.numels) == 2 * 3
+    assert len(gather.numels) >= 2 * 3
+    assert gather.num_allocated == len(gather.numels)
+    assert reduce.num_allocated >= len(reduce.numels)
+    assert set(reduce.ops) == {dist.ReduceOp.SUM}
+
+
+@on_ranks(2)
+def test_custom_collectives_carry_the_dtypes_of_the_policy(rank: Rank) -> None:
+    seen: list[tuple[str, torch.dtype]] = []
+
+    class Gather(CountedGather):
+        def __call__(self, output_tensor, input_tensor, group, async_op=False):
+            seen.append(("gather", input_tensor.dtype))
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+    class Reduce(CountedReduce):
+        def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+            seen.append(("reduce", input_tensor.dtype))
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+    model = nn.Linear(6, 4)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+    model.set_custom_all_gather(Gather())
+    model.set_custom_reduce_scatter(Reduce())
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert seen == [("gather", torch.bfloat16), ("reduce", torch.float32)]
+    expected = torch.stack([batch_of(0, r).bfloat16().sum(0).float() for r in range(2)]).mean(0)
+    torch.testing.assert_close(full(model.weight.grad), expected.expand(4, 6), rtol=2e-2, atol=2e-2)
+
+
+@on_ranks(2)
+def test_no_sync_sends_nothing_in_backward_if_units_stay_unsharded(rank: Rank) -> None:
+    model = build()
+    shard(model, rank.mesh(), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    gather, reduce = counted(model)
+    with model.no_sync():
+        model(batch_of(0, rank.rank)).sum().backward()
+        num_gathered = len(gather.numels)
+        assert num_gathered == 3
+        model(batch_of(1, rank.rank)).sum().backward()
+    assert len(gather.numels) == num_gathered
+    assert reduce.numels == []
+    model(batch_of(2, rank.rank)).sum().backward()
+    assert len(gather.numels) == num_gathered
+    assert len(reduce.numels) == 3
+
+
+@on_ranks(2)
+def test_memory_of_the_process_group_can_carry_messages_and_be_given_up_again(rank: Rank) -> None:
+    def ours(model: Any) -> None:
+        shard(model, rank.mesh())
+        for part in (model[0], model[2], model):
+            part.set_allocate_memory_from_process_group_for_comm(True)
+        model[0].set_allocate_memory_from_process_group_for_comm(False)
+
+    assert_same_training(build, ours, Training(make_batch))
+
+
+@on_ranks(2)
+def test_memory_of_the_process_group_does_not_go_with_custom_collectives(rank: Rank) -> None:
+    model = build()
+    shard(model, rank.mesh())
+    model.set_custom_all_gather(CountedGather())
+    with pytest.raises(AssertionError, match="custom collectives"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+@on_ranks(2)
+def test_symmetric_memory_on_a_cpu_is_an_error_that_says_what_to_do(rank: Rank) -> None:
+    model = build()
+    shard(model, rank.mesh())
+    with pytest.raises(NotImplementedError, match="needs CUDA devices, found a mesh of cpu; le"):
+        model.set_symm_mem_for_comm()
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+@on_ranks(2)
+def test_reduces_over_a_group_of_their_own_train_alike(rank: Rank, recurse: bool) -> None:
+    mesh = rank.mesh()
+
+    def ours(model: Any) -> None:
+        shard(model, mesh)
+        model.set_separate_reduce_scatter_group(recurse=recurse)
+        units = [runner_of(part).units[0] for part in (model[0], model)]
+        separate = [unit.reduce_axis.group is not mesh.get_group() for unit in units]
+        assert separate == [recurse, True]
+
+    trained = assert_same_training(build, ours, Training(make_batch, steps=2))
+    model = trained.sharded
+    model.set_separate_reduce_scatter_group(False)
+    assert runner_of(model).units[0].reduce_axis.group is mesh.get_group()
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("max_buffers", [1, 2, 5])
+@on_ranks(2)
+def test_any_number_of_reduces_under_way_trains_alike(rank: Rank, max_buffers: int) -> None:
+    def ours(model: Any) -> None:
+        shard(model, rank.mesh())
+        model.set_reduce_scatter_max_input_buffers(max_buffers)
+
+    assert_same_training(build, ours, Training(make_batch))
+
+
+@on_ranks(2)
+def test_a_number_of_reduces_that_makes_no_sense_is_refused(rank: Rank) -> None:
+    model = build()
+    shard(model, rank.mesh())
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="at least 1"):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+    for wrong in (True, 1.5, "2"):
+        with pytest.raises(TypeError, match="must be an int"):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+
+
+# How a sum becomes a mean
+
+
+@pytest.mark.parametrize("name", ["gradient", "reduce_scatter"])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 3.0, 8.0])
+@on_ranks(2)
+def test_a_divide_factor_takes_the_place_of_the_number_of_ranks(
+    rank: Rank, name: str, factor: float, reduce_dtype: torch.dtype | None
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 2, bias=False))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    fully_shard(model[0], mesh=rank.mesh(), mp_policy=policy)
+    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+    getattr(model[0], f"set_{name}_divide_factor")(factor)
+    model(torch.full((1, 6), float(rank.rank + 1))).sum().backward()
+    # Over ranks, the inputs sum up to 3; the root still takes the mean.
+    torch.testing.assert_close(full(model[0].weight.grad), torch.full((4, 6), 3.0) / factor)
+    torch.testing.assert_close(full(model[1].weight.grad), torch.full((2, 4), 3.0 * 3.0) / 2)
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("factor", [None, 3.0])
+@on_ranks(4)
+def test_divide_factors_and_forced_sums_train_as_in_torch(
+    rank: Rank, force: bool, factor: float | None
+) -> None:
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+
+    def settle(model: Any, force: bool) -> None:
+        for part in (model[0], model[2], model):
+            part.set_force_sum_reduction_for_comms(force)
+            if factor is not None:
+                part.set_gradient_divide_factor(factor)
+
+    def ours(model: Any) -> None:
+        shard(model, mesh)
+        settle(model, force)
+
+    def torchs(model: Any) -> None:
+        torch_shard(model, mesh)
+        # With a factor, torch asks for a multiplied sum that gloo does not have.
+        settle(model, force or factor is not None)
+
+    assert_same_training(build, ours, Training(make_batch), oracle=torchs)
+
+
+@on_ranks(2)
+def test_a_hook_on_reduced_gradients_changes_what_is_handed_over(rank: Rank) -> None:
+    torch.manual_seed(0)
+    model = build()
+    reference = copy.deepcopy(model)
+    shard(model, rank.mesh())
+    seen: list[torch.Size] = []
+
+    def double(reduced: torch.Tensor) -> None:
+        seen.append(reduced.size())
+        reduced.mul_(2)
+
+    model[2].set_all_reduce_hook(double)
+    model(batch_of(0, rank.rank)).sum().backward()
+    for other in range(rank.size):
+        (reference(batch_of(0, other)).sum() / rank.size).backward()
+    assert len(seen) == 1
+    assert seen[0].numel() >= 3 * 9 + 3  # the larger shard of 5 rows of weight and bias
+    for name, param in reference.named_parameters():
+        factor = 2 if name.startswith("2.") else 1
+        torch.testing.assert_close(full(model.get_parameter(name).grad), factor * param.grad)
+
+
+@on_ranks(4)
+def test_a_hook_comes_after_the_replicas_were_reduced(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    model = build()
+    shard(model, mesh)
+    alike: list[bool] = []
+
+    def compare(reduced: torch.Tensor) -> None:
+        values = [torch.empty_like(reduced) for _ in range(2)]
+        dist.all_gather(values, reduced, group=mesh.get_group("replicate"))
+        alike.append(torch.equal(*values))
+
+    model[0].set_all_reduce_hook(compare)
+    model.set_requires_all_reduce(False)
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert alike == []
+    model.set_requires_all_reduce(True)
+    model(batch_of(1, rank.rank)).sum().backward()
+    assert alike == [True]
+    with pytest.raises(ConfigError, match="stream must be left out"):
+        model.set_all_reduce_hook(compare, stream=object())
+
+
+# The rest
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_two_roots_that_share_their_streams_train_as_unsharded(rank: Rank, when: str) -> None:
+    torch.manual_seed(0)
+    chunks = [build(), nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh())]
+    references = copy.deepcopy(chunks)
+    for chunk in chunks:
+        shard(chunk, rank.mesh())
+    if when == "before":
+        share_comm_ctx(chunks)
+    for step in range(3):
+        if step == 1 and when == "after":
+            share_comm_ctx(chunks)
+        chunks[1](chunks[0](batch_of(step, rank.rank))).square().mean().backward()
+        for other in range(rank.size):
+            out = references[1](references[0](batch_of(step, other)))
+            (out.square().mean() / rank.size).backward()
+        for chunk, reference in zip(chunks, references, strict=True):
+            for param, expected in zip(chunk.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(full(param.grad), expected.grad)
+                with torch.no_grad():
+                    param.sub_(param.grad, alpha=0.1)
+                    expected.sub_(expected.grad, alpha=0.1)
+            chunk.zero_grad()
+            reference.zero_grad()
+    assert runner_of(chunks[0]).root is not runner_of(chunks[1]).root
+    assert runner_of(chunks[0]).root.flow is runner_of(chunks[1]).root.flow
+
+
+@on_ranks(2)
+def test_no_event_after_the_optimizer_means_waiting_for_compute(rank: Rank) -> None:
+    def before_forward(model: Any, micro_batch: int) -> None:
+        model.set_post_optim_event(None)
+
+    training = Training(make_batch, before_forward=before_forward)
+    assert_same_training(build, lambda m: shard(m, rank.mesh()), training)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2)
+def test_an_embedding_need_not_be_gathered_for_backward(rank: Rank, frozen: bool) -> None:
+    counters: list[CountedGather] = []
+
+    def build_embedded() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+        model[0].weight.requires_grad_(not frozen)
+        return model
+
+    def ours(model: Any) -> None:
+        for part in (model[0], model[1], model):
+            fully_shard(part, mesh=rank.mesh())
+        model[0].set_unshard_in_backward(False)
+        counters.append(CountedGather())
+        model[0].set_custom_all_gather(counters[0])
+
+    def tokens(generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(11, (3, 4), generator=generator)
+
+    assert_same_training(build_embedded, ours, Training(tokens))
+    assert len(counters[0].numels) == 3, "one gather a step, for forward"

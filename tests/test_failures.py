@@ -1,0 +1,554 @@
+"""After any failure the next step trains on, with no call needed and no memory held."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import LifecycleError, fully_shard, register_fsdp_forward_method
+from fullshard.runtime.runner import runner_of
+from fullshard.testing import Rank, on_ranks
+from fullshard.unit.unit import Sharded, Unit
+
+WIDTH = 6
+
+
+class PlannedError(Exception):
+    """Raised by the tests' models."""
+
+
+class Interrupted(BaseException):
+    """Like KeyboardInterrupt: not an Exception."""
+
+
+class Fuse:
+    """Raises when told to, at the place where the model asks it."""
+
+    def __init__(self) -> None:
+        self.place: str | None = None
+        self.kind: type[BaseException] = PlannedError
+
+    def burn(self, place: str) -> None:
+        if place == self.place:
+            raise self.kind(place)
+
+    @contextmanager
+    def lit(self, place: str, kind: type[BaseException] = PlannedError) -> Iterator[None]:
+        self.place, self.kind = place, kind
+        try:
+            yield
+        finally:
+            self.place, self.kind = None, PlannedError
+
+
+fuse = Fuse()
+
+
+class BurnInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: str) -> Tensor:
+        ctx.place = place
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        fuse.burn(ctx.place)
+        return grad, None
+
+
+class Block(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.up(x))
+        fuse.burn(f"{self.name} forward")
+        x = BurnInBackward.apply(x, f"{self.name} backward")
+        return self.down(x)
+
+
+class Model(nn.Module):
+    """Three blocks and parameters of its own; `catches` tries blocks and goes on without them."""
+
+    def __init__(self, catches: bool = False) -> None:
+        super().__init__()
+        self.catches = catches
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(f"block {index}") for index in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fuse.burn("root before")
+        x = self.first(x)
+        for block in self.blocks:
+            if self.catches:
+                try:
+                    x = x + block(x)
+                except PlannedError:
+                    x = x * 2
+            else:
+                x = x + block(x)
+        fuse.burn("root forward")
+        x = BurnInBackward.apply(x, "root backward")
+        return self.last(x)
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    runners = dict.fromkeys(r for m in model.modules() if (r := runner_of(m)) is not None)
+    return [unit for runner in runners for unit in runner.units]
+
+
+def held_bytes(model: nn.Module) -> int:
+    gatherers = [unit._gatherer for unit in units_of(model) if unit._gatherer is not None]
+    return sum(g._slab._storage.size() + g._buffer._storage.size() for g in gatherers)
+
+
+def assert_everything_sharded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+    for unit in units_of(model):
+        assert isinstance(unit.state, Sharded), unit
+    assert held_bytes(model) == 0
+
+
+def shard_blocks_and_root(rank: Rank, model: Model, **settings: Any) -> Model:
+    for block in model.blocks:
+        fully_shard(block, mesh=rank.mesh(), **settings)
+    fully_shard(model, mesh=rank.mesh(), **settings)
+    return model
+
+
+class Pair:
+    """A sharded model and the unsharded one that sees every rank's batch."""
+
+    def __init__(self, rank: Rank, build: Callable[[], Model] = Model, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        self.reference = build()
+        self.model = shard_blocks_and_root(rank, copy.deepcopy(self.reference), **settings)
+        self.shards = dict(self.model.named_parameters())
+        self.optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+            for each in (self.model, self.reference)
+        ]
+
+    def run(self, model: Any, replica: int, step: int, scale: float = 1.0) -> None:
+        (model(batch_of(replica, step)).square().mean() * scale).backward()
+
+    def forward_backward(self, step: int) -> None:
+        self.run(self.model, self.rank.rank, step)
+        for replica in range(self.rank.size):
+            self.run(self.reference, replica, step, 1 / self.rank.size)
+
+    def check(self, what: str, *, gradients: bool) -> None:
+        expected = dict(self.reference.named_parameters())
+        for name, parameter in self.shards.items():
+            pair = (
+                (parameter.grad, expected[name].grad) if gradients else (parameter, expected[name])
+            )
+            if pair[1] is None:
+                assert pair[0] is None, f"{what}: {name} has a gradient"
+                continue
+            assert pair[0] is not None, f"{what}: {name} has no gradient"
+            torch.testing.assert_close(
+                pair[0].detach().full_tensor(),
+                pair[1].detach(),
+                rtol=1e-4,
+                atol=1e-6,
+                msg=lambda m, name=name: f"{what}: {name}: {m}",
+            )
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step(self, number: int) -> None:
+        self.forward_backward(number)
+        self.check(f"step {number}", gradients=True)
+        self.update()
+        self.check(f"after step {number}", gradients=False)
+        assert_everything_sharded(self.model)
+
+
+# In forward
+
+FORWARD_PLACES = ["root before", "root forward", "block 0 forward", "block 2 forward"]
+
+
+@pytest.mark.parametrize("kind", [PlannedError, Interrupted])
+@pytest.mark.parametrize("when", ["in the first step", "in a later step"])
+@pytest.mark.parametrize("place", FORWARD_PLACES)
+@on_ranks(2)
+def test_an_error_in_forward_leaves_everything_sharded_and_the_next_step_correct(
+    rank: Rank, place: str, when: str, kind: type[BaseException]
+) -> None:
+    pair = Pair(rank)
+    if when == "in a later step":
+        pair.step(0)
+    with fuse.lit(place, kind), pytest.raises(kind, match=place):
+        pair.run(pair.model, rank.rank, 1)
+    assert_everything_sharded(pair.model)
+    pair.check("after the failure", gradients=False)
+    for number in (2, 3):
+        pair.step(number)
+
+
+@on_ranks(2)
+def test_the_same_error_again_and_again(rank: Rank) -> None:
+    pair = Pair(rank)
+    for place in (*FORWARD_PLACES, *FORWARD_PLACES):
+        with fuse.lit(place), pytest.raises(PlannedError):
+            pair.run(pair.model, rank.rank, 1)
+        assert_everything_sharded(pair.model)
+    pair.step(2)
+
+
+@on_ranks(2)
+def test_an_error_without_gradients(rank: Rank) -> None:
+    pair = Pair(rank)
+    with fuse.lit("block 1 forward"), torch.no_grad(), pytest.raises(PlannedError):
+        pair.model(batch_of(rank.rank, 0))
+    assert_everything_sharded(pair.model)
+    pair.step(1)
+
+
+@pytest.mark.parametrize("kind", [PlannedError, Interrupted])
+@on_ranks(2)
+def test_an_error_in_a_submodule_that_runs_alone(rank: Rank, kind: type[BaseException]) -> None:
+    pair = Pair(rank)
+    pair.step(0)
+    with fuse.lit("block 1 forward", kind), pytest.raises(kind):
+        pair.model.blocks[1](batch_of(rank.rank, 1))
+    assert_everything_sharded(pair.model)
+    pair.step(2)
+
+
+@on_ranks(2)
+def test_an_error_in_a_registered_method(rank: Rank) -> None:
+    pair = Pair(rank)
+
+    def describe() -> str:
+        raise Interrupted("described")
+
+    pair.model.describe = describe
+    register_fsdp_forward_method(pair.model, "describe")
+    with pytest.raises(Interrupted):
+        pair.model.describe()
+    assert_everything_sharded(pair.model)
+    pair.step(1)
+
+
+@pytest.mark.parametrize("hook", ["pre", "post"])
+@pytest.mark.parametrize("place", ["root", "block", "inside a block"])
+@on_ranks(2)
+def test_an_error_in_a_forward_hook(rank: Rank, place: str, hook: str) -> None:
+    pair = Pair(rank)
+    block = pair.model.blocks[1]
+    module = {"root": pair.model, "block": block, "inside a block": block.up}[place]
+
+    def burn(*_: Any) -> None:
+        fuse.burn("hook")
+
+    register = module.register_forward_pre_hook if hook == "pre" else module.register_forward_hook
+    register(burn)
+    for number in range(2):
+        with fuse.lit("hook"), pytest.raises(PlannedError):
+            pair.run(pair.model, rank.rank, number)
+        if (place, hook) != ("root", "post"):  # there the forward had come to its end
+            assert_everything_sharded(pair.model)
+        pair.step(number)
+
+
+@on_ranks(2)
+def test_a_failed_step_in_an_exception_handler(rank: Rank) -> None:
+    """A whole step may run while another exception is being handled."""
+    pair = Pair(rank)
+    try:
+        raise ValueError("handled all the while")
+    except ValueError:
+        pair.step(0)
+        with fuse.lit("block 1 forward"), pytest.raises(PlannedError):
+            pair.run(pair.model, rank.rank, 1)
+        assert_everything_sharded(pair.model)
+        pair.step(2)
+
+
+# Caught inside forward
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@on_ranks(2)
+def test_a_model_may_catch_the_error_of_an_inner_unit_and_go_on(rank: Rank, index: int) -> None:
+    pair = Pair(rank, functools.partial(Model, catches=True))
+    for number in range(2):
+        with fuse.lit(f"block {index} forward"):
+            pair.step(number)
+    with fuse.lit(f"block {index} forward"), torch.no_grad():
+        pair.model(batch_of(rank.rank, 5))
+    for position, unit in enumerate(units_of(pair.model)):
+        assert isinstance(unit.state, Sharded), position
+    pair.step(2)
+
+
+class ReshardsWhatFailed(Model):
+    """Lets go of a unit that raised as soon as it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            try:
+                x = x + block(x)
+            except PlannedError:
+                if runner_of(block) is not None:
+                    block.reshard()
+                    assert isinstance(block.up.weight, DTensor)
+        return self.last(x)
+
+
+@on_ranks(2)
+def test_a_unit_that_raised_does_not_compute_any_more(rank: Rank) -> None:
+    pair = Pair(rank, ReshardsWhatFailed)
+    for number in range(2):
+        with fuse.lit("block 1 forward"):
+            pair.step(number)
+    pair.step(2)
+
+
+class FallsBack(Model):
+    """Runs another unit in the except clause."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        try:
+            x = self.blocks[0](x)
+        except PlannedError:
+            x = self.blocks[1](x)
+        return self.last(self.blocks[2](x))
+
+
+@on_ranks(2)
+def test_a_model_may_fall_back_to_another_unit_in_the_except_clause(rank: Rank) -> None:
+    pair = Pair(rank, FallsBack)
+    for number in range(3):
+        with fuse.lit("block 0 forward" if number != 1 else "nowhere"):
+            pair.step(number)
+
+
+class FallsBackToItself(Model):
+    """Runs the unit that raised once more in the except clause."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            try:
+                x = x + block(x)
+            except PlannedError:
+                fuse.place = None
+                x = x + block(x * 2)
+        return self.last(x)
+
+
+@on_ranks(2)
+def test_a_model_may_run_the_unit_that_raised_once_more(rank: Rank) -> None:
+    pair = Pair(rank, FallsBackToItself)
+    for number in range(2):
+        with fuse.lit("block 1 forward"):
+            pair.run(pair.model, rank.rank, number)
+        for replica in range(rank.size):
+            with fuse.lit("block 1 forward"):
+                pair.run(pair.reference, replica, number, 1 / rank.size)
+        pair.check(f"step {number}", gradients=True)
+        pair.update()
+    pair.step(2)
+
+
+# In backward
+
+BACKWARD_PLACES = ["root backward", "block 2 backward", "block 0 backward"]
+
+
+@pytest.mark.parametrize("when", ["in the first step", "in a later step"])
+@pytest.mark.parametrize("place", BACKWARD_PLACES)
+@on_ranks(2)
+def test_an_error_in_backward_leaves_the_next_step_correct(
+    rank: Rank, place: str, when: str
+) -> None:
+    pair = Pair(rank)
+    if when == "in a later step":
+        pair.step(0)
+    with fuse.lit(place), pytest.raises(PlannedError):
+        pair.run(pair.model, rank.rank, 1)
+    for number in (2, 3):
+        pair.step(number)
+
+
+@on_ranks(2)
+def test_after_an_error_in_backward_the_next_forward_begins_with_nothing_held(rank: Rank) -> None:
+    pair = Pair(rank)
+    pair.step(0)
+    with fuse.lit("block 0 backward"), pytest.raises(PlannedError):
+        pair.run(pair.model, rank.rank, 1)
+    # The first thing that the next forward does at the root is an error: nothing was gathered yet
+    # but the root itself, and the abort lets go of that too.
+    with fuse.lit("root before"), pytest.raises(PlannedError):
+        pair.run(pair.model, rank.rank, 2)
+    assert_everything_sharded(pair.model)
+    assert all(p.grad is None for p in pair.model.parameters()), "of the failed backward"
+    pair.step(3)
+
+
+@on_ranks(2)
+def test_reset_iter_state_lets_go_of_everything_at_once(rank: Rank) -> None:
+    pair = Pair(rank)
+    pair.step(0)
+    with fuse.lit("block 0 backward"), pytest.raises(PlannedError):
+        pair.run(pair.model, rank.rank, 1)
+    assert held_bytes(pair.model) > 0, "otherwise this proves nothing"
+    pair.model.reset_iter_state()
+    assert_everything_sharded(pair.model)
+    pair.step(2)
+
+
+@on_ranks(2)
+def test_reset_iter_state_is_for_the_root(rank: Rank) -> None:
+    pair = Pair(rank)
+    pair.step(0)
+    with pytest.raises(LifecycleError, match=r"blocks\.1: reset_iter_state\(\) must be called on"):
+        pair.model.blocks[1].reset_iter_state()
+
+
+@pytest.mark.parametrize("of", ["parameter", "activation"])
+@on_ranks(2)
+def test_an_error_in_a_gradient_hook(rank: Rank, of: str) -> None:
+    pair = Pair(rank)
+    pair.step(0)
+    handle = None
+    if of == "parameter":
+        handle = pair.model.blocks[1].up.weight.register_hook(lambda grad: fuse.burn("hook"))
+        with fuse.lit("hook"), pytest.raises(PlannedError):
+            pair.run(pair.model, rank.rank, 1)
+        handle.remove()
+    else:
+        output = pair.model(batch_of(rank.rank, 1))
+        output.register_hook(lambda grad: fuse.burn("hook"))
+        with fuse.lit("hook"), pytest.raises(PlannedError):
+            output.sum().backward()
+    for number in (2, 3):
+        pair.step(number)
+
+
+@on_ranks(2)
+def test_an_error_in_a_post_accumulate_hook(rank: Rank) -> None:
+    pair = Pair(rank)
+    weight = pair.model.blocks[1].up.weight
+    handle = weight.register_post_accumulate_grad_hook(lambda _: fuse.burn("hook"))
+    pair.step(0)
+    with fuse.lit("hook"), pytest.raises(PlannedError):
+        pair.run(pair.model, rank.rank, 1)
+    handle.remove()
+    pair.step(2)
+
+
+@on_ranks(2)
+def test_gradients_of_earlier_backwards_stay_as_they_were(rank: Rank) -> None:
+    """Two micro batches; the forward of the second fails: the first one's gradients remain."""
+    pair = Pair(rank)
+    pair.forward_backward(0)
+    with fuse.lit("block 2 forward"), pytest.raises(PlannedError):
+        pair.run(pair.model, rank.rank, 1)
+    pair.check("after the failure", gradients=True)
+    pair.forward_backward(2)
+    pair.check("after a third micro batch", gradients=True)
+    pair.update()
+    pair.step(3)
+
+
+@on_ranks(2)
+def test_a_failed_forward_between_a_forward_and_its_backward(rank: Rank) -> None:
+    pair = Pair(rank)
+    pair.step(0)
+    loss = pair.model(batch_of(rank.rank, 1)).square().mean()
+    with fuse.lit("block 1 forward"), pytest.raises(PlannedError):
+        pair.model(batch_of(rank.rank, 2))
+    loss.backward()
+    for replica in range(rank.size):
+        pair.run(pair.reference, replica, 1, 1 / rank.size)
+    pair.check("step 1", gradients=True)
+    pair.update()
+    pair.step(3)
+
+
+# Shards that change between passes
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_parameters_kept_after_backward_are_gathered_again_after_an_update(
+    rank: Rank, reshard_after_forward: bool
+) -> None:
+    pair = Pair(rank, reshard_after_forward=reshard_after_forward)
+    pair.model.set_reshard_after_backward(False)
+    for number in range(3):
+        pair.forward_backward(number)
+        assert not isinstance(pair.model.blocks[1].up.weight, DTensor), "kept"
+        pair.check(f"step {number}", gradients=True)
+        pair.update()
+        pair.check(f"after step {number}", gradients=False)
+
+
+@on_ranks(2)
+def test_parameters_kept_after_backward_see_the_update_in_the_next_forward(rank: Rank) -> None:
+    pair = Pair(rank)
+    pair.model.set_reshard_after_backward(False)
+    for number in range(3):
+        pair.forward_backward(number)
+        pair.update()
+        found = pair.model(batch_of(0, 7)).detach()
+        torch.testing.assert_close(found, pair.reference(batch_of(0, 7)).detach())
+
+
+@on_ranks(2)
+def test_unsharding_before_the_update_does_not_keep_stale_parameters(rank: Rank) -> None:
+    pair = Pair(rank)
+    for number in range(2):
+        pair.forward_backward(number)
+        pair.model.unshard()
+        pair.model.blocks[1].unshard(async_op=True)
+        pair.update()
+        found = pair.model(batch_of(0, 7)).detach()
+        torch.testing.assert_close(found, pair.reference(batch_of(0, 7)).detach())
+        pair.model.reshard()
+        pair.check(f"after step {number}", gradients=False)
+
+
+@on_ranks(2)
+def test_shards_written_by_hand_are_seen(rank: Rank) -> None:
+    pair = Pair(rank)
+    batch = batch_of(0, 0)
+    pair.model(batch)  # the root stays unsharded for a backward that does not come
+    shards = [member.shard for unit in units_of(pair.model) for member in unit.members]
+    with torch.no_grad():
+        for shard in shards:
+            shard.mul_(0.5)
+        for parameter in pair.reference.parameters():
+            parameter.mul_(0.5)
+        torch.testing.assert_close(pair.model(batch), pair.reference(batch))
+        for shard in shards:
+            shard.to_local().add_(0.25)
+        for parameter in pair.reference.parameters():
+            parameter.add_(0.25)
+        torch.testing.assert_close(pair.model(batch), pair.reference(batch))

@@ -1,0 +1,533 @@
+"""Parameters of every kind: ignored, frozen, unused, tiny, oddly laid out, hooked."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from fullshard import FSDPModule, ReduceScatter, fully_shard
+from fullshard.runtime.runner import runner_of
+from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def make_batch(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(4, 6, generator=generator)
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    return make_batch(torch.Generator().manual_seed(10 * step + rank))
+
+
+class CountedReduce(ReduceScatter):
+    """Reduces through the process group and counts the elements that every rank receives."""
+
+    def __init__(self) -> None:
+        self.numels: list[int] = []
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.numels.append(output_tensor.numel())
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
+        return group._reduce_scatter_base(output_tensor, input_tensor, options)
+
+
+# Ignored parameters
+
+
+@on_ranks(2)
+def test_an_ignored_parameter_is_left_alone(rank: Rank) -> None:
+    torch.manual_seed(0)
+    model = build()
+    local = copy.deepcopy(model)
+    ignored = model[2].weight
+    fully_shard(model, mesh=rank.mesh(), ignored_params={ignored})
+    assert model[2].weight is ignored
+    for step in range(2):
+        model.zero_grad()
+        local.zero_grad()
+        for each in (model, local):
+            each(batch_of(step, rank.rank)).square().mean().backward()
+        assert model[2].weight is ignored
+        assert type(ignored) is nn.Parameter
+        assert type(ignored.grad) is torch.Tensor
+        # Not reduced: the gradient is that of this rank's batch alone.
+        torch.testing.assert_close(ignored.grad, local[2].weight.grad)
+        assert not torch.allclose(model[2].bias.grad.full_tensor(), local[2].bias.grad)
+    held = [member.name for member in runner_of(model).units[0].members]
+    assert held == ["0.weight", "0.bias", "2.bias", "4.weight", "4.bias"]
+
+
+@on_ranks(2)
+def test_parameters_beside_an_ignored_one_train_as_in_torch(rank: Rank) -> None:
+    mesh = rank.mesh()
+
+    def ours(model: nn.Module) -> None:
+        fully_shard(model, mesh=mesh, ignored_params={model[0].bias, model[2].weight})
+
+    def torchs(model: nn.Module) -> None:
+        torch_fully_shard(model, mesh=mesh, ignored_params={model[0].bias, model[2].weight})
+
+    assert_same_training(build, ours, Training(make_batch), oracle=torchs)
+
+
+@on_ranks(2)
+def test_a_module_whose_parameters_are_all_ignored_still_runs(rank: Rank) -> None:
+    model = build()
+    ignored = list(model[2].parameters())
+    fully_shard(model[2], mesh=rank.mesh(), ignored_params=set(ignored))
+    fully_shard(model, mesh=rank.mesh(), ignored_params=set(ignored))
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert list(model[2].parameters()) == ignored
+    assert all(type(param.grad) is torch.Tensor for param in ignored)
+    assert isinstance(model[0].weight.grad, DTensor)
+
+
+# Frozen parameters
+
+
+@on_ranks(2)
+def test_a_frozen_parameter_takes_no_gradient_memory_and_no_part_in_a_reduce(rank: Rank) -> None:
+    model = build()
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    fully_shard(model, mesh=rank.mesh())
+    counted = CountedReduce()
+    model.set_custom_reduce_scatter(counted)
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert model[0].weight.grad is None
+    assert model[2].bias.grad is None
+    # 0.bias: 5 of 9, 2.weight: 3 of 5 rows of 9, 4.weight: 1 of 2 rows of 5, 4.bias: 1 of 2.
+    trained = 5 + 27 + 5 + 1
+    assert sum(counted.numels) - trained in range(4), counted.numels  # up to 16 bytes of padding
+    layout = runner_of(model).units[0].layout
+    frozen = {
+        layout.entries[slot.entry].name
+        for lane in layout.lanes
+        if not lane.is_trainable
+        for message in lane.messages
+        for slot in message.slots
+    }
+    assert frozen == {"0.weight", "2.bias"}
+
+
+@on_ranks(2)
+def test_a_frozen_unit_is_never_reduced(rank: Rank) -> None:
+    def shard(model: nn.Module) -> None:
+        model[2].requires_grad_(False)
+        fully_shard(model[2], mesh=rank.mesh())
+        model[2].set_custom_reduce_scatter(counted)
+        fully_shard(model, mesh=rank.mesh())
+
+    def build_frozen() -> nn.Module:
+        model = build()
+        model[2].requires_grad_(False)
+        return model
+
+    counted = CountedReduce()
+    assert_same_training(build_frozen, shard, Training(make_batch))
+    assert counted.numels == []
+
+
+@on_ranks(2)
+def test_only_adapters_train_in_a_frozen_model(rank: Rank) -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(6, 6).requires_grad_(False)
+            self.down = nn.Linear(6, 2, bias=False)
+            self.up = nn.Linear(2, 6, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+    def build_adapted() -> nn.Module:
+        return nn.Sequential(Adapted(), Adapted(), nn.Linear(6, 2).requires_grad_(False))
+
+    def shard(model: nn.Module) -> None:
+        for part in (model[0], model[1], model):
+            fully_shard(part, mesh=rank.mesh())
+
+    trained = assert_same_training(build_adapted, shard, Training(make_batch))
+    assert trained.sharded[2].weight.grad is None
+
+
+# Unused parameters
+
+
+class Branches(nn.Module):
+    """Uses one of two branches, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(6, 5)
+        self.right = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
+        return sum(getattr(self, name)(x).square() for name in use.split())
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@on_ranks(2)
+def test_a_parameter_unused_in_a_step_keeps_no_gradient(rank: Rank, apart: bool) -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    reference = copy.deepcopy(model)
+    if apart:
+        fully_shard(model.left, mesh=rank.mesh())
+        fully_shard(model.right, mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    for step, use in enumerate(("left", "right", "left right", "right")):
+        model.zero_grad()
+        reference.zero_grad()
+        model(batch_of(step, rank.rank), use).mean().backward()
+        for other in range(rank.size):
+            (reference(batch_of(step, other), use).mean() / rank.size).backward()
+        for name, param in reference.named_parameters():
+            grad = model.get_parameter(name).grad
+            assert (grad is None) == (param.grad is None), (name, use)
+            if grad is not None:
+                torch.testing.assert_close(grad.full_tensor(), param.grad)
+
+
+@on_ranks(2)
+def test_ranks_that_use_different_parameters_reduce_zeros_if_asked(rank: Rank) -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    reference = copy.deepcopy(model)
+    theirs = copy.deepcopy(model)
+    fully_shard(model, mesh=rank.mesh())
+    model.set_reduce_scatter_unused_params(True)
+    torch_fully_shard(theirs, mesh=rank.mesh())
+    theirs.set_reduce_scatter_unused_params(True)
+    for step in range(2):
+        uses = ("left", "right") if step == 0 else ("left", "left")
+        for each in (model, theirs, reference):
+            each.zero_grad()
+        for each in (model, theirs):
+            each(batch_of(step, rank.rank), uses[rank.rank]).mean().backward()
+        for other in range(rank.size):
+            (reference(batch_of(step, other), uses[other]).mean() / rank.size).backward()
+        for name, param in reference.named_parameters():
+            grad = model.get_parameter(name).grad
+            expected = torch.zeros(param.shape) if param.grad is None else param.grad
+            torch.testing.assert_close(grad.full_tensor(), expected)
+            assert torch.equal(grad.to_local(), theirs.get_parameter(name).grad.to_local())
+
+
+@on_ranks(2)
+def test_zeros_for_unused_parameters_leave_frozen_ones_alone(rank: Rank) -> None:
+    model = Branches()
+    model.right.bias.requires_grad_(False)
+    fully_shard(model, mesh=rank.mesh())
+    model.set_reduce_scatter_unused_params(True)
+    model(batch_of(0, rank.rank), "left").mean().backward()
+    assert model.right.bias.grad is None
+    assert not model.right.weight.grad.full_tensor().any()
+    model.set_reduce_scatter_unused_params(False)
+    model.zero_grad()
+    model(batch_of(0, rank.rank), "left").mean().backward()
+    assert model.right.weight.grad is None
+
+
+@on_ranks(2)
+def test_outputs_that_the_loss_does_not_use_leave_no_gradient_and_no_open_unit(rank: Rank) -> None:
+    model = build()
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=rank.mesh())
+    model(batch_of(0, rank.rank))  # no backward at all
+    model[0](batch_of(1, rank.rank))
+    model(batch_of(2, rank.rank)).sum().backward()
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        assert isinstance(param.grad, DTensor)
+
+
+# Shapes and strides
+
+
+class Odd(nn.Module):
+    """A scalar, no rows, no columns, one row, three rows, and an ordinary weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.no_rows = nn.Parameter(torch.empty(0, 6))
+        self.no_columns = nn.Parameter(torch.empty(6, 0))
+        self.one_row = nn.Parameter(torch.randn(1, 6))
+        self.three_rows = nn.Parameter(torch.randn(3, 6))
+        self.offset = nn.Parameter(torch.randn(1))
+        self.weight = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([self.weight, self.no_rows, self.three_rows, self.one_row])
+        wide = torch.cat([x, x @ self.no_columns], dim=1)
+        return torch.tanh(wide @ rows.T * self.gain + self.offset)
+
+
+@on_ranks(1, 2, 4)
+def test_scalars_empty_parameters_and_few_rows_train_as_unsharded(rank: Rank) -> None:
+    trained = assert_same_training(
+        Odd, lambda m: fully_shard(m, mesh=rank.mesh()), Training(make_batch)
+    )
+    model = trained.sharded
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes == {name: tuple(p.shape) for name, p in Odd().named_parameters()}
+    assert model.gain.to_local().shape == ()
+    assert model.one_row.to_local().shape == ((1 if rank.rank == 0 else 0), 6)
+
+
+@on_ranks(4)
+def test_shards_have_the_local_shapes_that_torch_gives_them(rank: Rank) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for rows in range(7):
+                self.register_parameter(f"rows{rows}", nn.Parameter(torch.randn(rows, 3)))
+
+    ours, theirs = Plain(), Plain()
+    fully_shard(ours, mesh=rank.mesh())
+    torch_fully_shard(theirs, mesh=rank.mesh())
+    for name, param in ours.named_parameters():
+        other = theirs.get_parameter(name)
+        assert param.to_local().shape == other.to_local().shape, name
+        assert param.placements == other.placements, name
+        assert param.device_mesh == other.device_mesh, name
+
+
+@on_ranks(2)
+def test_a_unit_of_nothing_but_empty_parameters_runs(rank: Rank) -> None:
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.empty(0, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, self.empty])
+
+    def build_with_nothing() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), Nothing(), nn.Linear(6, 2))
+
+    def shard(model: nn.Module) -> None:
+        for part in (model[0], model[1], model):
+            fully_shard(part, mesh=rank.mesh())
+
+    trained = assert_same_training(build_with_nothing, shard, Training(make_batch))
+    assert trained.sharded[1].empty.shape == (0, 6)
+
+
+@on_ranks(2)
+def test_a_module_without_parameters_can_be_a_unit(rank: Rank) -> None:
+    def shard(model: nn.Module) -> None:
+        for part in (model[0], model[1], model):
+            fully_shard(part, mesh=rank.mesh())
+
+    assert_same_training(build, shard, Training(make_batch))
+
+
+@on_ranks(2)
+def test_parameters_that_are_not_contiguous_train_as_unsharded(rank: Rank) -> None:
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turned = nn.Parameter(torch.randn(6, 8).t())
+            self.every_other = nn.Parameter(torch.randn(10, 8)[::2])
+            conv = nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last)
+            self.kernel = nn.Parameter(conv.weight.detach())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(x @ self.turned.T) @ self.every_other.T
+            image = x.view(1, 1, *x.shape)
+            return torch.nn.functional.conv2d(image, self.kernel)
+
+    assert not any(param.is_contiguous() for param in list(Strided().parameters())[:2])
+    trained = assert_same_training(
+        Strided, lambda m: fully_shard(m, mesh=rank.mesh()), Training(make_batch)
+    )
+    for param in trained.sharded.parameters():
+        assert param.to_local().is_contiguous()
+
+
+# Attributes and hooks
+
+
+@on_ranks(2)
+def test_attributes_of_a_parameter_are_kept_by_its_shard(rank: Rank) -> None:
+    model = build()
+    model[0].weight.is_special = "yes"
+    model[0].weight.group = ["kept", "by", "reference"]
+    marks = model[0].weight.group
+    fully_shard(model, mesh=rank.mesh())
+    assert model[0].weight.is_special == "yes"
+    assert model[0].weight.group is marks
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert model[0].weight.is_special == "yes"
+    assert not hasattr(model[2].weight, "is_special")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_a_gradient_hook_sees_the_reduced_shard_once_and_may_change_it(
+    rank: Rank, when: str
+) -> None:
+    torch.manual_seed(0)
+    model = build()
+    reference = copy.deepcopy(model)
+    seen: list[torch.Tensor] = []
+
+    def double(grad: torch.Tensor) -> torch.Tensor:
+        seen.append(grad)
+        return grad * 2
+
+    def hook_it() -> Any:
+        return model[0].weight.register_hook(double)
+
+    handle = hook_it() if when == "before" else None
+    fully_shard(model[0], mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    handle = handle or hook_it()
+    for other in range(rank.size):
+        (reference(batch_of(0, other)).sum() / rank.size).backward()
+    model(batch_of(0, rank.rank)).sum().backward()
+    expected = reference[0].weight.grad
+    assert len(seen) == 1
+    assert isinstance(seen[0], DTensor)
+    torch.testing.assert_close(seen[0].full_tensor(), expected)
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), 2 * expected)
+    torch.testing.assert_close(model[2].weight.grad.full_tensor(), reference[2].weight.grad)
+    handle.remove()
+    model.zero_grad()
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_a_post_accumulate_hook_runs_once_the_shard_has_its_gradient(rank: Rank, when: str) -> None:
+    torch.manual_seed(0)
+    model = build()
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name, _ in model.named_parameters()}
+
+    def hook_all() -> list[Any]:
+        return [
+            param.register_post_accumulate_grad_hook(
+                lambda p, n=name: seen[n].append((p, p.grad.to_local().clone()))
+            )
+            for name, param in model.named_parameters()
+        ]
+
+    handles = hook_all() if when == "before" else None
+    fully_shard(model[2], mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    handles = handles or hook_all()
+    for num_backwards in (1, 2):  # the second one accumulates
+        model(batch_of(0, rank.rank)).sum().backward()
+        for name, calls in seen.items():
+            assert len(calls) == num_backwards, name
+            param, grad = calls[-1]
+            assert param is model.get_parameter(name)
+            assert torch.equal(grad, param.grad.to_local())
+    for handle in handles:
+        handle.remove()
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert all(len(calls) == 2 for calls in seen.values())
+
+
+@on_ranks(2)
+def test_a_hook_does_not_run_for_a_gradient_that_is_not_reduced_yet(rank: Rank) -> None:
+    model = build()
+    fully_shard(model, mesh=rank.mesh())
+    seen: list[torch.Tensor] = []
+    model[0].weight.register_post_accumulate_grad_hook(seen.append)
+    with model.no_sync():
+        model(batch_of(0, rank.rank)).sum().backward()
+    assert seen == []
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert len(seen) == 1
+
+
+# Names, classes, containers
+
+
+@on_ranks(2)
+def test_parameters_keep_their_names_and_their_order(rank: Rank) -> None:
+    def names(model: nn.Module) -> list[str]:
+        return [name for name, _ in model.named_parameters()]
+
+    model = Odd()
+    outer = nn.ModuleDict({"b": build(), "a": model, "c": nn.Linear(2, 2)})
+    before = names(outer)
+    fully_shard(outer["b"][2], mesh=rank.mesh())
+    fully_shard(outer["b"], mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    assert names(outer) == before
+    model(batch_of(0, rank.rank)).sum().backward()
+    outer["b"](batch_of(0, rank.rank)).sum().backward()
+    assert names(outer) == before
+    with torch.no_grad():
+        model(batch_of(0, rank.rank))
+    assert names(outer) == before
+
+
+@on_ranks(2)
+def test_a_sharded_module_is_of_its_class_and_an_fsdp_module(rank: Rank) -> None:
+    model = build()
+    result = fully_shard(model[0], mesh=rank.mesh())
+    assert result is model[0]
+    assert fully_shard(model, mesh=rank.mesh()) is model
+    for module, original in ((model[0], nn.Linear), (model, nn.Sequential)):
+        assert type(module).__name__ == "FSDP" + original.__name__
+        assert type(module).__module__ == original.__module__
+        assert isinstance(module, original)
+        assert isinstance(module, FSDPModule)
+    assert not isinstance(model[2], FSDPModule)
+    other = nn.Linear(2, 2)
+    fully_shard(other, mesh=rank.mesh())
+    assert type(other) is type(model[0])
+
+
+@on_ranks(2)
+def test_a_slice_of_a_sharded_container_is_a_plain_container(rank: Rank) -> None:
+    torch.manual_seed(0)
+    model = build()
+    reference = copy.deepcopy(model)
+    for part in (model[0], model[2], model[4], model):
+        fully_shard(part, mesh=rank.mesh())
+    part = model[:3]
+    assert type(part) is nn.Sequential
+    assert part[0] is model[0]
+    x = batch_of(0, rank.rank)
+    torch.testing.assert_close(part(x), reference[:3](x))
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+@on_ranks(2)
+def test_an_evaluation_leaves_shards_behind(rank: Rank, has_trained: bool) -> None:
+    model = build()
+    fully_shard(model[0], mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    shards = list(model.parameters())
+    if has_trained:
+        model(batch_of(0, rank.rank)).sum().backward()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            model(batch_of(1, rank.rank))
+        found = list(model.parameters())
+        assert all(a is b for a, b in zip(found, shards, strict=True))
+    model(batch_of(0, rank.rank)).sum().backward()
+    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
