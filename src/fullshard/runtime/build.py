@@ -17,6 +17,7 @@ from fullshard.device.streams import device_for
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.runtime.prepare import prepare
 from fullshard.runtime.runner import Runner, manage, runner_of
+from fullshard.runtime.ties import runners_below, settle_ties
 from fullshard.unit.flow import Flow
 from fullshard.unit.homes import home_device
 from fullshard.unit.member import Location, Member
@@ -63,6 +64,7 @@ def build_runner(request: Request) -> Runner:
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
     runner = Runner(name, request.modules, units, request.policy, request.device, prepare)
     manage(runner, (module for _, module in modules))
+    settle_ties([runner], list(runners_below(runner)))
     for _, module in modules:
         if module._parameters:
             _keep_state_sharded(runner, module)

@@ -20,6 +20,7 @@ from fullshard.unit.unit import Unit
 
 _ATTRIBUTE = "_fullshard_runner"
 _managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runner]] = weakref.WeakKeyDictionary()
+_by_unit: weakref.WeakKeyDictionary[Unit, weakref.ref[Runner]] = weakref.WeakKeyDictionary()
 
 
 class Runner:
@@ -54,6 +55,7 @@ class Runner:
         self._ran: set[nn.Module] = set()
         for unit in units:
             unit.on_gradients = self._gradients_arrived
+            _by_unit[unit] = weakref.ref(self)
         for module in self.modules:
             # Not setattr: a compiled module hands attributes on to the one that it wraps.
             module.__dict__[_ATTRIBUTE] = self
@@ -261,6 +263,12 @@ def runner_of(module: nn.Module) -> Runner | None:
 def manage(runner: Runner, modules: Iterable[nn.Module]) -> None:
     """Remember that a runner cares for the parameters of these modules."""
     _managers.update((module, weakref.ref(runner)) for module in modules)
+
+
+def runner_of_unit(unit: Unit) -> Runner | None:
+    """The runner that a unit belongs to."""
+    found = _by_unit.get(unit)
+    return None if found is None else found()
 
 
 def manager_of(module: nn.Module) -> Runner | None:
