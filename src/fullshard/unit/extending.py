@@ -29,6 +29,7 @@ class ExtensionGatherer:
         self._policy = policy
         self._is_compared = False
 
+    @torch.no_grad()
     def start(self, collectives: Collectives, flow: Flow) -> Gathering:
         """Issue the gather; the gather stream is current."""
         axis = self._topology.shard
@@ -77,6 +78,7 @@ class ExtensionGatherer:
                 )
         self._is_compared = True
 
+    @torch.no_grad()
     def finish(self, gathering: Gathering, flow: Flow) -> None:
         """Make the full parameters; runs on the stream that computes."""
         flow.device.wait(gathering.event)

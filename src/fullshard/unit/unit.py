@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,10 +141,12 @@ class Unit:
         With `plan_training`, also those that were frozen or thawed since the plan was made: not
         while a state dict may be held, since its tensors would be left behind.
         """
+        versions = self._shard_versions()
         if self.state is not SHARDED:
-            if self._versions == self._shard_versions():
+            if self._versions == versions:
                 return
             self.reshard_now()
+        self._versions = versions
         is_current = True
         for member in self.members:
             if not member.is_current():
@@ -154,6 +157,7 @@ class Unit:
             is_current = is_current and trained == self._is_trained_as_planned
         if not is_current:
             self.rehome()
+            self._versions = self._shard_versions()
 
     def require_ready(self) -> None:
         """Raise unless every shard has memory on the right device."""
@@ -180,19 +184,19 @@ class Unit:
         if isinstance(state, (Unsharding, Unsharded)):
             return
         flow = self.flow
-        is_unchanged = self._versions == self._shard_versions()
-        if flow.is_late(self):
-            if is_unchanged:
+        is_late = flow.is_late(self)
+        if is_late or isinstance(state, Thinned):
+            is_unchanged = self._versions == self._shard_versions()
+            if is_late and is_unchanged:
                 flow.revive(self)
                 self._register_full()
                 return
             flow.release_now(self)
-        if not is_unchanged:
-            state = SHARDED  # what was thinned is not what the shards say any more
+            if not is_unchanged:
+                state = SHARDED  # what was thinned is not what the shards say any more
         if self._homes is None:
             self.require_ready()
-        self._versions = self._shard_versions()
-        with torch.no_grad(), torch.inference_mode(False):
+        with _outside_inference():
             if self._gatherer is None:
                 self._build()
             assert self._gatherer is not None
@@ -224,7 +228,7 @@ class Unit:
             return
         assert self._gatherer is not None
         self.flow.gather_used(self)
-        with torch.no_grad(), torch.inference_mode(False):
+        with _outside_inference():
             self._gatherer.finish(state.gathering, self.flow)
             if state.extension is not None:
                 self._extender.finish(state.extension, self.flow)
@@ -258,7 +262,7 @@ class Unit:
         if thin is not None:
             self.require_thinnable()
             assert self._gatherer is not None
-            with torch.no_grad(), torch.inference_mode(False):
+            with _outside_inference():
                 kept = self._gatherer.thin(thin)
             self.state = Thinned(kept, thin, self.flow.device.record())
         self.flow.release_later(self, self._release)
@@ -287,7 +291,10 @@ class Unit:
             )
 
     def _shard_versions(self) -> list[int]:
-        """Changes whenever an optimizer, or anyone else, has written to a shard."""
+        """Changes whenever an optimizer, or anyone else, has written to a shard.
+
+        Taken at the start of a pass: what is gathered in it is as new as that, or newer.
+        """
         return [member.shard._version + member.local._version for member in self.members]
 
     # Gradients
@@ -352,6 +359,11 @@ def _arrival_hook(unit: Unit, member: Member) -> Callable[[torch.Tensor], None]:
             unit.gradient_arrived(member)
 
     return arrived
+
+
+def _outside_inference() -> AbstractContextManager[object]:
+    """Tensors made in inference mode could not be trained with later."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _ignore(unit: Unit) -> None:
