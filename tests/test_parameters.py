@@ -531,3 +531,16 @@ def test_an_evaluation_leaves_shards_behind(rank: Rank, has_trained: bool) -> No
         assert all(a is b for a, b in zip(found, shards, strict=True))
     model(batch_of(0, rank.rank)).sum().backward()
     assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_parameter_frozen_while_its_unit_is_unsharded_stays_frozen(rank: Rank) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    fully_shard(model, mesh=rank.mesh(), reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    model[2].weight.requires_grad_(False)
+    model(torch.randn(2, 4)).sum().backward()
+    assert not model[2].weight.requires_grad
+    assert model[2].weight.grad is None
+    assert model[0].weight.grad is not None

@@ -114,7 +114,7 @@ class Root:
         """Issue the gathers that a runner needs, in forward or in backward."""
         for unit in runner.reads:
             if not unit.is_unsharded:
-                if self._unchecked:
+                if self.phase in self._unchecked:
                     forward = self.phase is Phase.FORWARD
                     deed = Deed.GATHER_FORWARD if forward else Deed.GATHER_BACKWARD
                     self._agree(deed, runner)
@@ -198,7 +198,7 @@ class Root:
 
     def fail_pass(self, error: BaseException) -> None:
         """The user's code raised: tell the others if they would wait for us, then abort."""
-        if self._unchecked and not isinstance(error, DisagreementError):
+        if self.phase in self._unchecked and not isinstance(error, DisagreementError):
             try:
                 self._agree(Deed.FAILURE, self.runners[0])
             except DisagreementError:

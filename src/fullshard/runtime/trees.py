@@ -12,10 +12,16 @@ import torch
 _T = TypeVar("_T")
 
 
+# Of exactly these types a value has no tensors inside; most arguments that are not tensors are.
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+
+
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a value, in order."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif type(value) in _PLAIN:
+        return
     elif isinstance(value, Mapping):
         for part in value.values():
             yield from tensors(part)
@@ -29,27 +35,28 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: _T) -> _T:
     """The value with its tensors changed; the same object wherever nothing changed."""
-    result: Any = _mapped(change, value)
-    return result  # type: ignore[no-any-return]
+    result: _T = _mapped(change, value)
+    return result
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _mapped_dataclass(change, value)
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is not tuple and kind is not dict and dataclasses.is_dataclass(value):
+        return value if isinstance(value, type) else _mapped_dataclass(change, value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [_mapped(change, part) for part in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, Mapping):
         parts = {key: _mapped(change, part) for key, part in value.items()}
         if all(parts[key] is value[key] for key in parts):
             return value
         return _mapping_like(value, parts)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = [_mapped(change, part) for part in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
     return value
 
 

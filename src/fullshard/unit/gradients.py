@@ -83,10 +83,8 @@ class Gradients:
             return
         flow.make_room(settings.reduce_scatter_max_input_buffers)
         home, pin_memory = home_device(self._offload, flow.device.torch_device)
-        hand_over = HandOver(
-            flow.device, home != flow.device.torch_device, pin_memory, self._created
-        )
-        hand_over.events = self._host_events
+        to_host = home != flow.device.torch_device
+        hand_over = HandOver(flow.device, to_host, pin_memory, self._created, self._host_events)
         reduction = Reduction(lanes, route, settings, flow, hand_over, self._keep_partial)
         reduction.start()
         flow.add_reduction(reduction)

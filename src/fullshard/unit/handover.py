@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from fullshard.device.streams import Device
 from fullshard.unit.member import Member
 
 
+@dataclass(frozen=True, slots=True)
+class _Gift:
+    """A member's gradient: where it starts in a lane's result."""
+
+    member: Member
+    lane: int
+    offset: int
+
+
 class HandOver:
     """Hands the results of one reduction over as `.grad`.
 
@@ -20,68 +30,73 @@ class HandOver:
     """
 
     def __init__(
-        self, device: Device, to_host: bool, pin_memory: bool, created: list[Member]
+        self,
+        device: Device,
+        to_host: bool,
+        pin_memory: bool,
+        created: list[Member],
+        events: list[Any],
     ) -> None:
         self._device = device
         self._to_host = to_host
         self._pin_memory = pin_memory
-        self._members: list[Member] = []
-        self._source: list[tuple[torch.Tensor, int]] = []
         self._created = created
-        self.events: list[Any] = []
+        self._events = events
+        self._results: list[torch.Tensor] = []
+        self._gifts: list[_Gift] = []
 
-    def add(self, member: Member, result: torch.Tensor, offset: int) -> None:
-        self._members.append(member)
-        self._source.append((result, offset))
+    def add_result(self, result: torch.Tensor) -> None:
+        """The reduced gradients of one more lane; members added next lie in it."""
+        self._results.append(result)
+
+    def add(self, member: Member, offset: int) -> None:
+        self._gifts.append(_Gift(member, len(self._results) - 1, offset))
 
     def finish(self) -> None:
         """Hand over everything that was added; runs on the stream that made the results."""
-        arrived: dict[int, torch.Tensor] = {}
-        pending: list[Member] = []
-        for member, (result, offset) in zip(self._members, self._source, strict=True):
-            if self._to_host:
-                if id(result) not in arrived:
-                    arrived[id(result)] = self._on_host(result)
-                result = arrived[id(result)]
-            local = member.local
-            grad = result.as_strided(local.size(), local.stride(), offset)
-            if _is_watched(member) and not pending:
-                pending = self._members
-                self._settle_host()
-            self._give(member, grad)
-        if self._to_host and not pending and arrived:
-            self.events.append(self._device.record())
-        self._members, self._source = [], []
+        results = self._on_host() if self._to_host else self._results
+        for gift in self._gifts:
+            local = gift.member.local
+            grad = results[gift.lane].as_strided(local.size(), local.stride(), gift.offset)
+            self._give(gift.member, grad)
+        self._gifts, self._results = [], []
 
-    def _on_host(self, result: torch.Tensor) -> torch.Tensor:
-        pinned = self._pin_memory
-        host = torch.empty(result.size(), dtype=result.dtype, device="cpu", pin_memory=pinned)
-        # Adding to a gradient that is there already happens on the host, which has to wait.
-        blocking = any(member.shard.grad is not None for member in self._members)
-        host.copy_(result, non_blocking=pinned and not blocking)
-        return host
-
-    def _settle_host(self) -> None:
-        if self._to_host:
-            self._device.synchronize(self._device.record())
+    def _on_host(self) -> list[torch.Tensor]:
+        hosts = []
+        for result in self._results:
+            host = torch.empty(
+                result.size(), dtype=result.dtype, device="cpu", pin_memory=self._pin_memory
+            )
+            hosts.append(host.copy_(result, non_blocking=self._pin_memory))
+        event = self._device.record()
+        # Adding to a gradient that is there, and users' hooks, read on the host right away.
+        if any(g.member.shard.grad is not None or _is_watched(g.member) for g in self._gifts):
+            self._device.synchronize(event)
+        else:
+            self._events.append(event)
+        return hosts
 
     def _give(self, member: Member, local: torch.Tensor) -> None:
         shard = member.shard
         spec = with_dtype(member.shard_spec, local.dtype)
         grad: torch.Tensor = DTensor(local, spec, requires_grad=False)
-        for hook in (shard._backward_hooks or {}).values():
-            changed = hook(grad)
-            grad = grad if changed is None else changed
-        if shard.grad is None:
+        is_watched = _is_watched(member)
+        if is_watched:
+            for hook in (shard._backward_hooks or {}).values():
+                changed = hook(grad)
+                grad = grad if changed is None else changed
+        before = shard.grad
+        if before is None:
             shard.grad = grad
             self._created.append(member)
         else:
-            shard.grad._local_tensor.add_(grad._local_tensor)  # type: ignore[attr-defined]
-        for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(shard)
+            before._local_tensor.add_(grad._local_tensor)  # type: ignore[attr-defined]
+        if is_watched:
+            for hook in (shard._post_accumulate_grad_hooks or {}).values():
+                hook(shard)
 
 
 def _is_watched(member: Member) -> bool:
     """Whether someone reads the gradient as soon as it is there."""
     shard = member.shard
-    return bool(shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None))
+    return bool(shard._backward_hooks or shard._post_accumulate_grad_hooks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -50,7 +50,8 @@ class Member:
     extension: Extension | None = None
     full: nn.Parameter | None = None
     accumulated: torch.Tensor | None = None
-    is_hooked: bool = field(default=False)
+    is_hooked: bool = False
+    was_trainable: bool = False
 
     @classmethod
     def of(

@@ -262,13 +262,13 @@ class Reduction:
             scaling = self._scaling(lane)
             if scaling.after != 1.0:
                 lane.result.div_(scaling.after)
-            kept = lane.result.to(lane.lane.stages.kept)
+            self._hand_over.add_result(lane.result.to(lane.lane.stages.kept))
             offset = 0
             for part in lane.parts:
                 kept_slots = part.partial.has_slot if part.partial is not None else ()
                 for index, slot in enumerate(part.message.slots):
                     if part.grads[index] is not None or (kept_slots and kept_slots[index]):
-                        self._hand_over.add(lane.members[slot.entry], kept, offset + slot.offset)
+                        self._hand_over.add(lane.members[slot.entry], offset + slot.offset)
                 offset += part.message.segment_numel
         self._hand_over.finish()
         self._event = self._flow.device.record()

@@ -239,7 +239,7 @@ class Unit:
         for member in self.members:
             full = member.full
             assert full is not None
-            is_trainable = member.shard.requires_grad
+            member.was_trainable = is_trainable = member.shard.requires_grad
             if full.requires_grad != is_trainable:
                 full.requires_grad_(is_trainable)
             if is_trainable:
@@ -257,6 +257,9 @@ class Unit:
             return
         self._settle_gather()
         for member in self.members:
+            full = member.full
+            if full is not None and full.requires_grad != member.was_trainable:
+                member.shard.requires_grad_(full.requires_grad)  # frozen or thawed while unsharded
             member.register(member.shard)
         self.state = SHARDED
         if thin is not None:
