@@ -46,18 +46,16 @@ def peak_bytes(shard: Callable[[Transformer], None], world: int) -> int:
 
 
 @pytest.mark.parametrize("precision", [True, False], ids=["bf16", "float32"])
-@pytest.mark.parametrize("world", [8, 64])
-def test_peak_memory_is_not_above_that_of_torchs_door(world: int, precision: bool) -> None:
+def test_peak_memory_is_not_above_that_of_torchs_door(precision: bool) -> None:
     ours = MixedPrecisionPolicy(**PRECISION) if precision else MixedPrecisionPolicy()
     theirs = TorchPrecision(**PRECISION) if precision else TorchPrecision()
-    torch_peak = peak_bytes(
-        partial(shard_blocks, fully_shard=torch_fully_shard, mp_policy=theirs), world
-    )
-    own_peak = peak_bytes(partial(shard_blocks, fully_shard=fully_shard, mp_policy=ours), world)
-    print(
-        f"world {world}, bf16 {precision}: "
-        f"{own_peak / 2**20:.0f} MiB, torch {torch_peak / 2**20:.0f} MiB"
-    )
+    # Once before: the first model also pays for the libraries' own memory.
+    peaks = [
+        peak_bytes(partial(shard_blocks, fully_shard=door, mp_policy=policy), world=8)
+        for door, policy in ((fully_shard, ours), (torch_fully_shard, theirs), (fully_shard, ours))
+    ]
+    _, torch_peak, own_peak = peaks
+    print(f"{own_peak / 2**20:.0f} MiB, torch {torch_peak / 2**20:.0f} MiB")
     assert own_peak <= torch_peak
 
 
