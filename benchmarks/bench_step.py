@@ -95,8 +95,9 @@ class Variant:
         self.times.append(time.perf_counter() - start)
 
 
-def measure(rank: Rank, size: Size) -> dict[str, tuple[float, float]]:
+def measure(rank: Rank, numbers: dict[str, int]) -> dict[str, tuple[float, float]]:
     """For each variant, the median seconds of a step and the last loss."""
+    size = Size(**numbers)
 
     def with_door(door: Callable[..., object], policy: object) -> Callable[[Transformer], None]:
         def shard(model: Transformer) -> None:
@@ -141,7 +142,7 @@ def main() -> None:
         options.blocks, options.width, options.length, options.batch, options.bf16, options.steps
     )
     with RankPool(options.ranks, options.backend, timeout_s=600) as ranks:
-        rows = ranks.run(measure, size)[0]
+        rows = ranks.run(measure, vars(size))[0]
     torch_s = rows["torch fully_shard"][0]
     print(f"{'':20}{'ms a step':>12}{'ratio':>8}")
     for name, (seconds, _) in rows.items():

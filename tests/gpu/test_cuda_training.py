@@ -110,6 +110,18 @@ def test_accumulation_without_sync_equals_the_unsharded_model(rank: Rank) -> Non
     assert_same_training(partial(build, rank), shard, training, rtol=1e-4, atol=1e-5)
 
 
+@on_ranks(4, backend="nccl")
+def test_accumulation_without_all_reduce_equals_the_unsharded_model(rank: Rank) -> None:
+    def before_forward(model: nn.Module, micro_batch: int) -> None:
+        model.set_requires_all_reduce(micro_batch == 2)
+        model.set_is_last_backward(micro_batch == 2)
+
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    shard = partial(shard_blocks, fully_shard=fully_shard, mesh=mesh)
+    training = Training(tokens, micro_batches=3, before_forward=before_forward)
+    assert_same_training(partial(build, rank), shard, training, rtol=1e-4, atol=1e-5)
+
+
 @on_ranks(2, backend="nccl")
 def test_a_failed_step_leaves_no_memory_and_the_next_one_trains(rank: Rank) -> None:
     torch.manual_seed(0)
