@@ -161,8 +161,11 @@ def _on_device(kind: type[nn.Module], rank: Rank) -> nn.Module:
     return kind().to(rank.device)
 
 
-# The compiler itself imports parts of torch that torch calls deprecated.
+# The compiler imports parts of torch that torch calls deprecated, and looks for gradients of
+# tensors that have none.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @on_ranks(2, backend="nccl", timeout_s=240)
 def test_compiled_blocks_train_alike(rank: Rank) -> None:
     def shard(model: Transformer) -> None:
