@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
-from fullshard.comm.placement import place, shard_dim, with_dtype
+from fullshard.comm.placement import as_dtensor, place, shard_dim, with_dtype
 from fullshard.comm.topology import Topology, thin_size, topology_of
 from fullshard.device.streams import device_for
 from fullshard.errors import ConfigError, TopologyError
@@ -211,4 +211,4 @@ def _cut(member: Member, value: Any, rank: int) -> Any:
         rows = split.rows(rank)
         value = value.narrow(split.dim, rows.start, len(rows))
     spec = with_dtype(member.shard_spec, value.dtype)
-    return DTensor(value.detach().contiguous(), spec, requires_grad=False)
+    return as_dtensor(value.detach().contiguous(), spec)

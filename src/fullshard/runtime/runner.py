@@ -202,8 +202,7 @@ class Runner:
         root.reduce(unit, self)
         # With no input to wait for, nothing is left to be computed once the gradients are here;
         # but inputs may be out of sight, and then a frozen weight is still read for theirs.
-        is_frozen = any(not m.shard.requires_grad for m in unit.members)
-        waits = is_frozen or any(call.num_inputs for call in self._active)
+        waits = unit.has_frozen or any(call.num_inputs for call in self._active)
         if len(self.units) == 1 and not waits:
             for call in self._active:
                 call.is_active = False

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from fullshard.comm.placement import with_dtype
+from fullshard.comm.placement import as_dtensor, with_dtype
 from fullshard.device.streams import Device
 from fullshard.unit.member import Member
-
-
-@dataclass(frozen=True, slots=True)
-class _Gift:
-    """A member's gradient: where it starts in a lane's result."""
-
-    member: Member
-    lane: int
-    offset: int
 
 
 class HandOver:
@@ -43,22 +32,22 @@ class HandOver:
         self._created = created
         self._events = events
         self._results: list[torch.Tensor] = []
-        self._gifts: list[_Gift] = []
+        self._gifts: list[tuple[Member, int, int]] = []
 
     def add_result(self, result: torch.Tensor) -> None:
         """The reduced gradients of one more lane; members added next lie in it."""
         self._results.append(result)
 
     def add(self, member: Member, offset: int) -> None:
-        self._gifts.append(_Gift(member, len(self._results) - 1, offset))
+        """A member whose gradient starts at `offset` of the result added last."""
+        self._gifts.append((member, len(self._results) - 1, offset))
 
     def finish(self) -> None:
         """Hand over everything that was added; runs on the stream that made the results."""
         results = self._on_host() if self._to_host else self._results
-        for gift in self._gifts:
-            local = gift.member.local
-            grad = results[gift.lane].as_strided(local.size(), local.stride(), gift.offset)
-            self._give(gift.member, grad)
+        for member, lane, offset in self._gifts:
+            local = member.local
+            self._give(member, results[lane].as_strided(local.size(), local.stride(), offset))
         self._gifts, self._results = [], []
 
     def _on_host(self) -> list[torch.Tensor]:
@@ -70,7 +59,7 @@ class HandOver:
             hosts.append(host.copy_(result, non_blocking=self._pin_memory))
         event = self._device.record()
         # Adding to a gradient that is there, and users' hooks, read on the host right away.
-        if any(g.member.shard.grad is not None or _is_watched(g.member) for g in self._gifts):
+        if any(m.shard.grad is not None or _is_watched(m) for m, _, _ in self._gifts):
             self._device.synchronize(event)
         else:
             self._events.append(event)
@@ -79,7 +68,7 @@ class HandOver:
     def _give(self, member: Member, local: torch.Tensor) -> None:
         shard = member.shard
         spec = with_dtype(member.shard_spec, local.dtype)
-        grad: torch.Tensor = DTensor(local, spec, requires_grad=False)
+        grad: torch.Tensor = as_dtensor(local, spec)
         is_watched = _is_watched(member)
         if is_watched:
             for hook in (shard._backward_hooks or {}).values():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.placement import DTensorSpec, Placed, with_dtype
+from fullshard.comm.placement import DTensorSpec, Placed, as_dtensor, with_dtype
 from fullshard.comm.topology import Axis
 from fullshard.errors import ConfigError
 from fullshard.layout import Split, Stages
@@ -76,7 +76,7 @@ class Member:
         if not piece.is_meta:
             piece = piece.to(home)  # a DTensor's device is that of the tensor that it is made with
         shard = nn.Parameter(
-            DTensor(piece, placed.shard_spec, requires_grad=False),
+            as_dtensor(piece, placed.shard_spec),
             requires_grad=original.requires_grad,
         )
         return cls(
@@ -143,7 +143,7 @@ class Member:
         """Make the full parameter over memory that from now on comes and goes."""
         if self.full_spec is not None:
             spec = with_dtype(self.full_spec, data.dtype)
-            data = DTensor(data, spec, requires_grad=False)
+            data = as_dtensor(data, spec)
         self.full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
         self.is_hooked = False
 

@@ -296,6 +296,8 @@ def _fill_shared(
             continue
         if grad is None:
             parts.append(like.new_zeros(num_ranks, slot.numel))
+        elif split.dim == 0:
+            parts.append(grad)
         elif split.dim is None:
             parts.append(grad.reshape(1, -1).expand(num_ranks, -1).contiguous())
         else:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fullshard.comm.placement import with_dtype
+from fullshard.comm.placement import as_dtensor, with_dtype
 from fullshard.errors import LifecycleError
 from fullshard.unit.member import Member
 
@@ -45,7 +45,7 @@ class Succession:
         if split.dim is not None:
             rows = split.rows(self.rank)
             whole = whole.narrow(split.dim, rows.start, len(rows))
-        return DTensor(whole.clone(), with_dtype(spec, whole.dtype), requires_grad=False)
+        return as_dtensor(whole.clone(), with_dtype(spec, whole.dtype))
 
 
 class _Registry:

@@ -99,6 +99,11 @@ class Unit:
     def is_unsharded(self) -> bool:
         return self.state is UNSHARDED
 
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some of the full parameters, as registered, take no gradient."""
+        return self._num_trainable < len(self.members)
+
     def rehome(self) -> None:
         """Plan anew from the shards as they are now, and move them into new homes."""
         self.reshard_now()
