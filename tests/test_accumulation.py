@@ -1,7 +1,7 @@
 """Gradient accumulation in every form, and the settings that steer reduction and gathering."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +13,14 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fullshard import (
-    AllGather,
     ConfigError,
     MixedPrecisionPolicy,
-    ReduceScatter,
     fully_shard,
     share_comm_ctx,
 )
 from fullshard.runtime.runner import runner_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+from tests.counted import CountedGather, CountedReduce
 
 MICRO_BATCHES = 3
 
@@ -50,39 +49,6 @@ def torch_shard(model: nn.Sequential, mesh: Any, **options: Any) -> None:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-class Counted:
-    """A collective of the user's own: counts calls, elements, and the buffers that it lent."""
-
-    def __init__(self) -> None:
-        self.numels: list[int] = []
-        self.num_allocated = 0
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        self.num_allocated += 1
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class CountedGather(Counted, AllGather):
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        self.numels.append(input_tensor.numel())
-        return group._allgather_base(output_tensor, input_tensor)
-
-
-class CountedReduce(Counted, ReduceScatter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[Any] = []
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        self.numels.append(output_tensor.numel())
-        self.ops.append(op)
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = op
-        return group._reduce_scatter_base(output_tensor, input_tensor, options)
 
 
 # Each form is told before a micro batch's forward which one it is.

@@ -1,19 +1,18 @@
 """Parameters of every kind: ignored, frozen, unused, tiny, oddly laid out, hooked."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fullshard import FSDPModule, ReduceScatter, fully_shard
+from fullshard import FSDPModule, fully_shard
 from fullshard.runtime.runner import runner_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+from tests.counted import CountedReduce
 
 
 def build() -> nn.Sequential:
@@ -26,24 +25,6 @@ def make_batch(generator: torch.Generator) -> torch.Tensor:
 
 def batch_of(step: int, rank: int) -> torch.Tensor:
     return make_batch(torch.Generator().manual_seed(10 * step + rank))
-
-
-class CountedReduce(ReduceScatter):
-    """Reduces through the process group and counts the elements that every rank receives."""
-
-    def __init__(self) -> None:
-        self.numels: list[int] = []
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        self.numels.append(output_tensor.numel())
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = op
-        return group._reduce_scatter_base(output_tensor, input_tensor, options)
 
 
 # Ignored parameters

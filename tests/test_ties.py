@@ -1,17 +1,16 @@
 """Tied parameters: inside a unit, across units, made before sharding and after it."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import AllGather, ReduceScatter, fully_shard
+from fullshard import fully_shard
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+from tests.counted import CountedGather, CountedReduce
 
 VOCABULARY, WIDTH = 11, 6
 
@@ -53,40 +52,6 @@ def make_tokens(generator: torch.Generator) -> torch.Tensor:
 
 def tokens_of(step: int, rank: int) -> torch.Tensor:
     return make_tokens(torch.Generator().manual_seed(10 * step + rank))
-
-
-class CountedGather(AllGather):
-    """Gathers through the process group and counts the elements that every rank sends."""
-
-    def __init__(self) -> None:
-        self.numels: list[int] = []
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        self.numels.append(input_tensor.numel())
-        return group._allgather_base(output_tensor, input_tensor)
-
-
-class CountedReduce(ReduceScatter):
-    """Reduces through the process group and counts the elements that every rank receives."""
-
-    def __init__(self) -> None:
-        self.numels: list[int] = []
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        self.numels.append(output_tensor.numel())
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = op
-        return group._reduce_scatter_base(output_tensor, input_tensor, options)
 
 
 def counted(model: nn.Module, sharding: str) -> tuple[CountedGather, CountedReduce]:
