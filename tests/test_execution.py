@@ -22,6 +22,7 @@ from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_m
 from fullshard.runtime.runner import runner_of
 from fullshard.testing import Rank, on_ranks
 from fullshard.unit.unit import Sharded, Unit
+from tests.counted import CountedGather, CountedReduce
 
 WIDTH = 6
 Door = Callable[..., Any]
@@ -1048,3 +1049,25 @@ def test_an_unsharded_submodule_is_called_outside_its_roots_forward(rank: Rank) 
     torch.testing.assert_close(model.first(batch), reference.first(batch))
     model.reshard()
     assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_a_list_of_modules_is_gathered_and_reduced_once_in_backward(rank: Rank) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    model.extend([nn.LayerNorm(4), nn.Linear(4, 2)])
+    for block in model[:3]:
+        fully_shard(block, mesh=rank.mesh())
+    norm, head = model[3], model[4]
+    fully_shard([norm, head], mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    gather, reduce = CountedGather(), CountedReduce()
+    norm.set_custom_all_gather(gather)
+    norm.set_custom_reduce_scatter(reduce)
+    for _ in range(3):
+        gather.numels.clear()
+        reduce.numels.clear()
+        loss = model(torch.randn(2, 4)).square().mean()
+        assert len(gather.numels) == 1
+        loss.backward()
+        assert len(gather.numels) <= 2  # the first backward finds it not released yet
+        assert len(reduce.numels) == 1

@@ -39,6 +39,7 @@ class Call:
     """
 
     __slots__ = (
+        "__weakref__",
         "_first_node",
         "_num_pending",
         "is_active",
@@ -83,11 +84,15 @@ class Call:
         self._first_node = _get_sequence_nr()
         return given
 
-    def hook_outputs(self, output: Any) -> None:
+    def hook_outputs(self, output: Any) -> bool:
+        """Whether a gradient can reach this call at all."""
+        is_hooked = False
         for tensor in tensors(output):
             node = self._own_node(tensor) if tensor.requires_grad else None
             if node is not None:
                 node.register_prehook(self._reached)
+                is_hooked = True
+        return is_hooked
 
     def _own_node(self, output: torch.Tensor) -> Any:
         """The node that a gradient meets first in this call; None if it only passes through."""

@@ -52,6 +52,8 @@ class Runner:
         self._prepare = prepare
         self._open: list[Call] = []
         self._active: set[Call] = set()
+        # Weakly: a graph that is dropped takes its calls with it.
+        self._awaited: weakref.WeakSet[Call] = weakref.WeakSet()
         self._ran: set[nn.Module] = set()
         for unit in units:
             unit.on_gradients = self._gradients_arrived
@@ -121,8 +123,8 @@ class Runner:
         assert root is not None
         is_recomputing = torch._C._current_graph_task_id() != -1
         call = self._open.pop()
-        if torch.is_grad_enabled():
-            call.hook_outputs(output)
+        if torch.is_grad_enabled() and call.hook_outputs(output) and len(self.modules) > 1:
+            self._awaited.add(call)
         if is_recomputing:
             call.position = root.current.last_position(self)
         else:
@@ -179,6 +181,7 @@ class Runner:
         root = self.root
         assert root is not None
         root.enter_backward()
+        self._awaited.discard(call)
         self._active.add(call)
         if all(unit.settings.unshard_in_backward for unit in self.units):
             root.unshard(self)
@@ -191,7 +194,10 @@ class Runner:
         """All inputs of a call have their gradients: its weights are not read any more."""
         call.is_active = False
         self._active.discard(call)
-        if not self._active:
+        # Of a list of modules, others that ran in the same pass are still to come: gathering and
+        # reducing once for all of them is what makes them one unit.
+        is_last = not any(other.part_of is call.part_of for other in self._awaited)
+        if not self._active and is_last:
             self._finish_backward()
 
     @_disable_dynamo
