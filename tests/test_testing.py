@@ -1,6 +1,7 @@
 """fullshard.testing: ranks that answer, fail, hang and die; fake worlds; training parity."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -217,10 +218,19 @@ def test_ranks_die_with_their_parent(tmp_path: Path):
     finished = subprocess.run([sys.executable, program], capture_output=True, text=True)
     pids = [int(word) for word in finished.stdout.split()]
     assert len(pids) == 2, finished.stderr
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert [pid for pid in pids if not has_ended(pid, within_s=20)] == []
+
+
+def has_ended(pid: int, within_s: float) -> bool:
+    """Wait for a process that is not a child of ours to end."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], within_s)[0])
+    finally:
+        os.close(descriptor)
 
 
 def test_a_closed_pool_leaves_no_process_behind():

@@ -35,6 +35,3 @@ class Releases:
         start, end = address_range
         self._open = [r for r in self._open if not r.event.query()]
         return [r.event for r in self._open if r.start < end and start < r.end]
-
-    def clear(self) -> None:
-        self._open.clear()

@@ -57,10 +57,6 @@ class Split:
         return self.outer * self.chunk_rows * self.inner
 
     @property
-    def is_even(self) -> bool:
-        return self.dim is None or self.num_rows % self.num_ranks == 0
-
-    @property
     def is_stacked(self) -> bool:
         """Whether the shards, laid one after another, are the whole tensor as it lies in memory."""
         return self.dim is not None and self.outer == 1

@@ -228,10 +228,6 @@ class Gatherer:
         self._buffer.empty()
         gathering.is_landed = True
 
-    def drop(self, gathering: Gathering, flow: Flow) -> None:
-        """Let go of a gather whose result nobody wants."""
-        self.finish(gathering, flow)
-
     def release(self) -> list[tuple[int, int]]:
         """Give the slab's memory back; where it was."""
         address_range = self._slab.address_range
