@@ -16,6 +16,7 @@ LEVELS = [
     ("comm", "device"),
     ("unit",),
     ("runtime",),
+    ("optim", "state"),
     (
         "wrap",
         "choosing",
@@ -24,11 +25,10 @@ LEVELS = [
         "fsdp_module",
         "fully_shard",
         "fully_sharded_data_parallel",
-        "optim",
+        "sharded_grad_scaler",
         "plan",
         "trace",
     ),
-    ("state",),
     ("cli", "testing", "__init__"),
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fullshard.errors import ConfigError
 
@@ -128,3 +131,136 @@ class ReduceScatter(Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None: ...
+
+
+class ShardingStrategy(Enum):
+    """What a wrapper splits over the ranks, and what it makes whole for how long."""
+
+    FULL_SHARD = auto()
+    """Parameters, gradients and optimizer state are split; full only while they compute."""
+    SHARD_GRAD_OP = auto()
+    """As FULL_SHARD, but parameters stay full from forward to backward."""
+    NO_SHARD = auto()
+    """Every rank keeps everything; gradients are averaged."""
+    HYBRID_SHARD = auto()
+    """FULL_SHARD inside a group of ranks, replicated over the groups."""
+    _HYBRID_SHARD_ZERO2 = auto()
+    """SHARD_GRAD_OP inside a group of ranks, replicated over the groups."""
+
+
+class BackwardPrefetch(Enum):
+    """When backward gathers the unit that it reaches next."""
+
+    BACKWARD_PRE = auto()
+    """Before the current unit computes: most overlap, two units whole at a time."""
+    BACKWARD_POST = auto()
+    """After the current unit has computed: less overlap, less memory."""
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes that a wrapper computes, reduces and keeps buffers in.
+
+    `param_dtype` and `reduce_dtype` are as in `MixedPrecisionPolicy`. `buffer_dtype` is the dtype
+    of floating-point buffers while training; state dicts hold their original one.
+    `keep_low_precision_grads` leaves gradients in the dtype of the reduction.
+    `cast_forward_inputs` casts what any wrapper is given, `cast_root_forward_inputs` what the
+    outermost one is. Modules of `_module_classes_to_ignore` compute in full precision, in a unit
+    of their own, where a policy does the wrapping.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Whether shards, their gradients and so the optimizer state live in host memory."""
+
+    offload_params: bool = False
+
+
+class StateDictType(Enum):
+    """What `state_dict` and `load_state_dict` of a wrapped model deal in."""
+
+    FULL_STATE_DICT = auto()
+    """Whole tensors."""
+    LOCAL_STATE_DICT = auto()
+    """This rank's slices, as they lie in memory: only for the same wrapping and world."""
+    SHARDED_STATE_DICT = auto()
+    """Each parameter split along its first dim: for distributed checkpoints."""
+
+
+@dataclass(frozen=True)
+class StateDictConfig:
+    """Options of a model's state dict. `offload_to_cpu` puts its tensors in host memory."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class FullStateDictConfig(StateDictConfig):
+    """`rank0_only` gives every rank but the first an empty state dict."""
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True)
+class LocalStateDictConfig(StateDictConfig):
+    """Options of LOCAL_STATE_DICT."""
+
+
+@dataclass(frozen=True)
+class ShardedStateDictConfig(StateDictConfig):
+    """`_use_dtensor` is set where a device mesh was given: DTensors instead of ShardedTensors."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass(frozen=True)
+class OptimStateDictConfig:
+    """Options of an optimizer's state dict."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclass(frozen=True)
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """`rank0_only` gives every rank but the first an empty state dict."""
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True)
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Options of an optimizer's state under LOCAL_STATE_DICT."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """`_use_dtensor` is set where a device mesh was given: DTensors instead of ShardedTensors."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass(frozen=True)
+class StateDictSettings:
+    """What `FullyShardedDataParallel.get_state_dict_type` returns."""
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig
+
+
+class OptimStateKeyType(Enum):
+    """What parameters are called in an optimizer's state dict: by name, or by number."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()

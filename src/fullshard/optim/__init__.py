@@ -1,0 +1,1 @@
+"""Gradient clipping and gradient scaling where gradients are sharded."""

@@ -1,0 +1,1 @@
+"""Model and optimizer state dicts of wrapped models."""
