@@ -26,6 +26,7 @@ LEVELS = [
         "fully_shard",
         "fully_sharded_data_parallel",
         "sharded_grad_scaler",
+        "wrapping",
         "plan",
         "trace",
     ),
@@ -197,6 +198,7 @@ def test_no_two_rooms_import_each_other():
         ("fullshard.plan.memory", "from fullshard.unit.slab import Slab"),
         ("fullshard.trace.events", "from fullshard.runtime.root import Root"),
         ("fullshard.state.model", "from fullshard.testing import Rank"),
+        ("fullshard.state.model", "from fullshard.fully_shard import FSDPModule"),
         ("fullshard.__init__", "from fullshard.cli import main"),
         ("fullshard.unit.slab", "from . import messages"),
         ("fullshard.utils", "import torch"),
@@ -209,7 +211,7 @@ def test_an_upward_import_is_noticed(module, source):
 @pytest.mark.parametrize(
     "module, source",
     [
-        ("fullshard.state.model", "from fullshard.fully_shard import FSDPModule"),
+        ("fullshard.fully_sharded_data_parallel", "from fullshard.state.model import save"),
         ("fullshard.plan.memory", "from fullshard.layout.rows import Rows"),
         ("fullshard.testing.parity", "from fullshard import fully_shard"),
         ("fullshard.__init__", "from fullshard.fully_shard import fully_shard"),

@@ -2,12 +2,27 @@
 
 from fullshard.api import (
     AllGather,
+    BackwardPrefetch,
+    CPUOffload,
     CPUOffloadPolicy,
     DataParallelMeshDims,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimStateDictConfig,
+    OptimStateKeyType,
     ReduceScatter,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
     ShardPlacementResult,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
 )
 from fullshard.auto_shard import auto_shard, explain
 from fullshard.errors import (
@@ -19,20 +34,39 @@ from fullshard.errors import (
 )
 from fullshard.fsdp_module import FSDPModule, UnshardHandle
 from fullshard.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.unit.flat import FlatParameter
 
 __all__ = [
     "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "ConfigError",
     "DataParallelMeshDims",
     "DisagreementError",
     "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullshardError",
+    "FullyShardedDataParallel",
     "LifecycleError",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ReduceScatter",
     "ShardPlacementResult",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "TopologyError",
     "UnshardHandle",
     "auto_shard",

@@ -3,6 +3,7 @@
     FullshardError
     ├── ConfigError (ValueError)            what the caller asked for cannot be done
     │   ├── TopologyError                   meshes, process groups, ranks
+    │   ├── UnknownNameError (KeyError)     a name or key that means nothing here
     │   └── UnsupportedError (NotImplementedError, AssertionError)
     ├── LifecycleError (RuntimeError)       a call at the wrong time
     │   └── MisuseError (AssertionError)    a sharded module copied, or sharded twice
@@ -25,6 +26,12 @@ class ConfigError(FullshardError, ValueError):
 
 class TopologyError(ConfigError, RuntimeError, AssertionError):
     """A mesh, a process group or a rank does not fit what was asked for."""
+
+
+class UnknownNameError(ConfigError, KeyError):
+    """A name or a key was given that belongs to nothing here."""
+
+    __str__ = Exception.__str__  # KeyError's own would quote the sentence
 
 
 class UnsupportedError(ConfigError, NotImplementedError, AssertionError):

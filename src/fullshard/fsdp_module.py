@@ -33,6 +33,27 @@ class UnshardHandle:
         self._units.clear()
 
 
+def unshard_runner(runner: Runner, async_op: bool) -> UnshardHandle | None:
+    """Gather a runner's parameters; with `async_op`, return a handle instead of waiting."""
+    root = runner.root
+    if root is not None and root.phase is Phase.BACKWARD and _is_past_backward(runner):
+        raise LifecycleError(
+            f"{runner.name}: unshard() must come before a module's backward or after the whole "
+            "backward, found its gradients reduced in the backward that is still running; the "
+            "optimizer would make what is gathered now stale. Call it after backward."
+        )
+    for unit in runner.reads:
+        unit.refresh()
+        if not unit.is_unsharded:
+            unit.flow.start_gathers_after_compute()
+            unit.unshard()
+    handle = UnshardHandle(runner.reads)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
 class FSDPModule:
     """What `fully_shard` adds to a module's class: control over its unit.
 
@@ -68,24 +89,7 @@ class FSDPModule:
 
         With `async_op`, returns a handle; forward waits by itself for what nobody waited for.
         """
-        runner = _runner(self)
-        root = runner.root
-        if root is not None and root.phase is Phase.BACKWARD and _is_past_backward(runner):
-            raise LifecycleError(
-                f"{runner.name}: unshard() must come before a module's backward or after the whole "
-                "backward, found its gradients reduced in the backward that is still running; the "
-                "optimizer would make what is gathered now stale. Call it after backward."
-            )
-        for unit in runner.reads:
-            unit.refresh()
-            if not unit.is_unsharded:
-                unit.flow.start_gathers_after_compute()
-                unit.unshard()
-        handle = UnshardHandle(runner.reads)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return unshard_runner(_runner(self), async_op)
 
     def reshard(self) -> None:
         """Register the shards of this module and give the full parameters' memory back."""

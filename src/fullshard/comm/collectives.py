@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (
 )
 
 from fullshard.api import AllGather, ReduceScatter
+from fullshard.comm.topology import Axis
 
 
 class Transfer:
@@ -196,6 +197,16 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Co
     if group is None or device.type != "cpu":
         return Native()
     return Composed() if group._get_backend(device).name() == "gloo" else Native()
+
+
+def gathered(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The segments of all ranks of an axis, one after another; waits for them."""
+    if axis.group is None or axis.is_single:
+        return segment
+    out = segment.new_empty(axis.size * segment.numel())
+    # As bytes: not every backend knows every dtype.
+    axis.group._allgather_base(out.view(torch.uint8), segment.view(torch.uint8)).wait()
+    return out
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool) -> None:

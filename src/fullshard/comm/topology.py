@@ -94,30 +94,36 @@ def topology_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> T
     """The topology of a mesh. Units on one mesh share one, and with it their groups."""
     key = (mesh, dims)
     known = _known.get(key)
-    if known is not None and _is_alive(known):
+    if known is not None and still_known(known):
         return known
     _known[key] = topology = _full_topology(mesh, dims) if dims else _plain_topology(mesh)
     return topology
 
 
-def _is_alive(topology: Topology) -> bool:
+def still_known(topology: Topology) -> bool:
     """Whether the groups still exist: a process group may be destroyed and made again."""
     groups = (topology.shard.group, topology.replicate.group)
     alive = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
     return all(group is None or group in alive for group in groups)
 
 
+def require_initialized(subject: str) -> None:
+    """Initialise the default process group from the environment, unless it is there."""
+    if dist.is_initialized():
+        return
+    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if n not in os.environ]
+    if missing:
+        raise TopologyError(
+            f"{subject}: a process group must be initialised before sharding without a mesh, "
+            f"found none and no {', '.join(missing)} in the environment; start the program "
+            "with torchrun or call torch.distributed.init_process_group first."
+        )
+    dist.init_process_group()
+
+
 def default_mesh() -> DeviceMesh:
     """All ranks on one axis, on the accelerator if there is one."""
-    if not dist.is_initialized():
-        missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if n not in os.environ]
-        if missing:
-            raise TopologyError(
-                "fully_shard: a process group must be initialised before sharding without a mesh, "
-                f"found none and no {', '.join(missing)} in the environment; start the program "
-                "with torchrun or call torch.distributed.init_process_group first."
-            )
-        dist.init_process_group()
+    require_initialized("fully_shard")
     accelerator = torch.accelerator.current_accelerator()
     device_type = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(device_type, (dist.get_world_size(),))

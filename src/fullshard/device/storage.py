@@ -40,9 +40,24 @@ class Slab:
 
         Only while filled: a view that reaches past the storage would make it grow.
         """
-        base = torch.empty(0, dtype=dtype, device=self._device)
-        offset = offset_bytes // dtype.itemsize
-        return base.set_(self._storage, offset, torch.Size(shape), _contiguous_stride(shape))
+        return _view(self._storage, offset_bytes // dtype.itemsize, shape, dtype, self._device)
+
+
+def second_view(tensor: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    """Part of a contiguous tensor's memory, with a version counter of its own."""
+    storage = tensor.untyped_storage()
+    return _view(storage, int(tensor.storage_offset()) + offset, shape, tensor.dtype, tensor.device)
+
+
+def _view(
+    storage: torch.UntypedStorage,
+    offset: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    base = torch.empty(0, dtype=dtype, device=device)
+    return base.set_(storage, offset, torch.Size(shape), _contiguous_stride(shape))
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

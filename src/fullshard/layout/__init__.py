@@ -1,6 +1,7 @@
 """WHERE: which elements of which parameter lie where on which rank. Arithmetic only."""
 
 from fullshard.layout.cost import CostModel
+from fullshard.layout.flat import FlatSplit, plan_flat_layout
 from fullshard.layout.messages import (
     Entry,
     Landing,
@@ -17,6 +18,7 @@ __all__ = [
     "Block",
     "CostModel",
     "Entry",
+    "FlatSplit",
     "Landing",
     "Lane",
     "Message",
@@ -24,5 +26,6 @@ __all__ = [
     "Split",
     "Stages",
     "UnitLayout",
+    "plan_flat_layout",
     "plan_layout",
 ]

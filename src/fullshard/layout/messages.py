@@ -27,6 +27,12 @@ class Landing(Enum):
     IN_PLACE = "in place"  # the message is the parameter, as it lies in the slab
     SPLIT = "split"  # the message is shared: copied out, parameter by parameter
     PERMUTED = "permuted"  # cut along a dim other than the first: copied out, row by row
+    FLAT = "flat"  # the message is all its parameters, one after another, as they lie in the slab
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether what arrives has to be copied out of the message."""
+        return self in (Landing.SPLIT, Landing.PERMUTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter lies in each rank's segment of its message, and in the slab."""
+    """Where a parameter lies in each rank's segment of its message, and in the slab.
+
+    In a flat message, which segments mean nothing to, where it lies in the whole message.
+    """
 
     entry: int
     offset: int
@@ -63,12 +72,19 @@ class Message:
     landing: Landing
     padding_offset_bytes: int = 0
 
+    def shard_offset(self, slot: Slot, rank: int) -> int:
+        """Where in its segment a rank's shard of a parameter starts."""
+        if self.landing is not Landing.FLAT:
+            return slot.offset
+        return min(max(slot.offset - rank * self.segment_numel, 0), self.segment_numel)
+
     @property
     def used_numel(self) -> int:
         return sum(slot.numel for slot in self.slots)
 
     @property
     def padding_numel(self) -> int:
+        """Of a message by rows: what each segment has at its end."""
         return self.segment_numel - self.used_numel
 
 
@@ -93,6 +109,15 @@ class UnitLayout:
     lanes: tuple[Lane, ...]
     num_ranks: int
     slab_bytes: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a rank's homes are the full parameters as they compute."""
+        return self.num_ranks == 1 and all(
+            message.landing is Landing.FLAT and not lane.stages.casts_to_gather
+            for lane in self.lanes
+            for message in lane.messages
+        )
 
     def __repr__(self) -> str:
         header = ("parameter", "shape", "dim", "dtypes", "message", "lands", "offset", "slot")
@@ -125,14 +150,14 @@ class UnitLayout:
                 number += 1
 
 
-class _SlabCursor:
+class SlabCursor:
     """Hands out regions of the slab, each aligned."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> int:
-        start = _aligned(self.num_bytes, SLAB_ALIGNMENT_BYTES)
+        start = aligned(self.num_bytes, SLAB_ALIGNMENT_BYTES)
         self.num_bytes = start + num_bytes
         return start
 
@@ -143,15 +168,20 @@ def plan_layout(entries: Sequence[Entry], num_ranks: int, cost: CostModel) -> Un
     Lanes come in the order in which their first parameter does; in a lane, parameters with a
     message of their own come first, then the one message that all the others share.
     """
+    slab = SlabCursor()
+    lanes = tuple(
+        Lane(stages, is_trainable, tuple(_messages(entries, members, num_ranks, cost, slab)))
+        for (stages, is_trainable), members in entries_by_lane(entries).items()
+    )
+    return UnitLayout(tuple(entries), lanes, num_ranks, slab.num_bytes)
+
+
+def entries_by_lane(entries: Sequence[Entry]) -> dict[tuple[Stages, bool], list[int]]:
+    """Which entries share a lane, in the order in which lanes first appear."""
     by_lane: dict[tuple[Stages, bool], list[int]] = {}
     for index, entry in enumerate(entries):
         by_lane.setdefault((entry.stages, entry.is_trainable), []).append(index)
-    slab = _SlabCursor()
-    lanes = tuple(
-        Lane(stages, is_trainable, tuple(_messages(entries, members, num_ranks, cost, slab)))
-        for (stages, is_trainable), members in by_lane.items()
-    )
-    return UnitLayout(tuple(entries), lanes, num_ranks, slab.num_bytes)
+    return by_lane
 
 
 def _messages(
@@ -159,7 +189,7 @@ def _messages(
     members: Sequence[int],
     num_ranks: int,
     cost: CostModel,
-    slab: _SlabCursor,
+    slab: SlabCursor,
 ) -> Iterator[Message]:
     stages = entries[members[0]].stages
     itemsize = stages.computed.itemsize
@@ -171,7 +201,7 @@ def _messages(
         if landing is None:
             shared.append(index)
             continue
-        segment_numel = _aligned(split.slot_numel, stages.alignment_numel)
+        segment_numel = aligned(split.slot_numel, stages.alignment_numel)
         kept_numel = num_ranks * segment_numel if landing is Landing.IN_PLACE else split.numel
         slot = Slot(index, 0, split.slot_numel, slab.take(kept_numel * itemsize))
         yield Message((slot,), segment_numel, home_offset, landing)
@@ -184,7 +214,7 @@ def _messages(
         numel = entries[index].split.slot_numel
         slots.append(Slot(index, offset, numel, slab.take(num_ranks * numel * itemsize)))
         offset += numel
-    segment_numel = _aligned(offset, stages.alignment_numel)
+    segment_numel = aligned(offset, stages.alignment_numel)
     padding_offset = slab.take(num_ranks * (segment_numel - offset) * itemsize)
     yield Message(tuple(slots), segment_numel, home_offset, Landing.SPLIT, padding_offset)
 
@@ -201,5 +231,5 @@ def _own_landing(split: Split, stages: Stages, cost: CostModel) -> Landing | Non
     return Landing.IN_PLACE
 
 
-def _aligned(value: int, alignment: int) -> int:
+def aligned(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment

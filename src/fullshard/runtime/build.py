@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +14,16 @@ from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.placement import as_dtensor, place, shard_dim, with_dtype
 from fullshard.comm.topology import Topology, thin_size, topology_of
 from fullshard.device.streams import device_for
-from fullshard.errors import ConfigError, TopologyError
+from fullshard.errors import ConfigError, TopologyError, UnsupportedError
 from fullshard.runtime.prepare import prepare
-from fullshard.runtime.runner import Runner, manage, runner_of
+from fullshard.runtime.runner import Habits, Runner, manage, runner_of
 from fullshard.runtime.ties import runners_below, settle_ties
+from fullshard.unit.flat import Form, PartMember, PlainLocation, SliceMember
+from fullshard.unit.flat_lanes import FlatLanes
 from fullshard.unit.flow import Flow
 from fullshard.unit.homes import home_device
 from fullshard.unit.member import Location, Member
+from fullshard.unit.rows import RowsMember
 from fullshard.unit.settings import Settings
 from fullshard.unit.succession import succeed, successor
 from fullshard.unit.unit import Unit
@@ -28,7 +31,10 @@ from fullshard.unit.unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one `fully_shard` call asks for, checked."""
+    """What one `fully_shard` call or one wrapper asks for, checked.
+
+    `owner` is where a flat unit registers the parameters that stand for its lanes.
+    """
 
     modules: tuple[nn.Module, ...]
     topology: Topology
@@ -36,39 +42,88 @@ class Request:
     policy: MixedPrecisionPolicy
     offload: OffloadPolicy
     settings: Settings
-    placement_fn: Callable[[nn.Parameter], Any] | None
-    ignored: frozenset[nn.Parameter]
+    placement_fn: Callable[[nn.Parameter], Any] | None = None
+    ignored: frozenset[nn.Parameter] = frozenset()
+    ignored_modules: frozenset[nn.Module] = frozenset()
+    form: Form = Form.ROWS
+    owner: nn.Module | None = None
+    habits: Habits = field(default_factory=Habits)
 
 
 def build_runner(request: Request) -> Runner:
     """Shard the parameters of the modules that no inner call has sharded."""
-    modules = list(_managed_modules(request.modules))
+    modules = list(managed_modules(request.modules, request.ignored_modules))
     found: dict[nn.Parameter, list[Location]] = {}
     names: dict[nn.Parameter, str] = {}
+    ties: list[tuple[Member, Location]] = []
     for path, module in modules:
         for name, param in module._parameters.items():
             if param is None or param in request.ignored:
                 continue
             member = successor(param)
             if member is not None:
-                _tie(member, Location(module, name))
+                ties.append((member, Location(module, name)))
                 continue
             found.setdefault(param, []).append(Location(module, name))
             names.setdefault(param, f"{path}.{name}" if path else name)
         _move_buffers(module, request.device)
+    for member, location in ties:
+        _tie(member, location)
     name = ", ".join(type(module).__name__ for module in request.modules)
-    units = _units(name, request, found, names)
+    if request.form is Form.ROWS:
+        units = _units(name, request, found, names)
+    else:
+        units = [flat_unit(name, request, found, names)]
     for _, module in modules:
         # Dynamo must not bake parameters that come and go into its graphs.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
-        module._fsdp_use_orig_params = True  # type: ignore[assignment]
-    runner = Runner(name, request.modules, units, request.policy, request.device, prepare)
+        module._fsdp_use_orig_params = request.form is not Form.FLAT  # type: ignore[assignment]
+    runner = Runner(
+        name, request.modules, units, request.policy, request.device, prepare, request.habits
+    )
     manage(runner, (module for _, module in modules))
     settle_ties([runner], list(runners_below(runner)))
     for _, module in modules:
-        if module._parameters:
+        if request.form is Form.ROWS and module._parameters:
             _keep_state_sharded(runner, module)
     return runner
+
+
+def flat_unit(
+    name: str,
+    request: Request,
+    found: dict[nn.Parameter, list[Location]],
+    names: dict[nn.Parameter, str],
+) -> Unit:
+    """All parameters of a wrapper, one after another."""
+    kind = PartMember if request.form is Form.FLAT else SliceMember
+    members: list[Member] = []
+    originals = list(found)
+    for param, locations in found.items():
+        if isinstance(param, DTensor):
+            raise UnsupportedError(
+                f"{names[param]}: a wrapper flattens plain parameters, found a DTensor placed "
+                f"{param.placements}; use fully_shard, which shards DTensors along further axes."
+            )
+        _move_parameter(names[param], param, request.device)
+        if request.form is Form.FLAT:
+            locations = [PlainLocation.in_place_of(location) for location in locations]
+        members.append(kind.of(names[param], param, locations))
+    owner = request.owner or request.modules[0]
+    unit = Unit(
+        name,
+        members,
+        request.topology,
+        request.policy,
+        request.offload,
+        Flow(device_for(request.device)),
+        request.settings,
+        FlatLanes(request.form, owner, request.topology.shard, request.device),
+    )
+    for param, member in zip(originals, members, strict=True):
+        member.show(member.shard)
+        succeed(param, member, request.topology.shard.rank)
+    return unit
 
 
 def _units(
@@ -79,7 +134,7 @@ def _units(
 ) -> list[Unit]:
     """One unit per mesh that the parameters are placed on; the first is the call's own mesh."""
     members: dict[Topology, list[Member]] = {request.topology: []}
-    originals: list[tuple[nn.Parameter, Member, int]] = []
+    originals: list[tuple[nn.Parameter, RowsMember, int]] = []
     for param, locations in found.items():
         topology, placement = _placement(names[param], param, request)
         _move_parameter(names[param], param, request.device)
@@ -87,7 +142,7 @@ def _units(
         with torch.no_grad():
             placed = place(names[param], param, dim, topology)
             home, _ = home_device(request.offload, request.device)
-            member = Member.of(names[param], param, locations, placed, topology.shard, home)
+            member = RowsMember.of(names[param], param, locations, placed, topology.shard, home)
         members.setdefault(topology, []).append(member)
         originals.append((param, member, topology.shard.rank))
     flow = Flow(device_for(request.device))
@@ -104,7 +159,7 @@ def _units(
             unit.require_thinnable()
             unit.topology.thin_axis(after)  # its groups are made here, on all ranks alike
     for param, member, rank in originals:
-        member.register(member.shard)
+        member.show(member.shard)
         succeed(param, member, rank)
     return units
 
@@ -127,9 +182,11 @@ def _placement(name: str, param: nn.Parameter, request: Request) -> tuple[Topolo
     return topology_of(mesh_info if isinstance(mesh, torch.Tensor) else mesh), chosen.placement
 
 
-def _managed_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules below the roots that no inner call has taken, children before parents."""
-    seen: set[nn.Module] = set()
+def managed_modules(
+    roots: Sequence[nn.Module], ignored: Collection[nn.Module] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules below the roots that no inner call has taken and that are not ignored."""
+    seen: set[nn.Module] = set(ignored)
 
     def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if module in seen or (module not in roots and runner_of(module) is not None):
@@ -145,6 +202,8 @@ def _managed_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Modul
 
 def _tie(member: Member, location: Location) -> None:
     """Register a shard at one more place: the parameter is shared with a sharded module."""
+    if isinstance(member, PartMember):
+        location = PlainLocation.in_place_of(location)
     member.locations.append(location)
     location.put(member.shard)
 
@@ -202,13 +261,11 @@ def _keep_state_sharded(runner: Runner, module: nn.Module) -> None:
 def _cut(member: Member, value: Any, rank: int) -> Any:
     """This rank's shard of a full value; anything else is left for torch to judge."""
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    if not is_plain or member.full_spec is not None or member.extension is not None:
+    if not is_plain or not isinstance(member, RowsMember):
+        return value
+    if member.full_spec is not None or member.extension is not None:
         return value
     if tuple(value.shape) != member.split.shape:
         return value
-    split = member.split
-    if split.dim is not None:
-        rows = split.rows(rank)
-        value = value.narrow(split.dim, rows.start, len(rows))
     spec = with_dtype(member.shard_spec, value.dtype)
-    return as_dtensor(value.detach().contiguous(), spec)
+    return as_dtensor(member.cut(value.detach(), rank).contiguous(), spec)

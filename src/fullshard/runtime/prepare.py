@@ -8,6 +8,7 @@ from torch import nn
 
 from fullshard.comm.agreement import Agreement
 from fullshard.errors import LifecycleError
+from fullshard.runtime.names import clean_name
 from fullshard.runtime.root import Phase, Root
 from fullshard.runtime.runner import Runner
 from fullshard.runtime.ties import join_late_ties, lending_tops, runners_below, settle_ties
@@ -67,7 +68,7 @@ def _name(tops: Sequence[Runner], runners: Sequence[Runner]) -> None:
     for name, module in _named_modules(tops):
         names.setdefault(module, name)
     for runner in runners:
-        paths = [names[module] for module in runner.modules]
+        paths = [clean_name(names[module]) for module in runner.modules]
         own = ", ".join(path for path in paths if path)
         runner.name = own or type(runner.modules[0]).__name__.removeprefix("FSDP")
         for unit in runner.units:
@@ -75,4 +76,4 @@ def _name(tops: Sequence[Runner], runners: Sequence[Runner]) -> None:
             for member in unit.members:
                 location = member.locations[0]
                 path = names.get(location.module, "")
-                member.name = f"{path}.{location.name}" if path else location.name
+                member.name = clean_name(f"{path}.{location.name}" if path else location.name)

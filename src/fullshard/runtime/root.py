@@ -125,8 +125,10 @@ class Root:
         if runner.forward_prefetch:
             for other in runner.forward_prefetch:
                 self.unshard(other)
-        elif (expected := self._expected_next()) is not None:
-            self.unshard(expected)
+        elif runner.habits.prefetches_forward:
+            expected = self._expected_next()
+            if expected is not None:
+                self.unshard(expected)
 
     def end_pass(self) -> None:
         assert self.owner is not None

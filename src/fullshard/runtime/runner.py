@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -23,6 +25,23 @@ _managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runner]] = weakref.W
 _by_unit: weakref.WeakKeyDictionary[Unit, weakref.ref[Runner]] = weakref.WeakKeyDictionary()
 
 
+class Prefetch(Enum):
+    """When backward gathers what it reaches next."""
+
+    BEFORE = "before the current unit computes"
+    AFTER = "after the current unit has computed"
+    NEVER = "when it is reached"
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How a runner goes about its work, unlike others."""
+
+    prefetches_forward: bool = True
+    backward_prefetch: Prefetch = Prefetch.BEFORE
+    casts_root_inputs: bool = False
+
+
 class Runner:
     """The modules of one call and the units that it made of their parameters.
 
@@ -37,6 +56,7 @@ class Runner:
         policy: MixedPrecisionPolicy,
         device: torch.device,
         prepare: Callable[[Runner], Root],
+        habits: Habits = Habits(),  # noqa: B008 (frozen)
     ) -> None:
         self.name = name
         self.modules = tuple(modules)
@@ -44,6 +64,7 @@ class Runner:
         self.lenders: list[Unit] = []
         self.policy = policy
         self.device = device
+        self.habits = habits
         self.root: Root | None = None
         self.shared_flow: Flow | None = None
         self.is_root = False
@@ -68,6 +89,11 @@ class Runner:
     def reads(self) -> list[Unit]:
         """The units that must be unsharded for our modules to run."""
         return [*self.units, *self.lenders] if self.lenders else self.units
+
+    @property
+    def _casts_inputs(self) -> bool:
+        is_cast_as_root = self.is_root and self.habits.casts_root_inputs
+        return self.policy.cast_forward_inputs or is_cast_as_root
 
     def ensure_root(self) -> Root:
         if self.root is None:
@@ -104,7 +130,7 @@ class Runner:
                 if self.device.type != "cpu":
                     args, kwargs = self._moved(args, kwargs)
             root.started(self)
-        if self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
+        if self.policy.param_dtype is not None and self._casts_inputs:
             args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
         root.unshard(self)
         for unit in self.reads:
@@ -187,7 +213,8 @@ class Runner:
             root.unshard(self)
             for unit in self.reads:
                 unit.wait()
-        root.prefetch_backward(call)
+        if self.habits.backward_prefetch is Prefetch.BEFORE:
+            root.prefetch_backward(call)
 
     @_disable_dynamo
     def passed(self, call: Call) -> None:
@@ -198,7 +225,7 @@ class Runner:
         # reducing once for all of them is what makes them one unit.
         is_last = not any(other.part_of is call.part_of for other in self._awaited)
         if not self._active and is_last:
-            self._finish_backward()
+            self._finish_backward([call])
 
     @_disable_dynamo
     def _gradients_arrived(self, unit: Unit) -> None:
@@ -210,12 +237,13 @@ class Runner:
         # but inputs may be out of sight, and then a frozen weight is still read for theirs.
         waits = unit.has_frozen or any(call.num_inputs for call in self._active)
         if len(self.units) == 1 and not waits:
-            for call in self._active:
+            calls = list(self._active)
+            for call in calls:
                 call.is_active = False
             self._active.clear()
-            self._finish_backward()
+            self._finish_backward(calls)
 
-    def _finish_backward(self) -> None:
+    def _finish_backward(self, calls: Sequence[Call]) -> None:
         root = self.root
         assert root is not None
         for unit in self.units:
@@ -224,6 +252,9 @@ class Runner:
             # A backward inside forward (a penalty on a gradient) leaves what still computes.
             if unit.settings.reshard_after_backward and not self._open:
                 unit.reshard()
+        if self.habits.backward_prefetch is Prefetch.AFTER:
+            for call in calls:
+                root.prefetch_backward(call)
 
     def end_backward(self) -> None:
         for call in self._active:

@@ -78,8 +78,10 @@ def settle_ties(tops: Sequence[Runner], runners: Sequence[Runner]) -> None:
                 if all(user is owner for user in users):
                     continue
                 home = _common(chains, member)
-                target = next((u for u in home.units if u.topology is unit.topology), unit)
+                target = next((u for u in home.units if _can_take(u, unit)), unit)
                 if target is not unit:
+                    unit.collect()
+                    target.collect()
                     unit.members.remove(member)
                     target.members.append(member)
                     changed += [unit, target]
@@ -88,6 +90,12 @@ def settle_ties(tops: Sequence[Runner], runners: Sequence[Runner]) -> None:
                         user.lenders.append(target)
     for unit in dict.fromkeys(changed):
         unit.rehome()
+
+
+def _can_take(unit: Unit, other: Unit) -> bool:
+    """Whether a member of another unit could be one of this."""
+    forms = [None if each.flat is None else each.flat.form for each in (unit, other)]
+    return unit.topology is other.topology and forms[0] is forms[1]
 
 
 def _modules_of(member: Member) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from fullshard.comm.agreement import Agreement
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.topology import Axis, Topology
 from fullshard.errors import ConfigError
+from fullshard.layout import Split
 from fullshard.unit.flow import Flow
 from fullshard.unit.gathering import Gathering
 from fullshard.unit.member import Member
@@ -22,10 +23,8 @@ class ExtensionGatherer:
     def __init__(
         self, members: Sequence[Member], topology: Topology, policy: MixedPrecisionPolicy
     ) -> None:
-        mesh = topology.mesh
         self._members = members
         self._topology = topology
-        self._shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         self._policy = policy
         self._is_compared = False
 
@@ -36,6 +35,8 @@ class ExtensionGatherer:
         outs: list[torch.Tensor] = []
         ins: list[torch.Tensor] = []
         num_bytes: list[int] = []
+        mesh = self._topology.mesh
+        shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         for member in self._members:
             extension = member.extension
             assert extension is not None
@@ -44,7 +45,7 @@ class ExtensionGatherer:
                 local = local.to(flow.device.torch_device, non_blocking=True)
             outer = torch.Size(member.split.shape)
             module = member.locations[0].module
-            sent = extension.inputs(local, self._shard_mesh, module, self._policy, outer)
+            sent = extension.inputs(local, shard_mesh, module, self._policy, outer)
             num_bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in sent))
             ins += sent
             outs += extension.outputs(sent, axis.size)
@@ -87,7 +88,9 @@ class ExtensionGatherer:
         for member in self._members:
             assert member.extension is not None
             dtype = member.stages(self._policy.param_dtype, None).computed
-            made = member.extension.finish(member.current_local, dtype, member.full, member.split)
+            split = member.split
+            assert isinstance(split, Split)
+            made = member.extension.finish(member.current_local, dtype, member.full, split)
             if made is not None:
                 member.make_full(made)
 

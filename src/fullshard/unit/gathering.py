@@ -14,7 +14,7 @@ import torch
 
 from fullshard.comm.collectives import Brought, Collectives, Transfer
 from fullshard.comm.topology import Axis
-from fullshard.device.storage import Slab
+from fullshard.device.storage import Slab, second_view
 from fullshard.layout import Landing, Lane, Message, Split, UnitLayout
 from fullshard.unit.flow import Flow
 from fullshard.unit.homes import Homes
@@ -53,6 +53,8 @@ class Gatherer:
     """Gathers one unit into its slab.
 
     `start` issues everything; `finish` makes the full parameters readable on the current stream.
+    Where homes are whole (nothing is sharded, nothing cast), full parameters are views of them:
+    there is no slab and nothing to gather.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class Gatherer:
         self._homes = homes
         self._axis = axis
         device = flow.device.torch_device
+        self._is_offloaded = any(home.device != device for home in homes.lanes)
+        self._is_at_home = not self._is_offloaded and layout.is_whole
         # A multiple of 16 bytes for every divisor of the ranks, so that it can be thinned.
         alignment = 16 * layout.num_ranks
-        self._slab = Slab(-(-layout.slab_bytes // alignment) * alignment, device)
+        slab_bytes = 0 if self._is_at_home else layout.slab_bytes
+        self._slab = Slab(-(-slab_bytes // alignment) * alignment, device)
         self._buffer = Slab(self._buffer_bytes(), device)
-        self._is_offloaded = any(home.device != device for home in homes.lanes)
         self._views: list[_LaneViews] = []
         self._splits: list[_SplitCopy] = []
         self._to: list[torch.Tensor] = []
@@ -81,7 +85,7 @@ class Gatherer:
             self._layout.num_ranks * message.segment_numel * lane.stages.computed.itemsize
             for lane in self._layout.lanes
             for message in lane.messages
-            if message.landing is not Landing.IN_PLACE
+            if message.landing.is_copied
         )
 
     def _make_views(self, members: Sequence[Member]) -> None:
@@ -95,11 +99,14 @@ class Gatherer:
                 for slot in message.slots:
                     member = members[slot.entry]
                     shape = member.split.shape
-                    member.make_full(self._slab.view(slot.slab_offset_bytes, shape, dtype))
-                if message.segment_numel == 0:
+                    if self._is_at_home:
+                        member.make_full(second_view(home, slot.offset, shape))
+                    else:
+                        member.make_full(self._slab.view(slot.slab_offset_bytes, shape, dtype))
+                if message.segment_numel == 0 or self._is_at_home:
                     continue
                 numel = num_ranks * message.segment_numel
-                if message.landing is Landing.IN_PLACE:
+                if not message.landing.is_copied:
                     offset = message.slots[0].slab_offset_bytes
                     out = self._slab.view(offset, (numel,), dtype)
                 else:
@@ -117,7 +124,7 @@ class Gatherer:
         segments = out.view(num_ranks, message.segment_numel)
         if message.landing is Landing.PERMUTED:
             slot = message.slots[0]
-            split = members[slot.entry].split
+            split = self._layout.entries[slot.entry].split
             full = self._slab.view(slot.slab_offset_bytes, split.shape, dtype)
             for in_full, in_message in permuted_pairs(split, full, segments):
                 self._to.append(in_full)

@@ -14,7 +14,7 @@ from fullshard.layout import Lane, Message, UnitLayout
 from fullshard.unit.flow import Flow
 from fullshard.unit.handover import HandOver
 from fullshard.unit.homes import home_device
-from fullshard.unit.member import Member
+from fullshard.unit.member import Holder, Member
 from fullshard.unit.reducing import LaneReduction, MessageGradients, Partial, Reduction, Route
 from fullshard.unit.settings import Settings
 
@@ -23,7 +23,7 @@ class Gradients:
     """The full gradients of a unit's members, and what became of them.
 
     `arrived` are the members that have a full gradient; `was_reduced` says whether the backward
-    under way took some already; `created` are the members that it gave a `.grad` to.
+    under way took some already; `created` are those that it gave a `.grad` to.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Gradients:
         self._offload = offload
         self._partial: dict[int, Partial] = {}
         self._host_events: list[Any] = []
-        self._created: list[Member] = []
+        self._created: list[Holder] = []
         self.arrived: set[Member] = set()
         self.was_reduced = False
 
@@ -68,17 +68,22 @@ class Gradients:
         route: Route,
         settings: Settings,
         flow: Flow,
+        holders: Sequence[Holder | None] | None = None,
     ) -> None:
-        """Take the full gradients and start reducing them."""
+        """Take the full gradients and start reducing them.
+
+        `holders` are the parameters that stand for whole lanes, where they do.
+        """
         self.arrived.clear()
         self.was_reduced = True
         lanes = []
         for layout, members in plans:
-            for lane in layout.lanes:
+            for index, lane in enumerate(layout.lanes):
                 taken = [self._collect(lane, m, members, settings, flow) for m in lane.messages]
                 parts = [part for part in taken if part is not None]
                 if parts:
-                    lanes.append(LaneReduction(lane, members, parts))
+                    holder = holders[index] if holders else None
+                    lanes.append(LaneReduction(lane, members, parts, holder))
         if not lanes:
             return
         flow.make_room(settings.reduce_scatter_max_input_buffers)
@@ -120,7 +125,7 @@ class Gradients:
             member.accumulated = None
             if before is not None:
                 grad = before if grad is None else before.add_(grad)
-            is_wanted = settings.reduce_scatter_unused_params and member.shard.requires_grad
+            is_wanted = settings.reduce_scatter_unused_params and member.is_trainable
             if grad is None and is_wanted:
                 shape, dtype = member.split.shape, lane.stages.computed
                 grad = torch.zeros(shape, dtype=dtype, device=flow.device.torch_device)
@@ -150,6 +155,6 @@ class Gradients:
             member.accumulated = None
             if member.full is not None:
                 member.full.grad = None
-        for member in self._created:
-            member.shard.grad = None
+        for holder in self._created:
+            holder.param.grad = None
         self._created.clear()

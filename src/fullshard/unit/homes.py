@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from fullshard.api import CPUOffloadPolicy, OffloadPolicy
 from fullshard.layout import UnitLayout
@@ -33,23 +31,10 @@ class Homes:
             for message in lane.messages:
                 for slot in message.slots:
                     member = members[slot.entry]
-                    shape = member.split.shard_shape(rank)
-                    view = _view(home, message.home_offset + slot.offset, shape)
-                    view.copy_(member.current_local)
+                    offset = message.home_offset + message.shard_offset(slot, rank)
+                    view = member.place(home, offset, member.split.shard_shape(rank))
+                    view.copy_(member.piece(rank).reshape(view.shape))
                     member.adopt(view)
-
-
-def _view(home: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A part of a home, with a version counter and a storage object of its own.
-
-    A DTensor takes over the storage offset of its local tensor but not the storage: one that is
-    not 0 breaks `copy.deepcopy` of a state dict (torch 2.11 to 2.13).
-    """
-    numel = prod(shape)
-    if numel == 0:
-        return home.new_empty(shape)
-    part = home[offset : offset + numel].view(shape)
-    return from_dlpack(to_dlpack(part))
 
 
 def home_device(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:

@@ -15,11 +15,11 @@ import torch
 
 from fullshard.comm.collectives import Brought, Collectives, Transfer, all_reduce
 from fullshard.comm.topology import Axis, Topology
-from fullshard.layout import Landing, Lane, Message
+from fullshard.layout import Landing, Lane, Message, Split
 from fullshard.unit.flow import Flow, Tail
 from fullshard.unit.gathering import permuted_pairs
 from fullshard.unit.handover import HandOver
-from fullshard.unit.member import Member
+from fullshard.unit.member import Holder, Member
 from fullshard.unit.settings import Settings
 
 
@@ -78,6 +78,17 @@ class AllReduceHook:
 
 
 @dataclass(frozen=True, slots=True)
+class CommHook:
+    """A user's function that reduces gradients in the place of ours, scaling included.
+
+    Called as `function(state, gradients, shard)`, or without the shard if nothing is sharded.
+    """
+
+    function: Callable[..., None]
+    state: object
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """Over what gradients are reduced: `axis` is the shard axis, perhaps on a group of its own."""
 
@@ -85,15 +96,17 @@ class Route:
     axis: Axis
     collectives: Collectives
     hook: AllReduceHook | None
+    comm_hook: CommHook | None = None
 
 
 @dataclass(slots=True)
 class LaneReduction:
-    """One lane's part of a reduction."""
+    """One lane's part of a reduction. `holder` is who gets all of it, if one does."""
 
     lane: Lane
     members: Sequence[Member]
     parts: list[MessageGradients]
+    holder: Holder | None = None
     ins: list[torch.Tensor] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
     result: torch.Tensor | None = None
@@ -158,6 +171,8 @@ class Reduction:
         self._lanes.clear()
 
     def _scaling(self, lane: LaneReduction) -> Scaling:
+        if self._route.comm_hook is not None:
+            return Scaling(1.0, False, 1.0)
         averages = self._route.collectives.averages
         return Scaling.of(self._settings, self._route.topology, lane.lane.stages.reduced, averages)
 
@@ -176,7 +191,8 @@ class Reduction:
             isinstance(self._route.collectives, Brought) and self._route.collectives.reduce_comm
         )
         if (
-            message.landing is Landing.IN_PLACE
+            not message.landing.is_copied
+            and len(grads) == 1
             and first is not None
             and not custom
             and first.dtype == dtype
@@ -191,20 +207,32 @@ class Reduction:
             buffer = torch.empty(numel, dtype=dtype, device=device)
         if message.landing is Landing.SPLIT:
             _fill_shared(buffer.view(num_ranks, -1), message, grads, splits)
+        elif message.landing is Landing.FLAT:
+            _fill_flat(buffer, message, grads)
         elif first is None:
             buffer.zero_()
         elif message.landing is Landing.IN_PLACE:
             buffer[: first.numel()].copy_(first.reshape(-1))
         else:
-            for in_full, in_message in permuted_pairs(splits[0], first, buffer.view(num_ranks, -1)):
+            split = splits[0]
+            assert isinstance(split, Split)
+            for in_full, in_message in permuted_pairs(split, first, buffer.view(num_ranks, -1)):
                 in_message.copy_(in_full)
         return buffer if scaling.before == 1.0 else buffer.div_(scaling.before)
 
     def _exchange(self, lane: LaneReduction) -> None:
         axis = self._route.axis
         stages, device = lane.lane.stages, self._flow.device.torch_device
+        if axis.is_single and len(lane.ins) == 1:
+            lane.result, lane.outs = lane.ins[0], lane.ins  # the sum over one rank
+            return
         lane.result = torch.empty(lane.numel, dtype=stages.reduced, device=device)
         lane.outs = list(lane.result.split([part.message.segment_numel for part in lane.parts]))
+        hook = self._route.comm_hook
+        if hook is not None and not axis.is_single:
+            for out, inp in zip(lane.outs, lane.ins, strict=True):
+                hook.function(hook.state, inp, out)
+            return
         if axis.group is None or axis.is_single:
             torch._foreach_copy_(lane.outs, lane.ins)
             return
@@ -239,7 +267,10 @@ class Reduction:
         with device.on(stream):
             for lane in self._lanes:
                 assert lane.result is not None
-                if replicas.group is not None and not replicas.is_single:
+                comm_hook = self._route.comm_hook
+                if comm_hook is not None:
+                    comm_hook.function(comm_hook.state, lane.result)
+                elif replicas.group is not None and not replicas.is_single:
                     average = self._scaling(lane).average
                     all_reduce(lane.result, replicas.group, average=average)
                 if hook is not None:
@@ -262,20 +293,51 @@ class Reduction:
             scaling = self._scaling(lane)
             if scaling.after != 1.0:
                 lane.result.div_(scaling.after)
-            self._hand_over.add_result(lane.result.to(lane.lane.stages.kept))
-            offset = 0
-            for part in lane.parts:
-                kept_slots = part.partial.has_slot if part.partial is not None else ()
-                for index, slot in enumerate(part.message.slots):
-                    if part.grads[index] is not None or (kept_slots and kept_slots[index]):
-                        self._hand_over.add(lane.members[slot.entry], offset + slot.offset)
-                offset += part.message.segment_numel
+            keeps = self._settings.keep_low_precision_grads
+            self._hand_over.add_result(
+                lane.result if keeps else lane.result.to(lane.lane.stages.kept)
+            )
+            if lane.holder is not None:
+                self._hand_over.add(lane.holder, 0)
+            else:
+                self._give_members(lane)
         self._hand_over.finish()
         self._event = self._flow.device.record()
+
+    def _give_members(self, lane: LaneReduction) -> None:
+        rank = self._route.topology.shard.rank
+        offset = 0
+        for part in lane.parts:
+            kept_slots = part.partial.has_slot if part.partial is not None else ()
+            for index, slot in enumerate(part.message.slots):
+                has_gradient = part.grads[index] is not None or (kept_slots and kept_slots[index])
+                member = lane.members[slot.entry]
+                if has_gradient and member.takes_gradient:
+                    self._hand_over.add(member, offset + part.message.shard_offset(slot, rank))
+            offset += part.message.segment_numel
 
 
 # Stands for a gradient that went into its message and is not needed any more.
 _TAKEN = torch.empty(0)
+
+
+def _fill_flat(
+    buffer: torch.Tensor, message: Message, grads: Sequence[torch.Tensor | None]
+) -> None:
+    """Lay gradients one after another."""
+    sizes = [slot.numel for slot in message.slots]
+    padding = buffer.numel() - sum(sizes)
+    *places, rest = buffer.split([*sizes, padding])
+    rest.zero_()
+    to, taken = [], []
+    for place, grad in zip(places, grads, strict=True):
+        if grad is None:
+            place.zero_()
+        else:
+            to.append(place.view(grad.shape))
+            taken.append(grad)
+    if to:
+        torch._foreach_copy_(to, taken)
 
 
 def _fill_shared(

@@ -25,7 +25,9 @@ from torch.optim.optimizer import (
 
 from fullshard.comm.placement import as_dtensor, with_dtype
 from fullshard.errors import LifecycleError
+from fullshard.unit.flat import FlatMember, PartMember
 from fullshard.unit.member import Member
+from fullshard.unit.rows import RowsMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +37,17 @@ class Succession:
     member: Member
     rank: int
 
-    def shard_of(self, whole: torch.Tensor) -> DTensor:
+    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor shaped and placed like the original."""
-        split, spec = self.member.split, self.member.shard_spec
+        member = self.member
+        assert isinstance(member, RowsMember)
+        spec = member.shard_spec
         if isinstance(whole, DTensor):
             if whole.placements == spec.placements:
                 return whole  # it is a shard already
             whole = whole._local_tensor
-        if split.dim is not None:
-            rows = split.rows(self.rank)
-            whole = whole.narrow(split.dim, rows.start, len(rows))
-        return as_dtensor(whole.clone(), with_dtype(spec, whole.dtype))
+        cut = member.cut(whole, self.rank)
+        return as_dtensor(cut.clone(), with_dtype(spec, cut.dtype))
 
 
 class _Registry:
@@ -82,6 +84,12 @@ _members_by_shard: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueD
 def succeed(original: nn.Parameter, member: Member, rank: int) -> None:
     """Record that a member's shard replaces `original`, and give it what hung on the original."""
     shard = member.shard
+    if isinstance(member, FlatMember):
+        if shard is not original or isinstance(member, PartMember):
+            _registry.add(original, Succession(member, rank))
+        else:
+            _members_by_shard[id(shard)] = member
+        return
     for name, value in vars(original).items():
         setattr(shard, name, value)
     if original._backward_hooks:
@@ -139,14 +147,17 @@ def repoint(optimizer: Optimizer, *, with_gradients: bool = False) -> None:
             found = _registry.get(param)
             if found is None:
                 continue
-            shard = found.member.shard
+            shard = found.member.param
             if param in optimizer.state:
                 sharded = dict(_sharded_state(optimizer, param, found))
                 del optimizer.state[param]
                 optimizer.state[shard] = sharded
             params[index] = shard  # after what may refuse: a second attempt must refuse, too
-            if with_gradients and param.grad is not None and shard.grad is None:
+            is_flat = isinstance(found.member, FlatMember)
+            if with_gradients and not is_flat and param.grad is not None and shard.grad is None:
                 shard.grad = found.shard_of(param.grad)
+        if len({id(param) for param in params}) < len(params):
+            params[:] = dict.fromkeys(params)  # one flat parameter stands for several originals
 
 
 def _sharded_state(
@@ -158,11 +169,11 @@ def _sharded_state(
         is_count = name == "step" or not isinstance(value, torch.Tensor)
         if is_count or (value.ndim == 0 and param.ndim > 0):
             yield name, value
-        elif value.shape == param.shape:
+        elif value.shape == param.shape and not isinstance(member, FlatMember):
             yield name, found.shard_of(value)
         else:
             raise LifecycleError(
                 f"{member.name}: {type(optimizer).__name__} has state from before sharding; it "
-                f"must have the parameter's shape {tuple(param.shape)} to be sharded, found "
-                f"{name!r} of shape {tuple(value.shape)}; build the optimizer after fully_shard."
+                f"must have the parameter's shape {tuple(param.shape)} and be sharded by itself, "
+                f"found {name!r} of shape {tuple(value.shape)}; build the optimizer after sharding."
             )

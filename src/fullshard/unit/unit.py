@@ -14,14 +14,15 @@ from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.collectives import Brought, Collectives, collectives_for
 from fullshard.comm.topology import Axis, Topology
 from fullshard.errors import LifecycleError, UnsupportedError
-from fullshard.layout import CostModel, Entry, UnitLayout, plan_layout
+from fullshard.layout import CostModel, Entry, Split, UnitLayout, plan_flat_layout, plan_layout
 from fullshard.unit.extending import ExtensionGatherer
+from fullshard.unit.flat_lanes import FlatLanes
 from fullshard.unit.flow import Flow
 from fullshard.unit.gathering import Gatherer, Gathering
 from fullshard.unit.gradients import Gradients
 from fullshard.unit.homes import Homes, home_device
 from fullshard.unit.member import Member
-from fullshard.unit.reducing import AllReduceHook, Route
+from fullshard.unit.reducing import AllReduceHook, CommHook, Route
 from fullshard.unit.settings import Settings
 
 
@@ -57,7 +58,7 @@ UNSHARDED = Unsharded()
 
 
 class Unit:
-    """The parameters of one `fully_shard` call that share a mesh.
+    """The parameters of one wrapper, or of one `fully_shard` call that share a mesh.
 
     Owns homes, slab and gradients, and changes state when told to; it does not know when.
     `on_gradients` is called when the last trainable parameter has its gradient.
@@ -72,6 +73,7 @@ class Unit:
         offload: OffloadPolicy,
         flow: Flow,
         settings: Settings,
+        flat: FlatLanes | None = None,
     ) -> None:
         self.name = name
         self.members = list(members)
@@ -85,9 +87,12 @@ class Unit:
         self.collectives: Collectives = self.default_collectives
         self.reduce_axis = topology.shard
         self.all_reduce_hook: AllReduceHook | None = None
+        self.comm_hook: CommHook | None = None
         self.on_gradients: Callable[[Unit], None] = _ignore
         self.gradients = Gradients(topology, policy, offload)
         self.is_held = False
+        self.is_summoned = False
+        self.flat = flat
         self._num_trainable = 0
         self._versions: list[int] = []
         self._gatherer: Gatherer | None = None
@@ -98,6 +103,14 @@ class Unit:
     @property
     def is_unsharded(self) -> bool:
         return self.state is UNSHARDED
+
+    @property
+    def homes(self) -> Homes:
+        """This rank's shards; `require_ready` says what is wrong where there are none."""
+        if self._homes is None:
+            self.require_ready()
+        assert self._homes is not None
+        return self._homes
 
     @property
     def has_frozen(self) -> bool:
@@ -111,7 +124,11 @@ class Unit:
         plain = [m for m in self.members if m.extension is None]
         extended = [m for m in self.members if m.extension is not None]
         self._plain, self._extended = plain, extended
+        if self.flat is not None:
+            self.flat.part()
         self.layout = self._planned(plain)
+        if self.flat is not None:
+            self.flat.recut(self.layout, plain)
         self.extension_layout = self._planned(extended)
         for member in extended:
             member.adopt(member.current_local)
@@ -124,19 +141,30 @@ class Unit:
             with torch.no_grad(), torch.inference_mode(False):
                 rank = self.topology.shard.rank
                 self._homes = Homes(self.layout, plain, device, rank, pin_memory)
-        self._is_trained_as_planned = [m.shard.requires_grad for m in self.members]
+                if self.flat is not None:
+                    self.flat.settle(self.layout, plain, self._homes)
+        self._is_trained_as_planned = [m.is_trainable for m in self.members]
+
+    def collect(self) -> None:
+        """Before members come or go: make whole what is cut by a plan (a collective if flat)."""
+        self.reshard_now()
+        if self.flat is not None:
+            self.flat.part()
+            self.flat.collect()
 
     def _planned(self, members: Sequence[Member]) -> UnitLayout:
         policy = self.policy
         entries = [
             Entry(
                 m.name,
-                m.split,
+                m.split if isinstance(m.split, Split) else Split(m.split.shape, None, 1),
                 m.stages(policy.param_dtype, policy.reduce_dtype),
-                m.shard.requires_grad,
+                m.is_trainable,
             )
             for m in members
         ]
+        if self.flat is not None:
+            return plan_flat_layout(entries, self.topology.shard.size)
         cost = CostModel.of_device(self.flow.device.torch_device.type)
         return plan_layout(entries, self.topology.shard.size, cost)
 
@@ -146,6 +174,7 @@ class Unit:
         With `plan_training`, also those that were frozen or thawed since the plan was made: not
         while a state dict may be held, since its tensors would be left behind.
         """
+        self._require_not_summoned()
         versions = self._shard_versions()
         if self.state is not SHARDED:
             if self._versions == versions:
@@ -157,8 +186,10 @@ class Unit:
             if not member.is_current():
                 member.follow_registered()
                 is_current = member.came_back() and is_current
+        if self.flat is not None and self._homes is not None:
+            is_current = is_current and self.flat.are_current(self._homes)
         if plan_training and not self.is_held:
-            trained = [m.shard.requires_grad for m in self.members]
+            trained = [m.is_trainable for m in self.members]
             is_current = is_current and trained == self._is_trained_as_planned
         if not is_current:
             self.rehome()
@@ -181,10 +212,18 @@ class Unit:
                     f"{local.device}; call module.to('{device.type}')."
                 )
 
+    def _require_not_summoned(self) -> None:
+        if self.is_summoned:
+            raise LifecycleError(
+                f"{self.name}: forward and backward must run outside of summon_full_params, found "
+                "its parameters summoned; leave the context first."
+            )
+
     # Unshard and reshard
 
     def unshard(self) -> None:
         """Issue the gather, unless the unit is unsharded or about to be."""
+        self._require_not_summoned()
         state = self.state
         if isinstance(state, (Unsharding, Unsharded)):
             return
@@ -244,7 +283,7 @@ class Unit:
         for member in self.members:
             full = member.full
             assert full is not None
-            member.was_trainable = is_trainable = member.shard.requires_grad
+            member.was_trainable = is_trainable = member.is_trainable
             if full.requires_grad != is_trainable:
                 full.requires_grad_(is_trainable)
             if is_trainable:
@@ -252,7 +291,7 @@ class Unit:
                 if not member.is_hooked:
                     full.register_post_accumulate_grad_hook(_arrival_hook(self, member))
                     member.is_hooked = True
-            member.register(full)
+            member.show(full)
         self._num_trainable = num_trainable
         self.state = UNSHARDED
 
@@ -264,8 +303,8 @@ class Unit:
         for member in self.members:
             full = member.full
             if full is not None and full.requires_grad != member.was_trainable:
-                member.shard.requires_grad_(full.requires_grad)  # frozen or thawed while unsharded
-            member.register(member.shard)
+                member.freeze_or_thaw(full.requires_grad)  # while unsharded
+            member.show(member.shard)
         self.state = SHARDED
         if thin is not None:
             self.require_thinnable()
@@ -303,7 +342,7 @@ class Unit:
 
         Taken at the start of a pass: what is gathered in it is as new as that, or newer.
         """
-        return [member.shard._version + member.local._version for member in self.members]
+        return [member.version for member in self.members]
 
     # Gradients
 
@@ -324,8 +363,15 @@ class Unit:
                 self.gradients.keep(self.members)
                 return
             plans = [(self.layout, self._plain), (self.extension_layout, self._extended)]
-            route = Route(self.topology, self.reduce_axis, self.collectives, self.all_reduce_hook)
-            self.gradients.reduce(plans, route, self.settings, self.flow)
+            route = Route(
+                self.topology,
+                self.reduce_axis,
+                self.collectives,
+                self.all_reduce_hook,
+                self.comm_hook,
+            )
+            holders = None if self.flat is None else self.flat.holders
+            self.gradients.reduce(plans, route, self.settings, self.flow, holders)
 
     # Settings
 
@@ -343,8 +389,8 @@ class Unit:
     def describe(self) -> str:
         """What all ranks must have alike."""
         held = ", ".join(
-            f"{m.name} {tuple(m.shard.shape)} {str(m.dtype).removeprefix('torch.')}"
-            f"{'' if m.shard.requires_grad else ' frozen'}"
+            f"{m.name} {tuple(m.shape)} {str(m.dtype).removeprefix('torch.')}"
+            f"{'' if m.is_trainable else ' frozen'}"
             for m in self.members
         )
         precision = "" if self.policy == MixedPrecisionPolicy() else f" in {self.policy}"

@@ -1,0 +1,170 @@
+"""Loss scaling for float16 where every rank sees only its own part of the gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import ConfigError, TopologyError, UnsupportedError
+
+
+class ShardedGradScaler(GradScaler):
+    """A `torch.amp.GradScaler` that skips a step on all ranks if any rank found an inf or a nan.
+
+    Used like its base, by all ranks of `process_group` (None: the default group) alike:
+
+        scaler = ShardedGradScaler()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    `unscale_`, or a `step` that unscales, is a collective: one all-reduce of one number per
+    optimizer. Ranks may hold different gradients, on different devices, or none. Gradients may be
+    `DTensor`s or plain tensors, and float16. `scale` keeps the dtype of what it scales.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or each tensor of an iterable, by the scale; dtypes stay."""
+        if not self.is_enabled():
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            if outputs.is_meta:
+                raise UnsupportedError(
+                    "ShardedGradScaler.scale: outputs must have values, found a tensor on meta; "
+                    "compute the loss on a real device."
+                )
+            # A loss of no dims would be promoted to the float32 of the scale.
+            return super().scale(outputs).to(outputs.dtype)
+        if isinstance(outputs, Iterable):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
+        raise ConfigError(
+            "ShardedGradScaler.scale: outputs must be a tensor or an iterable of tensors, found "
+            f"{type(outputs).__name__}; pass the loss."
+        )
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale if that was not done, and run `optimizer.step` unless a rank found an inf."""
+        if not self._feeds_the_host(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        # Unscaled and decided here, it steps with what is already on the host.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def _feeds_the_host(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a fused optimizer would read scale and verdict on the host, from a device.
+
+        It copies them without waiting, and offloaded parameters would step by stale ones.
+        """
+        scale = self._get_scale_async() if self.is_enabled() else None
+        if scale is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        params = _params_of(optimizer)
+        return scale.device.type != "cpu" and any(p.device.type == "cpu" for p in params)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        # The base calls this for every check: from `unscale_`, and for optimizers that unscale in
+        # their own kernels. So this is where ranks agree. Gradients may be float16 whatever
+        # `allow_fp16` says: a unit that is kept in float16 reduces and steps in it.
+        by_kind: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(
+            list
+        )
+        with torch.no_grad():
+            for values in _gradient_values(optimizer):
+                by_kind[values.device, values.dtype].append(values)
+            # No copy here is `non_blocking`: what comes from a device would be read by the host
+            # before it has arrived.
+            found = found_inf.to(self._meeting_device(found_inf.device))
+            for (device, _), grads in by_kind.items():
+                found_here = torch.zeros_like(found, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    grads, found_here, inv_scale.to(device)
+                )
+                found += found_here.to(found.device)
+            self._agree(found, optimizer)
+        return {found_inf.device: found.to(found_inf.device)}
+
+    def _meeting_device(self, device: torch.device) -> torch.device:
+        """Where ranks agree: a loss on the host must not lead to a collective on the host."""
+        return torch.device(self._device) if device.type == "cpu" else device
+
+    def _agree(self, found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Every rank takes part, with gradients or without: what ranks hold may differ."""
+        if dist.get_rank(self.process_group) < 0:
+            raise TopologyError(
+                f"ShardedGradScaler: this rank ({dist.get_rank()}) must be part of process_group, "
+                "found a group without it; unscale and step only on the ranks of the group."
+            )
+        members = dist.get_process_group_ranks(self.process_group)
+        if len(members) < dist.get_world_size():
+            # The group may leave out ranks that hold other parts of the same parameters.
+            for mesh in _meshes_of(optimizer):
+                if not set(members).issuperset(mesh.mesh.flatten().tolist()):
+                    for axis in range(mesh.ndim):
+                        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _gradient_values(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The memory of this rank's gradients, as plain dense tensors."""
+    for param in _params_of(optimizer):
+        grad = param.grad
+        if grad is None:
+            continue
+        if isinstance(grad, DTensor):
+            grad = grad.to_local()
+        if not grad.is_sparse:
+            yield grad
+            continue
+        if grad.dtype is torch.float16:
+            # Entries of one place are added up later: that sum must be checked. Not every device
+            # can add them in float16.
+            param.grad = grad = grad.float().coalesce().half()
+        yield grad._values()
+
+
+def _meshes_of(optimizer: torch.optim.Optimizer) -> list[DeviceMesh]:
+    """Of the parameters, not of their gradients: all ranks of a mesh see the same ones."""
+    params = (param for param in _params_of(optimizer) if isinstance(param, DTensor))
+    return list(dict.fromkeys(param.device_mesh for param in params))

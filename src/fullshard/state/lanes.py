@@ -1,0 +1,174 @@
+"""A wrapped model's parameters, lane by lane, for those who read and write state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fullshard.comm.collectives import gathered
+from fullshard.comm.topology import Topology
+from fullshard.layout import Lane
+from fullshard.runtime.names import clean_name
+from fullshard.runtime.runner import Runner, runner_of
+from fullshard.unit.flat import FlatMember, FlatParameter
+from fullshard.unit.member import Location
+from fullshard.unit.unit import Unit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatePart:
+    """One original parameter of a wrapper.
+
+    `names` are all its names in the model, the first one canonical. `start` is where it lies in a
+    gathered lane; of it this rank has `elements` (of the flattened parameter), at `offset` of its
+    segment.
+    """
+
+    names: tuple[str, ...]
+    member: FlatMember
+    start: int
+    elements: range
+    offset: int
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.member.shape
+
+    @property
+    def numel(self) -> int:
+        return self.member.split.numel
+
+    @property
+    def param(self) -> nn.Parameter:
+        """What an optimizer holds for it: itself, or its lane's flat parameter."""
+        return self.member.param
+
+    @property
+    def locations(self) -> Sequence[Location]:
+        return self.member.locations
+
+    def of_full(self, full: torch.Tensor) -> torch.Tensor:
+        """The parameter, in its shape, as a view of a gathered lane."""
+        return full[self.start : self.start + self.numel].view(self.shape)
+
+    def of_segment(self, segment: torch.Tensor) -> torch.Tensor:
+        """This rank's slice, as a view of a tensor that is arranged like its segment."""
+        return segment[self.offset : self.offset + len(self.elements)]
+
+    def cut(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a full tensor."""
+        return value.reshape(-1)[self.elements.start : self.elements.stop]
+
+
+class StateLane:
+    """One lane of one wrapper: parameters of one dtype that are trained alike."""
+
+    def __init__(
+        self, wrapper: nn.Module, unit: Unit, index: int, names: dict[nn.Module, list[str]]
+    ) -> None:
+        lane = unit.layout.lanes[index]
+        self.wrapper = wrapper
+        self.index = index
+        self.parts = tuple(_parts(lane, unit, names))
+        self._unit = unit
+        self._message = lane.messages[0]
+
+    @property
+    def segment_numel(self) -> int:
+        return self._message.segment_numel
+
+    @property
+    def topology(self) -> Topology:
+        return self._unit.topology
+
+    @property
+    def num_ranks(self) -> int:
+        return self._unit.topology.shard.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That values are kept in."""
+        return self.parts[0].member.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """That collectives run on; with offload, values live elsewhere."""
+        return self._unit.flow.device.torch_device
+
+    @property
+    def flat_param(self) -> FlatParameter | None:
+        """The one parameter of the lane, with `use_orig_params=False`."""
+        flat = self._unit.flat
+        return flat.holders[self.index].param if flat is not None and flat.holders else None
+
+    def segment(self) -> torch.Tensor:
+        """This rank's values, as the memory that is trained."""
+        return self._unit.homes.lanes[self.index]
+
+    def empty_segment(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self.segment_numel, dtype=dtype, device=self.device)
+
+    def gather(self, segment: torch.Tensor) -> torch.Tensor:
+        """What all ranks have, one after another: a collective over the shard axis."""
+        return gathered(segment.to(self.device).contiguous(), self.topology.shard)
+
+
+def wrappers_of(model: nn.Module) -> list[nn.Module]:
+    """The wrappers at or below a module, outer ones first."""
+    return [module for module in model.modules() if _flat_runner(module) is not None]
+
+
+def lanes_of(model: nn.Module, *, recurse: bool = True) -> list[StateLane]:
+    """The lanes of all wrappers at or below a module; without `recurse`, of itself alone."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    lanes: list[StateLane] = []
+    for wrapper in wrappers_of(model) if recurse else [model]:
+        runner = _flat_runner(wrapper)
+        if runner is None:
+            continue
+        runner.require_not_computing("state_dict")
+        unit = runner.units[0]
+        if not unit.is_summoned:  # else its parameters are shown in another shape
+            unit.reshard_now()
+            unit.refresh()
+        lanes += [StateLane(wrapper, unit, i, names) for i in range(len(unit.layout.lanes))]
+    return lanes
+
+
+def _flat_runner(module: nn.Module) -> Runner | None:
+    runner = runner_of(module)
+    return runner if runner is not None and runner.units[0].flat is not None else None
+
+
+def _parts(lane: Lane, unit: Unit, names: dict[nn.Module, list[str]]) -> Iterator[StatePart]:
+    (message,) = lane.messages
+    rank = unit.topology.shard.rank
+    order = {module: index for index, module in enumerate(names)}
+    for slot in message.slots:
+        member = unit.members[slot.entry]
+        assert isinstance(member, FlatMember)
+        places = sorted(
+            (location for location in member.locations if location.module in order),
+            key=lambda location: order[location.module],
+        )
+        found = [
+            clean_name(f"{path}.{location.name}" if path else location.name)
+            for location in places
+            for path in names[location.module]
+        ]
+        yield StatePart(
+            tuple(dict.fromkeys(found)),
+            member,
+            slot.offset,
+            member.split.elements(rank),
+            message.shard_offset(slot, rank),
+        )

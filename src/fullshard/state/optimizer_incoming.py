@@ -1,0 +1,193 @@
+"""Optimizer state dicts as they come in: read, checked against a model, fetched piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import ConfigError
+from fullshard.state.lanes import StateLane, StatePart
+from fullshard.state.optimizer_keys import Roster
+from fullshard.state.sharded import as_full
+
+Fetch = Callable[[Any, StateLane], Any]
+"""Turns a value of incoming state into the whole value on this rank; may be a collective."""
+
+
+@dataclass(slots=True)
+class Incoming:
+    """State by the canonical names of a model's original parameters, and what belongs to none."""
+
+    states: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    loose: dict[Any, Any] = field(default_factory=dict)
+    groups: list[Mapping[str, Any]] | None = None
+
+    def fingerprint(self) -> str:
+        """The same on ranks that will have to fetch the same values."""
+        lines = [
+            f"{name} {key} {_description(state[key])}"
+            for name, state in sorted(self.states.items())
+            for key in sorted(state)
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A tensor that another rank has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_cut(value: Any) -> bool:
+    """Whether each rank has a piece of a value."""
+    return isinstance(value, DTensor | ShardedTensor)
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | Awaited) or is_cut(value)
+
+
+def shape_of(value: Any) -> torch.Size:
+    return torch.Size(value.size()) if isinstance(value, ShardedTensor) else value.shape
+
+
+def _description(value: Any) -> str:
+    if not is_array(value):
+        return type(value).__name__
+    return f"{type(value).__name__} {tuple(shape_of(value))} {value.dtype}"
+
+
+def read(state_dict: Mapping[str, Any] | None, roster: Roster) -> Incoming:
+    """Find out which parameter every entry belongs to, by any of its names."""
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict:
+        found = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ConfigError(
+            f"optim_state_dict: a dict with the key 'state' expected, found {found}; pass what "
+            "optim_state_dict returned, on every rank that it was saved for."
+        )
+    incoming = Incoming(groups=state_dict.get("param_groups"))
+    canonical: set[str] = set()
+    for key, state in state_dict["state"].items():
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"optim_state_dict: parameters must be called by name, found the key {key!r}; "
+                "call rekey_optim_state_dict with OptimStateKeyType.PARAM_NAME and the model that "
+                "the state dict belongs to."
+            )
+        name, holding = roster.named(key) or (key, None)
+        if holding is None:
+            incoming.loose[key] = state
+        elif not isinstance(state, Mapping):
+            raise ConfigError(
+                f"optim_state_dict: the state of {key!r} must be a dict, found "
+                f"{type(state).__name__}; pass what optim_state_dict returned."
+            )
+        elif name not in canonical:
+            # Tied parameters may come under each of their names: the first name has the last word.
+            incoming.states[name] = state
+            canonical |= {name} & {key}
+    return incoming
+
+
+class Broadcast:
+    """Sends a state dict that one rank has to all others, one tensor at a time."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group = group
+        self._device = device
+        self._is_source = dist.get_rank(group) == 0
+
+    def outline(self, state_dict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """The source's state dict, with its tensors still to be awaited on the other ranks."""
+        sent: list[Any] = [None]
+        if self._is_source:
+            sent[0] = _outlined(state_dict)
+        dist.broadcast_object_list(sent, group=self.group, group_src=0)
+        return state_dict if self._is_source else sent[0]
+
+    def fetch(self, value: Any, lane: StateLane) -> Any:
+        if not is_array(value) or not shape_of(value):
+            return value
+        if isinstance(value, Awaited):
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+        else:
+            tensor = value.detach().to(self._device).contiguous()
+        if tensor.numel():
+            # As bytes: gloo does not know every dtype.
+            dist.broadcast(tensor.view(torch.uint8), group=self.group, group_src=0)
+        return tensor
+
+
+def _outlined(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _outlined(inner) for key, inner in value.items()}
+    if not is_array(value):
+        return value
+    shape = shape_of(value)
+    return Awaited(shape, value.dtype) if shape or is_cut(value) else value.detach().cpu()
+
+
+def fetch_here(value: Any, lane: StateLane) -> Any:
+    """What every rank has, or has a piece of."""
+    return as_full(value, lane) if is_cut(value) else value
+
+
+class Checked:
+    """Which state has a value for each element of its parameter, and that all of it fits.
+
+    State whose shape is not the parameter's is kept whole on every rank, as a number of steps is.
+    It counts as a mistake where the same state does have the shape of another parameter, and
+    where it differs in shape from one parameter to the next though these are cut into slices.
+    """
+
+    def __init__(self, incoming: Incoming, roster: Roster, *, may_be_cut: bool) -> None:
+        self._elementwise: set[str] = set()
+        self._states = incoming.states
+        parts = {part.names[0]: part for lane in roster.lanes for part in lane.parts}
+        self._parts = {name: parts[name] for name in incoming.states if name in parts}
+        whole = {p.names[0] for lane in roster.lanes if lane.num_ranks == 1 for p in lane.parts}
+        arrays = list(self._arrays())
+        for part, key, value in arrays:
+            if part.shape and shape_of(value) == part.shape:
+                self._elementwise.add(key)
+        first_shapes: dict[str, torch.Size] = {}
+        for part, key, value in arrays:
+            if is_cut(value) and not may_be_cut:
+                raise ConfigError(
+                    f"optim_state_dict: whole tensors expected where one rank has them all, found "
+                    f"a {type(value).__name__} in state {key!r} of {part.names[0]!r}; load it "
+                    "without rank0_only."
+                )
+            shape = shape_of(value)
+            if not shape or shape == part.shape:
+                continue
+            first = first_shapes.setdefault(key, shape)
+            if key in self._elementwise or (shape != first and part.names[0] not in whole):
+                raise ConfigError(
+                    f"optim_state_dict: state {key!r} of {part.names[0]!r} must have the "
+                    f"parameter's shape {tuple(part.shape)}, found {tuple(shape)}; pass the state "
+                    "of an optimizer of this model."
+                )
+
+    def _arrays(self) -> Iterator[tuple[StatePart, str, Any]]:
+        for name, part in self._parts.items():
+            for key, value in self._states[name].items():
+                if is_array(value):
+                    yield part, key, value
+
+    def is_elementwise(self, part: StatePart, key: str, value: Any) -> bool:
+        if not is_array(value) or shape_of(value) != part.shape:
+            return False
+        if part.shape:
+            return True
+        # A parameter without dims: only the state of the others tells its elements from numbers.
+        return key in self._elementwise or (not self._elementwise and key != "step")
