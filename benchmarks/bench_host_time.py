@@ -17,9 +17,10 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fullshard import fully_shard
+from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.testing import fake_world
 
 
@@ -36,6 +37,11 @@ def sharded(model: nn.Sequential, shard: Callable[..., object]) -> nn.Sequential
         shard(unit)
     shard(model)
     return model
+
+
+def wrapped(model: nn.Sequential, wrapper: Callable[..., nn.Module], device: str) -> nn.Module:
+    options = {"use_orig_params": True, "device_id": torch.device(device)}
+    return wrapper(nn.Sequential(*(wrapper(unit, **options) for unit in model)), **options)
 
 
 def timed(model: nn.Module, batch: torch.Tensor) -> tuple[float, float]:
@@ -68,6 +74,8 @@ def main() -> None:
             "unsharded": build(*make),
             "torch fully_shard": sharded(build(*make), torch_fully_shard),
             "fullshard fully_shard": sharded(build(*make), fully_shard),
+            "torch wrapper": wrapped(build(*make), TorchWrapper, options.device),
+            "fullshard wrapper": wrapped(build(*make), FullyShardedDataParallel, options.device),
         }
         batch = torch.randn(4, options.width, device=options.device)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}

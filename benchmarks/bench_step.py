@@ -1,4 +1,4 @@
-"""Step time on real ranks: unsharded, torch's `fully_shard`, ours, in one run.
+"""Step time on real ranks: unsharded, torch's two doors, ours, in one run.
 
 A byte-level transformer on gloo ranks of this machine (or, with `--backend nccl`, on ranks that
 share one GPU). Variants are interleaved and medians taken; the losses of all must agree before
@@ -16,14 +16,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.fsdp import wrap as torch_wrap
 from torch.nn import functional as F
 
-from fullshard import MixedPrecisionPolicy, fully_shard
+import fullshard
+from fullshard import wrap as own_wrap
 from fullshard.testing import Rank, RankPool
 
 VOCABULARY = 256
@@ -74,11 +76,13 @@ class Transformer(nn.Module):
 class Variant:
     """A model with its optimizer, and the times and losses of its steps."""
 
-    def __init__(self, rank: Rank, size: Size, shard: Callable[[Transformer], None] | None) -> None:
+    def __init__(
+        self, rank: Rank, size: Size, shard: Callable[[Transformer], nn.Module] | None
+    ) -> None:
         torch.manual_seed(0)
-        self.model = Transformer(size).to(rank.device)
+        self.model: nn.Module = Transformer(size).to(rank.device)
         if shard is not None:
-            shard(self.model)
+            self.model = shard(self.model)
         elif size.bf16:
             self.model.bfloat16()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
@@ -99,28 +103,46 @@ def measure(rank: Rank, numbers: dict[str, int]) -> dict[str, tuple[float, float
     """For each variant, the median seconds of a step and the last loss."""
     size = Size(**numbers)
 
-    def with_door(door: Callable[..., object], policy: object) -> Callable[[Transformer], None]:
-        def shard(model: Transformer) -> None:
+    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if size.bf16 else {}
+
+    def fully_sharded(package: Any) -> Callable[[Transformer], nn.Module]:
+        def shard(model: Transformer) -> nn.Module:
+            policy = package.MixedPrecisionPolicy(**types)
             for block in model.blocks:
-                door(block, mesh=rank.mesh(), mp_policy=policy)
-            door(model, mesh=rank.mesh(), mp_policy=policy)
+                package.fully_shard(block, mesh=rank.mesh(), mp_policy=policy)
+            package.fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+            return model
 
         return shard
 
-    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if size.bf16 else {}
+    def wrapped(package: Any, wrap: Any) -> Callable[[Transformer], nn.Module]:
+        def shard(model: Transformer) -> nn.Module:
+            wrapper: nn.Module = package.FullyShardedDataParallel(
+                model,
+                auto_wrap_policy=wrap.ModuleWrapPolicy({Block}),
+                mixed_precision=package.MixedPrecision(**types),
+                device_id=rank.device,
+                use_orig_params=True,
+            )
+            return wrapper
+
+        return shard
+
     variants = {
         "unsharded": Variant(rank, size, None),
-        "torch fully_shard": Variant(
-            rank, size, with_door(torch_fully_shard, TorchPrecision(**types))
-        ),
-        "fullshard": Variant(rank, size, with_door(fully_shard, MixedPrecisionPolicy(**types))),
+        "torch fully_shard": Variant(rank, size, fully_sharded(torch_fsdp)),
+        "fullshard": Variant(rank, size, fully_sharded(fullshard)),
+        "torch wrapper": Variant(rank, size, wrapped(torch_fsdp, torch_wrap)),
+        "fullshard wrapper": Variant(rank, size, wrapped(fullshard, own_wrap)),
     }
     tokens = torch.randint(0, VOCABULARY, (size.batch, size.length), device=rank.device)
     for _ in range(size.steps + 2):
         for variant in variants.values():
             variant.step(tokens)
-    theirs, ours = variants["torch fully_shard"].losses, variants["fullshard"].losses
-    torch.testing.assert_close(ours, theirs, rtol=5e-2 if size.bf16 else 1e-4, atol=1e-4)
+    theirs = variants["torch fully_shard"].losses
+    for name in ("fullshard", "torch wrapper", "fullshard wrapper"):
+        found = variants[name].losses
+        torch.testing.assert_close(found, theirs, rtol=5e-2 if size.bf16 else 1e-4, atol=1e-4)
     return {
         name: (statistics.median(variant.times[2:]), variant.losses[-1])
         for name, variant in variants.items()

@@ -252,7 +252,9 @@ class FullyShardedDataParallel(nn.Module):
             axis = unit.topology.shard
             sharded.append((params, None if axis.is_single else axis.group))
         others = [param for param in self.parameters() if param not in managed]
-        return clip_grads(sharded, others, max_norm, norm_type, _runner(self).device)
+        total = clip_grads(sharded, others, max_norm, norm_type, _runner(self).device)
+        is_offloaded = isinstance(_runner(self).units[0].offload, CPUOffloadPolicy)
+        return total.cpu() if is_offloaded else total
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Reduce gradients by `hook(state, gradients, shard)` instead; scaling is the hook's, too.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -15,23 +18,35 @@ from fullshard.errors import DisagreementError
 
 _T = TypeVar("_T")
 
+# How long a rank that leaves the usual order waits for the others to do the same.
+PATIENCE = "FULLSHARD_PATIENCE_S"
+_DEFAULT_PATIENCE_S = 60.0
+
+_num_made: Counter[tuple[int, ...]] = Counter()
+
 
 class Agreement:
     """Compares values between all ranks of a topology.
 
-    Every call is a collective over both axes. Each rank learns the value of every other, so a
-    difference is raised on all of them alike.
+    Comparing plans or steps is a collective over both axes: each rank learns the value of every
+    other, so a difference is raised on all of them alike. Comparing detours is not: the ranks that
+    take none do not notice.
     """
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self._axes = [a for a in (topology.shard, topology.replicate) if not a.is_single]
         self._device = device
+        self._ranks: tuple[int, ...] = ()
+        self._path = ""
+        self._num_detours = 0
 
     def compare_plans(self, plans: Sequence[tuple[str, str]]) -> None:
         """Compare (unit name, what it holds) pairs; raise where they differ."""
         digest = hashlib.sha256(repr(list(plans)).encode()).digest()
         number = int.from_bytes(digest[:7], "big")
-        if len({number for _, number in self._exchange_numbers(number)}) <= 1:
+        said = self._exchange_numbers(number)
+        self._meet(tuple(sorted(rank for rank, _ in said)))
+        if len({number for _, number in said}) <= 1:
             return
         everyone = self._exchange_objects(list(plans))
         raise DisagreementError(_plan_difference(everyone))
@@ -41,6 +56,39 @@ class Agreement:
         everyone = self._exchange_numbers(number)
         if len({said for _, said in everyone}) > 1:
             raise DisagreementError(_step_difference(everyone, describe))
+
+    def _meet(self, ranks: tuple[int, ...]) -> None:
+        """Choose a place in the store that the same ranks know and nobody else does."""
+        self._ranks = ranks
+        _num_made[ranks] += 1
+        self._path = f"fullshard/detours/{'-'.join(map(str, ranks))}/{_num_made[ranks]}"
+
+    def compare_detour(self, found: str, expected: str) -> None:
+        """Before this rank does something else than in the last pass: do all the others, too?
+
+        Costs nothing where ranks do what they did before. Only those that do not exchange words,
+        through the store: a collective would meet another one of the ranks that do.
+        """
+        self._num_detours += 1
+        store = dist.distributed_c10d._get_default_store()
+        own = dist.get_rank()
+        keys = {rank: f"{self._path}/{self._num_detours}/{rank}" for rank in self._ranks}
+        store.set(keys[own], found)
+        patience_s = float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
+        deadline = time.monotonic() + patience_s
+        for rank, key in keys.items():
+            try:
+                left_s = max(deadline - time.monotonic(), 0.001)
+                store.wait([key], timedelta(seconds=left_s))
+                said = store.get(key).decode()
+            except dist.DistStoreError:
+                said = f"what it did before ({expected}), or nothing, for {patience_s:g} s"
+            if said != found:
+                raise DisagreementError(
+                    f"{found}: all ranks must run units in the same order, found rank {own} about "
+                    f"to do this where it did '{expected}' before, while rank {rank} does {said}; "
+                    "make the model take the same path on every rank."
+                )
 
     def _exchange_numbers(self, number: int) -> list[tuple[int, int]]:
         """Every rank's (rank, number)."""

@@ -54,7 +54,7 @@ def clip_grads(
     if grads:
         dtypes = (grad.dtype for grad in grads)
         return total.to(functools.reduce(torch.promote_types, dtypes))
-    if by_group:
+    if any(group is not None for group in by_group):
         # Ranks that hold gradients return their dtype; this one would have to ask them for it.
         warnings.warn(
             f"clip_grad_norm_: rank {dist.get_rank()} was called with no gradients; it returns "

@@ -16,7 +16,7 @@ from fullshard.comm.topology import Topology, thin_size, topology_of
 from fullshard.device.streams import device_for
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
 from fullshard.runtime.prepare import prepare
-from fullshard.runtime.runner import Habits, Runner, manage, runner_of
+from fullshard.runtime.runner import Habits, Runner, manage, manager_of, runner_of
 from fullshard.runtime.ties import runners_below, settle_ties
 from fullshard.unit.flat import Form, PartMember, PlainLocation, SliceMember
 from fullshard.unit.flat_lanes import FlatLanes
@@ -83,6 +83,8 @@ def build_runner(request: Request) -> Runner:
     )
     manage(runner, (module for _, module in modules))
     settle_ties([runner], list(runners_below(runner)))
+    for member, _ in ties:
+        _borrow(runner, member)
     for _, module in modules:
         if request.form is Form.ROWS and module._parameters:
             _keep_state_sharded(runner, module)
@@ -109,7 +111,7 @@ def flat_unit(
         if request.form is Form.FLAT:
             locations = [PlainLocation.in_place_of(location) for location in locations]
         members.append(kind.of(names[param], param, locations))
-    owner = request.owner or request.modules[0]
+    owner = request.modules[0] if request.owner is None else request.owner
     unit = Unit(
         name,
         members,
@@ -206,6 +208,14 @@ def _tie(member: Member, location: Location) -> None:
         location = PlainLocation.in_place_of(location)
     member.locations.append(location)
     location.put(member.shard)
+
+
+def _borrow(runner: Runner, member: Member) -> None:
+    """Note whose parameter it is, if none of the runners in this tree has it."""
+    owner = manager_of(member.locations[0].module)
+    for unit in [] if owner is None else owner.units:
+        if member in unit.members and unit not in runner.reads:
+            runner.lenders.append(unit)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

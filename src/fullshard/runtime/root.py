@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from fullshard.comm.agreement import Agreement
 from fullshard.errors import DisagreementError
@@ -58,6 +61,8 @@ class Root:
         self.current = Pass()
         self._agreement = agreement
         self._unchecked = {Phase.FORWARD, Phase.BACKWARD} if agreement is not None else set()
+        # In the first step ranks compare all they do; in the others only if asked to.
+        self._compares_always = get_debug_level() == DebugLevel.DETAIL
         self._orders: dict[nn.Module, list[Runner]] = {}
         self._order: list[Runner] = []
         self._cursor = 0
@@ -98,7 +103,24 @@ class Root:
         expected = self._expected_next()
         self._cursor += 1
         if expected is not runner:
-            self._is_as_expected = False  # another order than last time: predict no more
+            self._take_detour(expected, f"{runner.name}: {Deed.GATHER_FORWARD.value}")
+
+    def _take_detour(self, expected: Runner | None, found: str) -> None:
+        """Another order than last time: predict no more, and make sure that all ranks agree."""
+        if not self._is_as_expected:
+            return
+        self._is_as_expected = False
+        if self._agreement is None or Phase.FORWARD in self._unchecked:
+            return
+        deed = Deed.END_FORWARD if expected is None else Deed.GATHER_FORWARD
+        before = f"{(expected or self.runners[0]).name}: {deed.value}"
+        if get_debug_level() != DebugLevel.OFF:
+            warnings.warn(
+                f"{found}: rank {dist.get_rank()} runs units in another order than in the last "
+                f"forward, which had '{before}' here.",
+                stacklevel=2,
+            )
+        self._agreement.compare_detour(found, before)
 
     def _expected_next(self) -> Runner | None:
         if self._is_as_expected and self._cursor < len(self._order):
@@ -132,11 +154,14 @@ class Root:
 
     def end_pass(self) -> None:
         assert self.owner is not None
+        expected = self._expected_next()
+        if expected is not None:
+            self._take_detour(expected, f"{self.runners[0].name}: {Deed.END_FORWARD.value}")
         for runner in self.runners:
             runner.end_pass()
         if Phase.FORWARD in self._unchecked:
             self._agree(Deed.END_FORWARD, self.runners[0])
-            self._unchecked.discard(Phase.FORWARD)
+            self._checked(Phase.FORWARD)
         self._orders[self.owner] = self.current.started
         self.owner = None
         self.phase = Phase.IDLE
@@ -177,7 +202,7 @@ class Root:
             runner.end_backward()
         if Phase.BACKWARD in self._unchecked and self.is_last_backward:
             self._agree(Deed.END_BACKWARD, self.runners[0])
-            self._unchecked.discard(Phase.BACKWARD)
+            self._checked(Phase.BACKWARD)
         if self.is_last_backward:
             self.flow.conclude_reductions()
             self.flow.release_late()
@@ -206,6 +231,10 @@ class Root:
             except DisagreementError:
                 pass  # the others know now; this rank raises what happened to it
         self.abort()
+
+    def _checked(self, phase: Phase) -> None:
+        if not self._compares_always:
+            self._unchecked.discard(phase)
 
     def _agree(self, deed: Deed, runner: Runner) -> None:
         assert self._agreement is not None

@@ -12,7 +12,7 @@ from fullshard.comm.collectives import gathered
 from fullshard.comm.topology import Topology
 from fullshard.layout import Lane
 from fullshard.runtime.names import clean_name
-from fullshard.runtime.runner import Runner, runner_of
+from fullshard.runtime.runner import Runner, runner_of, runner_of_unit
 from fullshard.unit.flat import FlatMember, FlatParameter
 from fullshard.unit.member import Location
 from fullshard.unit.unit import Unit
@@ -127,21 +127,51 @@ def wrappers_of(model: nn.Module) -> list[nn.Module]:
 
 def lanes_of(model: nn.Module, *, recurse: bool = True) -> list[StateLane]:
     """The lanes of all wrappers at or below a module; without `recurse`, of itself alone."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
+    names = _paths(model)
     lanes: list[StateLane] = []
     for wrapper in wrappers_of(model) if recurse else [model]:
         runner = _flat_runner(wrapper)
         if runner is None:
             continue
         runner.require_not_computing("state_dict")
-        unit = runner.units[0]
-        if not unit.is_summoned:  # else its parameters are shown in another shape
-            unit.reshard_now()
-            unit.refresh()
-        lanes += [StateLane(wrapper, unit, i, names) for i in range(len(unit.layout.lanes))]
+        lanes += _lanes_of_unit(wrapper, runner.units[0], names)
     return lanes
+
+
+def borrowed_lanes_of(wrapper: nn.Module) -> list[StateLane]:
+    """Lanes of wrappers elsewhere that own parameters which modules in this one use.
+
+    Their parts are only those that do: tied parameters, by their names in this wrapper.
+    """
+    runner = _flat_runner(wrapper)
+    lenders = [] if runner is None else runner.lenders
+    names = _paths(wrapper) if lenders else {}
+    inside = {lane.wrapper for lane in lanes_of(wrapper)} if lenders else set()
+    found: list[StateLane] = []
+    for unit in lenders:
+        owner = runner_of_unit(unit)
+        if owner is not None and owner.modules[0] not in inside:
+            found += _lanes_of_unit(owner.modules[0], unit, names)
+    for lane in found:
+        lane.parts = tuple(part for part in lane.parts if part.names)
+    return [lane for lane in found if lane.parts]
+
+
+def _lanes_of_unit(
+    wrapper: nn.Module, unit: Unit, names: dict[nn.Module, list[str]]
+) -> list[StateLane]:
+    if not unit.is_summoned:  # else its parameters are shown in another shape
+        unit.reshard_now()
+        unit.refresh()
+    return [StateLane(wrapper, unit, i, names) for i in range(len(unit.layout.lanes))]
+
+
+def _paths(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Where each module is registered, in their order."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
 
 
 def _flat_runner(module: nn.Module) -> Runner | None:

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fullshard.comm.agreement import Agreement
 from fullshard.errors import CheckpointError
 from fullshard.runtime.runner import runner_of
-from fullshard.state.lanes import StateLane, StatePart, lanes_of, wrappers_of
+from fullshard.state.lanes import StateLane, StatePart, borrowed_lanes_of, lanes_of, wrappers_of
 from fullshard.state.names import WRAPPED, clean_name, flat_name
 from fullshard.state.sharded import as_full, made_whole
 from fullshard.state.summon import is_summoned
@@ -146,7 +146,7 @@ def _load_below(wrapper: nn.Module, state: Entries, prefix: str, missing: list[s
             value = made_whole(value)
         state[prefix + path] = value
     for lane in tree.lanes:
-        _write(lane, entries, tree.flat_names[lane])
+        _write(lane, entries, tree.flat_names.get(lane))
     for name in entries.keys() & tree.parameter_names:
         del state[keys[name]]
     lost = [name for name in findings.missing if name in tree.parameter_names]
@@ -161,7 +161,8 @@ class _Tree:
     """What a state dict of a wrapper is expected to hold, by clean names."""
 
     def __init__(self, wrapper: nn.Module) -> None:
-        self.lanes = lanes_of(wrapper)
+        own = lanes_of(wrapper)
+        self.lanes = [*own, *borrowed_lanes_of(wrapper)]
         # Not wrapper.named_modules: a wrapper may be registered at several places.
         modules = list(nn.Module.named_modules(wrapper, remove_duplicate=False))
         paths: dict[nn.Module, str] = {}
@@ -169,7 +170,7 @@ class _Tree:
             paths.setdefault(module, name)
         self.flat_names = {
             lane: clean_name(f"{paths[lane.wrapper]}.{flat_name(lane.index)}").removeprefix(".")
-            for lane in self.lanes
+            for lane in own
         }
         self.parameter_names = {n for lane in self.lanes for p in lane.parts for n in p.names}
         self.parameter_names.update(self.flat_names.values())
@@ -220,8 +221,8 @@ class _Tree:
     def check(self, entries: Entries) -> _Findings:
         findings = _Findings()
         for lane in self.lanes:
-            flat = self.flat_names[lane]
-            if flat in entries:
+            flat = self.flat_names.get(lane)
+            if flat is not None and flat in entries:
                 findings.unfit += _unfit(flat, entries[flat], torch.Size([_numel(lane)]))
                 continue
             for part in lane.parts:
@@ -244,10 +245,10 @@ class _Tree:
         return any(name.startswith(module) for module in self.lenient)
 
 
-def _write(lane: StateLane, entries: Entries, flat: str) -> None:
+def _write(lane: StateLane, entries: Entries, flat: str | None) -> None:
     """Write this rank's slices of one lane; a collective where entries are sharded."""
     segment = lane.segment()
-    if flat in entries:
+    if flat is not None and flat in entries:
         full = as_full(entries[flat], lane).reshape(-1)
         start = lane.topology.shard.rank * lane.segment_numel
         mine = full[start : start + lane.segment_numel]
@@ -273,7 +274,9 @@ def _numel(lane: StateLane) -> int:
 def _unfit(name: str, value: Any, shape: torch.Size) -> list[str]:
     if not torch.overrides.is_tensor_like(value):
         return [f"{name}: a tensor is expected, found {type(value).__name__}."]
-    found = torch.Size(value.size())
+    # Asked for anything else, a ShardedTensor warns that it is deprecated.
+    size = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+    found = torch.Size(size)
     # A scalar used to be stored with one dim; nn.Module takes both.
     is_scalar = not shape and len(found) == 1 and found.numel() == 1
     if found == shape or is_scalar:

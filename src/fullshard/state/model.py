@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
 from fullshard.errors import LifecycleError
-from fullshard.state.lanes import StateLane, lanes_of
+from fullshard.runtime.runner import runner_of
+from fullshard.state.lanes import StateLane, borrowed_lanes_of, lanes_of
 from fullshard.state.names import clean_name, flat_name
 from fullshard.state.settings import own_settings
 from fullshard.state.sharded import State, as_sharded, own_copy, sharded_tensor
 from fullshard.state.summon import is_first_rank, is_summoned
+from fullshard.unit.flat import FlatMember
 
 Entries = dict[str, Any]
 
@@ -60,32 +62,46 @@ def _convert(wrapper: nn.Module, state: Entries, prefix: str, local_metadata: An
     _convert_buffers(wrapper, state, prefix, is_kept=is_kept, to_cpu=config.offload_to_cpu)
     before = set(state)
     added: set[str] = set()
-    for lane in _own_lanes(wrapper):
+    own = _own_lanes(wrapper)
+    for lane in [*own, *borrowed_lanes_of(wrapper)]:
         values: Entries = {}
-        if is_summoned(wrapper):
+        if is_summoned(lane.wrapper):
             values = _summoned_values(lane, state, prefix)
         elif settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and lane.num_ranks > 1:
-            values = {flat_name(lane.index): _local_value(lane, config.offload_to_cpu)}
+            if lane in own:
+                values = {flat_name(lane.index): _local_value(lane, config.offload_to_cpu)}
         else:
             values = _gathered_values(lane, wrapper, is_kept=is_kept)
-        for name in _own_names(lane):
+        for name in _names_in_state(lane, with_flat=lane in own):
             if name not in values:
                 state.pop(prefix + name, None)
         state.update({prefix + name: value for name, value in values.items()})
         added.update(prefix + name for name in values)
     if not added <= before:
-        _arrange(wrapper, state, prefix, added)
+        ranks = {prefix + name: index for index, name in enumerate(_ordered_names(wrapper))}
+        _arrange(wrapper, state, prefix, {key: ranks.get(key, 0) for key in added})
 
 
 def _own_lanes(wrapper: nn.Module) -> list[StateLane]:
     return lanes_of(wrapper, recurse=False)
 
 
-def _own_names(lane: StateLane) -> Iterator[str]:
+def _names_in_state(lane: StateLane, *, with_flat: bool) -> Iterator[str]:
     """Everything that a lane may have put into a state dict."""
-    yield flat_name(lane.index)
+    if with_flat:
+        yield flat_name(lane.index)
     for part in lane.parts:
         yield from part.names
+
+
+def _ordered_names(wrapper: nn.Module) -> Iterator[str]:
+    """Names of a wrapper's parameters in the order in which it found them."""
+    runner = runner_of(wrapper)
+    assert runner is not None  # it is a wrapper
+    parts = {part.member: part for lane in _own_lanes(wrapper) for part in lane.parts}
+    for member in runner.units[0].members:
+        if isinstance(member, FlatMember) and member in parts:
+            yield from parts[member].names
 
 
 def _gathered_values(lane: StateLane, wrapper: nn.Module, *, is_kept: bool) -> Entries:
@@ -163,18 +179,21 @@ def _clean_keys(state: Entries, prefix: str) -> None:
         metadata.setdefault(clean_name(f"{key}.").removesuffix("."), metadata[key])
 
 
-def _arrange(wrapper: nn.Module, state: Entries, prefix: str, added: set[str]) -> None:
-    """Bring the entries into the order that they have in a model that is not wrapped."""
+def _arrange(wrapper: nn.Module, state: Entries, prefix: str, added: dict[str, int]) -> None:
+    """Bring the entries into the order that they have in a model that is not wrapped.
+
+    In each module those that were `added`, by their numbers, come before the others.
+    """
     owners: dict[str, int] = {}
     for index, (name, _) in enumerate(nn.Module.named_modules(wrapper, remove_duplicate=False)):
         owners.setdefault(clean_name(f"{name}.").removesuffix("."), index)
 
-    def place(key: str) -> tuple[int, bool]:
+    def place(key: str) -> tuple[int, bool, int]:
         owner = key[len(prefix) :]
         while True:
             owner = owner.rpartition(".")[0]
             if owner in owners or not owner:
-                return owners.get(owner, 0), key not in added
+                return owners.get(owner, 0), key not in added, added.get(key, 0)
 
     keys = [key for key in state if key.startswith(prefix)]
     for key in sorted(keys, key=place):

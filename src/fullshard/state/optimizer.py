@@ -88,7 +88,7 @@ def full_optim_state_dict(
 ) -> dict[str, Any]:
     """Whole tensors in host memory, on rank 0 or on all ranks; others return an empty dict."""
     _warn_of_older_name("full_optim_state_dict")
-    warn_of_optim_input(optim_input, stacklevel=3)
+    warn_of_optim_input(optim_input)
     is_kept = not rank0_only or dist.get_rank(group) == 0
     form = Form(is_sharded=False, use_dtensor=False, to_cpu=True, is_kept=is_kept)
     return _saved(model, optim, optim.state_dict(), optim_input, form)
@@ -109,7 +109,7 @@ def _warn_of_older_name(name: str) -> None:
         f"FullyShardedDataParallel.{name}: deprecated; call FullyShardedDataParallel."
         "optim_state_dict, after set_state_dict_type.",
         FutureWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
 
 
@@ -172,7 +172,7 @@ class _Lookup:
             warnings.warn(
                 f"optim_state_dict: {key!r} in the optimizer's state is no parameter of the "
                 "model; it is saved as it is.",
-                stacklevel=4,
+                stacklevel=5,  # the caller of optim_state_dict
             )
             loose[str(key)] = copy.deepcopy(value)
         return states, loose

@@ -57,7 +57,8 @@ def is_array(value: Any) -> bool:
 
 
 def shape_of(value: Any) -> torch.Size:
-    return torch.Size(value.size()) if isinstance(value, ShardedTensor) else value.shape
+    size = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+    return torch.Size(size)
 
 
 def _description(value: Any) -> str:

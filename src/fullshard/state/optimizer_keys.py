@@ -161,12 +161,13 @@ def parameter_groups(
     )
 
 
-def warn_of_optim_input(optim_input: OptimInput, stacklevel: int) -> None:
+def warn_of_optim_input(optim_input: OptimInput) -> None:
+    """For the caller of the function that calls this."""
     if optim_input is not None:
         warnings.warn(
             "optim_input: deprecated; leave it out and pass the optimizer.",
             FutureWarning,
-            stacklevel=stacklevel + 1,
+            stacklevel=3,
         )
 
 
@@ -182,7 +183,7 @@ def rekey_optim_state_dict(
     For going between optimizers of wrapped models, whose state dicts are keyed by name, and
     those of a `model` that is not wrapped. The same dict is returned if there is nothing to do.
     """
-    warn_of_optim_input(optim_input, stacklevel=3)
+    warn_of_optim_input(optim_input)
     if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise ConfigError(
             "optim_state_key_type: a value of OptimStateKeyType expected, found "

@@ -65,7 +65,7 @@ def shard_full_optim_state_dict(
 ) -> dict[str, Any]:
     """What an optimizer can load on this rank, from whole tensors that every rank has."""
     _warn_of_older_name("shard_full_optim_state_dict")
-    warn_of_optim_input(optim_input, stacklevel=3)
+    warn_of_optim_input(optim_input)
     # Every rank has everything, so that none needs another: it may be called on one alone.
     return _Target(model, optim, optim_input).converted(full_optim_state_dict, is_alone=True)
 
@@ -79,7 +79,7 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:
     """What an optimizer can load on this rank, from whole tensors that rank 0 has."""
     _warn_of_older_name("scatter_full_optim_state_dict")
-    warn_of_optim_input(optim_input, stacklevel=3)
+    warn_of_optim_input(optim_input)
     target = _Target(model, optim, optim_input)
     return target.converted(full_optim_state_dict, rank0_only=True, group=group)
 
@@ -97,7 +97,7 @@ def _warn_of_older_name(name: str) -> None:
         f"FullyShardedDataParallel.{name}: deprecated; call FullyShardedDataParallel."
         "optim_state_dict_to_load, after set_state_dict_type.",
         FutureWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
 
 
@@ -153,10 +153,14 @@ class _Target:
                 state[keys[holding]] = own
         for name, value in incoming.loose.items():
             state[name] = slicing.loose(value)
-        return {"state": state} if param_groups is None else {
-            "state": state,
-            "param_groups": param_groups,
-        }
+        return (
+            {"state": state}
+            if param_groups is None
+            else {
+                "state": state,
+                "param_groups": param_groups,
+            }
+        )
 
     def _kept_when_empty(self, roster: Roster) -> set[Holding]:
         """Parameters that need state also where this rank has none of their elements."""

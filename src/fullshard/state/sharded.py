@@ -17,7 +17,6 @@ from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties,
 )
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.distributed_c10d import _get_pg_default_device
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardDim
@@ -148,11 +147,22 @@ def _group_of(axis: Axis) -> dist.ProcessGroup:
     )
 
 
+def _working_device(group: dist.ProcessGroup, shard: ShardMetadata) -> torch.device:
+    """A device that a group can gather on: where the shards are, if it can there."""
+    types = [device.type for device in group._device_types]
+    found = "cpu" if shard.placement is None else shard.placement.device().type
+    if found not in types:
+        found = next((each for each in types if each != "cpu"), "cpu")
+    if found == "cpu":
+        return torch.device("cpu")
+    return torch.device(found, torch.get_device_module(found).current_device())
+
+
 def _gathered(value: ShardedTensor) -> torch.Tensor:
     """All shards of a ShardedTensor, on the device that its process group works on."""
     group = value._process_group
     metadata = value.metadata()
-    device = _get_pg_default_device(group)
+    device = _working_device(group, metadata.shards_metadata[0])
     places, num_elements = [], [0] * group.size()
     for shard in metadata.shards_metadata:
         rank = dist.get_group_rank(group, _rank_of(shard))

@@ -198,8 +198,8 @@ class _Show:
         if self._summons.with_grads:
             param.grad = None  # of another shape than the data will be
         param.data = data
-        if self._summons.with_grads:
-            param.grad = grad
+        if self._summons.with_grads and grad is not None:
+            _give(param, grad)
 
     def _hide_flat_param(self) -> None:
         for module in self._lane.wrapper.modules():
@@ -249,6 +249,15 @@ class _Show:
                 _keep_grad(part, grad)
 
 
+def _give(param: nn.Parameter, grad: torch.Tensor) -> None:
+    if grad.dtype == param.dtype:
+        param.grad = grad
+        return
+    # torch wants a gradient in its parameter's dtype, but does not look at it twice.
+    param.grad = torch.empty_like(param, requires_grad=False)
+    param.grad.data = grad
+
+
 def _keep_grad(part: StatePart, grad: torch.Tensor | None) -> None:
     param = part.param
     if grad is None:
@@ -256,7 +265,7 @@ def _keep_grad(part: StatePart, grad: torch.Tensor | None) -> None:
     elif param.grad is not None:
         param.grad.copy_(part.cut(grad).view(param.grad.shape))
     elif len(part.elements):
-        param.grad = part.cut(grad).to(param.dtype).clone().view(param.shape)
+        _give(param, part.cut(grad).clone().view(param.shape))
 
 
 def _full_grads(lane: StateLane) -> list[torch.Tensor | None]:
@@ -272,8 +281,7 @@ def _full_grads(lane: StateLane) -> list[torch.Tensor | None]:
     for part, grad in zip(lane.parts, locals_, strict=True):
         if grad is not None:
             part.of_segment(segment).copy_(grad.reshape(-1))
-    # A parameter takes a gradient of its own dtype only.
-    full = lane.gather(segment).to(lane.dtype)
+    full = lane.gather(segment)
     return [
         part.of_full(full) if code else None for part, code in zip(lane.parts, found, strict=True)
     ]

@@ -10,7 +10,7 @@ import torch
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.placement import local_gradient
 from fullshard.comm.topology import Topology
-from fullshard.layout import Lane, Message, UnitLayout
+from fullshard.layout import Landing, Lane, Message, UnitLayout
 from fullshard.unit.flow import Flow
 from fullshard.unit.handover import HandOver
 from fullshard.unit.homes import home_device
@@ -131,7 +131,9 @@ class Gradients:
                 grad = torch.zeros(shape, dtype=dtype, device=flow.device.torch_device)
             grads.append(grad)
         kept = self._partial.pop(id(message), None)
-        if kept is None and all(grad is None for grad in grads):
+        # What is flat is reduced as a whole, used or not: as other ranks, which may use all of it.
+        is_due = message.landing is Landing.FLAT and lane.is_trainable
+        if kept is None and not is_due and all(grad is None for grad in grads):
             return None
         return MessageGradients(message, grads, kept)
 

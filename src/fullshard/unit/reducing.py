@@ -229,9 +229,10 @@ class Reduction:
         lane.result = torch.empty(lane.numel, dtype=stages.reduced, device=device)
         lane.outs = list(lane.result.split([part.message.segment_numel for part in lane.parts]))
         hook = self._route.comm_hook
-        if hook is not None and not axis.is_single:
-            for out, inp in zip(lane.outs, lane.ins, strict=True):
-                hook.function(hook.state, inp, out)
+        if hook is not None:
+            # A hook may give the tensor other memory, in another dtype: it must be this one.
+            (message_grads,), lane.outs = lane.ins, [lane.result]
+            hook.function(hook.state, message_grads, lane.result)
             return
         if axis.group is None or axis.is_single:
             torch._foreach_copy_(lane.outs, lane.ins)
@@ -293,10 +294,9 @@ class Reduction:
             scaling = self._scaling(lane)
             if scaling.after != 1.0:
                 lane.result.div_(scaling.after)
+            stages = lane.lane.stages
             keeps = self._settings.keep_low_precision_grads
-            self._hand_over.add_result(
-                lane.result if keeps else lane.result.to(lane.lane.stages.kept)
-            )
+            self._hand_over.add_result(lane.result.to(stages.computed if keeps else stages.kept))
             if lane.holder is not None:
                 self._hand_over.add(lane.holder, 0)
             else:
@@ -309,9 +309,12 @@ class Reduction:
         offset = 0
         for part in lane.parts:
             kept_slots = part.partial.has_slot if part.partial is not None else ()
+            # A rank cannot know whether another one has used a parameter of which it has a part.
+            is_flat = part.message.landing is Landing.FLAT
             for index, slot in enumerate(part.message.slots):
-                has_gradient = part.grads[index] is not None or (kept_slots and kept_slots[index])
                 member = lane.members[slot.entry]
+                has_gradient = part.grads[index] is not None or (kept_slots and kept_slots[index])
+                has_gradient = has_gradient or (is_flat and member.is_trainable)
                 if has_gradient and member.takes_gradient:
                     self._hand_over.add(member, offset + part.message.shard_offset(slot, rank))
             offset += part.message.segment_numel
