@@ -15,11 +15,15 @@ from fullshard.api import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
     OptimStateDictConfig,
     OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
@@ -31,7 +35,7 @@ from fullshard.fsdp_module import UnshardHandle, unshard_runner
 from fullshard.optim.clipping import clip_grads
 from fullshard.runtime.build import Request, build_runner, managed_modules
 from fullshard.runtime.names import WRAPPED, clean_name
-from fullshard.runtime.runner import Habits, Prefetch, Runner, runner_of
+from fullshard.runtime.runner import Runner, runner_of
 from fullshard.state import optimizer, optimizer_keys, optimizer_loading
 from fullshard.state.lanes import wrappers_of
 from fullshard.state.loading import install_load_hooks, strict_loading
@@ -40,18 +44,38 @@ from fullshard.state.settings import set_settings, settings_of, settings_scope
 from fullshard.state.summon import summon_full_params
 from fullshard.unit.flat import Form
 from fullshard.unit.reducing import CommHook
-from fullshard.unit.settings import Settings
 from fullshard.unit.unit import Unit
 from fullshard.wrapping import (
     Ignored,
     broadcast_states,
     checked_strategy,
     compute_device,
+    habits_of,
     materialize,
+    offload_of,
+    policy_of,
+    unit_settings,
     wrap_by_policy,
 )
 
-__all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -126,14 +150,14 @@ class FullyShardedDataParallel(nn.Module):
             modules=(self,),
             topology=topology,
             device=device,
-            policy=_policy_of(self.mixed_precision),
-            offload=_offload_of(cpu_offload),
-            settings=_settings_of(strategy, self.mixed_precision),
+            policy=policy_of(self.mixed_precision),
+            offload=offload_of(cpu_offload),
+            settings=unit_settings(strategy, self.mixed_precision),
             ignored=ignored.params,
             ignored_modules=ignored.modules,
             form=Form.SLICES if use_orig_params else Form.FLAT,
             owner=module,
-            habits=_habits_of(forward_prefetch, backward_prefetch, self.mixed_precision),
+            habits=habits_of(forward_prefetch, backward_prefetch, self.mixed_precision),
         )
         build_runner(request)
         install_state_hooks(self)
@@ -375,50 +399,6 @@ _INHERITED = frozenset(
         "device_mesh",
     }
 )
-
-_RESHARDS = {
-    # None: unless it is the root, which backward starts with.
-    ShardingStrategy.FULL_SHARD: None,
-    ShardingStrategy.HYBRID_SHARD: None,
-    ShardingStrategy.SHARD_GRAD_OP: False,
-    ShardingStrategy._HYBRID_SHARD_ZERO2: False,
-    ShardingStrategy.NO_SHARD: None,
-}
-
-_PREFETCHES = {
-    BackwardPrefetch.BACKWARD_PRE: Prefetch.BEFORE,
-    BackwardPrefetch.BACKWARD_POST: Prefetch.AFTER,
-    None: Prefetch.NEVER,
-}
-
-
-def _policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(
-        param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        cast_forward_inputs=precision.cast_forward_inputs,
-    )
-
-
-def _settings_of(strategy: ShardingStrategy, precision: MixedPrecision) -> Settings:
-    return Settings(
-        reshard_after_forward=_RESHARDS[strategy],
-        keep_low_precision_grads=precision.keep_low_precision_grads,
-    )
-
-
-def _habits_of(
-    forward: bool, backward: BackwardPrefetch | None, precision: MixedPrecision
-) -> Habits:
-    return Habits(
-        prefetches_forward=forward,
-        backward_prefetch=_PREFETCHES[backward],
-        casts_root_inputs=precision.cast_root_forward_inputs,
-    )
-
-
-def _offload_of(offload: CPUOffload | None) -> OffloadPolicy:
-    return CPUOffloadPolicy() if offload is not None and offload.offload_params else OffloadPolicy()
 
 
 def _runner(module: nn.Module) -> Runner:

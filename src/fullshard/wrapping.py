@@ -12,13 +12,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 from fullshard.choosing import Chosen, choose, wrap_chosen
 from fullshard.comm.topology import Topology, device_of
 from fullshard.errors import ConfigError, LifecycleError
 from fullshard.runtime.build import managed_modules
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.runner import Habits, Prefetch, runner_of
 from fullshard.runtime.trees import map_tensors
+from fullshard.unit.settings import Settings
 from fullshard.unit.succession import successor
 
 _BUCKET_BYTES = 250 * 1024 * 1024
@@ -137,7 +146,7 @@ def compute_device(
 ) -> torch.device:
     """Where a wrapper computes: as asked for, as its mesh or its parameters say, or the best."""
     if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             raise ConfigError(
                 f"device_id: a number names an accelerator, found {device_id} and no accelerator; "
@@ -152,7 +161,7 @@ def compute_device(
         if param.device.type not in ("cpu", "meta"):
             return param.device
     group = process_group[0] if isinstance(process_group, (tuple, list)) else process_group
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not dist.is_initialized():
         return torch.device("cpu")
     group = dist.group.WORLD if group is None else group
@@ -168,6 +177,55 @@ def _indexed(device: torch.device) -> torch.device:
     if device.type == "cpu" or ":" in str(device):
         return device
     return torch.device(device.type, torch.get_device_module(device.type).current_device())
+
+
+_RESHARDS = {
+    # None: unless it is the root, which backward starts with.
+    ShardingStrategy.FULL_SHARD: None,
+    ShardingStrategy.HYBRID_SHARD: None,
+    ShardingStrategy.SHARD_GRAD_OP: False,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: False,
+    ShardingStrategy.NO_SHARD: None,
+}
+
+_PREFETCHES = {
+    BackwardPrefetch.BACKWARD_PRE: Prefetch.BEFORE,
+    BackwardPrefetch.BACKWARD_POST: Prefetch.AFTER,
+    None: Prefetch.NEVER,
+}
+
+
+def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
+    """The dtypes, in the engine's words."""
+    return MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        cast_forward_inputs=precision.cast_forward_inputs,
+    )
+
+
+def unit_settings(strategy: ShardingStrategy, precision: MixedPrecision) -> Settings:
+    """How a unit behaves under a strategy."""
+    return Settings(
+        reshard_after_forward=_RESHARDS[strategy],
+        keep_low_precision_grads=precision.keep_low_precision_grads,
+    )
+
+
+def habits_of(
+    forward: bool, backward: BackwardPrefetch | None, precision: MixedPrecision
+) -> Habits:
+    """When a wrapper prefetches, and what it casts."""
+    return Habits(
+        prefetches_forward=forward,
+        backward_prefetch=_PREFETCHES[backward],
+        casts_root_inputs=precision.cast_root_forward_inputs,
+    )
+
+
+def offload_of(offload: CPUOffload | None) -> OffloadPolicy:
+    """Where the shards live."""
+    return CPUOffloadPolicy() if offload is not None and offload.offload_params else OffloadPolicy()
 
 
 # Wrapping by a policy

@@ -124,7 +124,7 @@ def require_initialized(subject: str) -> None:
 def default_mesh() -> DeviceMesh:
     """All ranks on one axis, on the accelerator if there is one."""
     require_initialized("fully_shard")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(device_type, (dist.get_world_size(),))
 

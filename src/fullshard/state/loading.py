@@ -128,6 +128,7 @@ def _after_loading(wrapper: nn.Module, incompatible: Any) -> None:
 def _load_below(wrapper: nn.Module, state: Entries, prefix: str, missing: list[str]) -> None:
     """Check all entries below an outermost wrapper, and write those of its parameters."""
     tree = _Tree(wrapper)
+    tree.run_hooks(state, prefix)
     keys = {clean_name(key[len(prefix) :]): key for key in state if key.startswith(prefix)}
     entries = {name: state[key] for name, key in keys.items()}
     findings = tree.check(entries)
@@ -135,8 +136,9 @@ def _load_below(wrapper: nn.Module, state: Entries, prefix: str, missing: list[s
     _agree(wrapper, findings.errors(strict))
     if is_summoned(wrapper):
         # The parameters are registered in their full shape: nn.Module can load them itself.
-        for name in entries.keys() & tree.parameter_names:
+        for name in sorted(entries.keys() & tree.parameter_names):
             state[keys[name]] = made_whole(entries[name])
+        wrapper.__dict__[_LOAD] = _Load(wrapper, prefix, missing, set())
         return
     for name in sorted(entries.keys() & tree.plain.keys()):
         path, target = tree.plain[name]
@@ -181,6 +183,8 @@ class _Tree:
         self.optional: set[str] = set()
         self.lenient: list[str] = []
         """Modules that load in their own way, which this check leaves alone."""
+        self.hooked: list[tuple[str, str, nn.Module]] = []
+        """Modules with hooks of their own: their path, as keys have it and in full."""
         cared_for = {
             (id(place.module), place.name)
             for lane in self.lanes
@@ -214,9 +218,23 @@ class _Tree:
             found["_extra_state"] = None
         # Wrappers and checkpoint wrappers put their names into the keys when their turn comes.
         seen_as = before.replace(f"{WRAPPED}.", "").replace(_CHECKPOINTED, "")
+        is_wrapper = runner_of(module) is not None or _CHECKPOINTED[:-1] in module._modules
+        if module._load_state_dict_pre_hooks and not is_wrapper:
+            self.hooked.append((seen_as, path, module))
         self.plain.update(
             (clean_name(before + name), (seen_as + name, target)) for name, target in found.items()
         )
+
+    def run_hooks(self, state: Entries, prefix: str) -> None:
+        """Let modules rename entries of an older form before those of parameters are taken.
+
+        nn.Module will call these hooks again, as it does for state dicts of the present form.
+        """
+        metadata: dict[str, Any] = getattr(state, "_metadata", None) or {}
+        for seen_as, path, module in self.hooked:
+            own = metadata.get(prefix + path, metadata.get(clean_name(prefix + path), {}))
+            for hook in module._load_state_dict_pre_hooks.values():
+                hook(state, prefix + seen_as, own, True, [], [], [])
 
     def check(self, entries: Entries) -> _Findings:
         findings = _Findings()

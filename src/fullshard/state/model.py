@@ -19,7 +19,7 @@ from fullshard.api import FullStateDictConfig, ShardedStateDictConfig, StateDict
 from fullshard.errors import LifecycleError
 from fullshard.runtime.runner import runner_of
 from fullshard.state.lanes import StateLane, borrowed_lanes_of, lanes_of
-from fullshard.state.names import clean_name, flat_name
+from fullshard.state.names import WRAPPED, clean_name, flat_name
 from fullshard.state.settings import own_settings
 from fullshard.state.sharded import State, as_sharded, own_copy, sharded_tensor
 from fullshard.state.summon import is_first_rank, is_summoned
@@ -173,10 +173,12 @@ def _clean_keys(state: Entries, prefix: str) -> None:
     """Take the names of wrappers out of the keys; the order stays."""
     for key in [key for key in state if key.startswith(prefix)]:
         state[prefix + clean_name(key[len(prefix) :])] = state.pop(key)
+    if WRAPPED in prefix:
+        return  # the rest is for the outermost wrapper to do
     metadata: dict[str, Any] = getattr(state, "_metadata", {})
     for key in list(metadata):
         # Versions of modules are found under both names: by wrapped models and by others.
-        metadata.setdefault(clean_name(f"{key}.").removesuffix("."), metadata[key])
+        metadata.setdefault(clean_name(key), metadata[key])
 
 
 def _arrange(wrapper: nn.Module, state: Entries, prefix: str, added: dict[str, int]) -> None:
@@ -186,7 +188,7 @@ def _arrange(wrapper: nn.Module, state: Entries, prefix: str, added: dict[str, i
     """
     owners: dict[str, int] = {}
     for index, (name, _) in enumerate(nn.Module.named_modules(wrapper, remove_duplicate=False)):
-        owners.setdefault(clean_name(f"{name}.").removesuffix("."), index)
+        owners.setdefault(clean_name(name), index)
 
     def place(key: str) -> tuple[int, bool, int]:
         owner = key[len(prefix) :]

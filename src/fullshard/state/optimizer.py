@@ -14,13 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.api import StateDictType
-from fullshard.errors import ConfigError, UnknownNameError
+from fullshard.errors import UnknownNameError
 from fullshard.state.lanes import StateLane
 from fullshard.state.optimizer_exchange import (
     Elements,
     Said,
     agreed_state,
     exchanged,
+    own_shaped,
     said_of,
     shard_groups,
 )
@@ -121,7 +122,7 @@ def _saved(
     optim_input: OptimInput,
     form: Form,
 ) -> dict[str, Any]:
-    roster = _roster_of_wrapped(model)
+    roster = Roster(model)
     problem: Exception | None = None
     states: dict[Holding, State] = {}
     try:
@@ -138,16 +139,6 @@ def _saved(
     saved = {name: saved[name] for name in [*names, *saved] if name in saved}
     saved.update(loose)
     return {"state": saved} if groups is None else {"state": saved, "param_groups": groups}
-
-
-def _roster_of_wrapped(model: nn.Module) -> Roster:
-    roster = Roster(model)
-    if not roster.lanes:
-        raise ConfigError(
-            f"{type(model).__name__}: a model with at least one FullyShardedDataParallel module "
-            "that has parameters expected, found none; use the optimizer's own state_dict."
-        )
-    return roster
 
 
 class _Lookup:
@@ -203,12 +194,13 @@ def _agreed(
     """What the state of every cut parameter consists of, the same on all ranks."""
     cut = [holding for holding in roster.holdings if not holding.is_whole]
     groups = shard_groups(roster.lanes)
+    own_shapes = own_shaped(states)
     told: list[list[Said]] = []
     members: list[list[Holding]] = []
     for lanes in groups.values():
         inside = [h for h in cut if any(h.lane is lane for lane in lanes)]
         members.append(inside)
-        told.append([said_of(h, states.get(h)) for h in inside])
+        told.append([said_of(h, states.get(h), own_shapes) for h in inside])
     agreed: dict[Holding, State] = {}
     everyone = exchanged(list(groups), told, problem)
     for inside, answers in zip(members, everyone, strict=True):
@@ -216,7 +208,7 @@ def _agreed(
             _note(agreed, holding, agreed_state(holding, said))
     for holding in cut:
         if holding.lane is not None and holding.lane.num_ranks == 1:
-            _note(agreed, holding, said_of(holding, states.get(holding)).state)
+            _note(agreed, holding, said_of(holding, states.get(holding), own_shapes).state)
     return agreed
 
 

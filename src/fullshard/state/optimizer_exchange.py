@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,7 +32,21 @@ class Said:
     state: dict[str, Any] | None
 
 
-def said_of(holding: Holding, state: dict[str, Any] | None) -> Said:
+def own_shaped(states: Mapping[Holding, Mapping[str, Any]]) -> set[str]:
+    """The names of state whose tensors are not as large as what this rank has of a parameter.
+
+    Such state has a shape of its own, also where that happens to be the size of a slice.
+    """
+    return {
+        name
+        for holding, state in states.items()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+        if value.numel() != holding.local_numel and not holding.is_whole
+    }
+
+
+def said_of(holding: Holding, state: Mapping[str, Any] | None, own_shapes: set[str]) -> Said:
     """Describe this rank's state, with what is small enough to be told outright."""
     numel = holding.local_numel
     if state is None:
@@ -41,7 +55,7 @@ def said_of(holding: Holding, state: dict[str, Any] | None) -> Said:
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             told[name] = value
-        elif value.dim() > 0 and value.numel() == numel:
+        elif value.dim() > 0 and name not in own_shapes:
             told[name] = Elements(value.dtype)
         else:
             told[name] = value.detach().cpu()
@@ -105,23 +119,20 @@ def exchanged(
 
     A rank that has found a mistake takes part, so that the others learn of it and do not wait.
     """
-    received: list[list[tuple[int, Exception | None, _T]]] = []
+    # As words: not every exception can be sent.
+    kind = type(problem) if isinstance(problem, FullshardError) else DisagreementError
+    said = None if problem is None else (kind, f"rank {dist.get_rank()}: {problem}")
+    received: list[list[Any]] = []
     for group, value in zip(groups, values, strict=True):
         answers: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(answers, (dist.get_rank(), problem, value), group=group)
+        dist.all_gather_object(answers, (said, value), group=group)
         received.append(answers)
     if problem is not None:
         raise problem
-    for answers in received:
-        for rank, other, _ in answers:
-            if isinstance(other, FullshardError):
-                raise type(other)(f"rank {rank}: {other}")
-            if other is not None:
-                raise DisagreementError(
-                    f"optimizer state: all ranks must have a valid one, found on rank {rank} "
-                    f"{type(other).__name__}: {other}; see the error there."
-                )
-    return [[value for _, _, value in answers] for answers in received]
+    for other, _ in (answer for answers in received for answer in answers):
+        if other is not None:
+            raise other[0](other[1])
+    return [[value for _, value in answers] for answers in received]
 
 
 def shard_groups(lanes: Sequence[StateLane]) -> dict[dist.ProcessGroup, list[StateLane]]:

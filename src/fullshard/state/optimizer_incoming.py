@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,14 +57,23 @@ def is_array(value: Any) -> bool:
 
 
 def shape_of(value: Any) -> torch.Size:
+    # A ShardedTensor warns about itself when it is asked directly.
     size = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
     return torch.Size(size)
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    if isinstance(value, ShardedTensor):
+        return value.metadata().tensor_properties.dtype
+    dtype: torch.dtype = value.dtype
+    return dtype
 
 
 def _description(value: Any) -> str:
     if not is_array(value):
         return type(value).__name__
-    return f"{type(value).__name__} {tuple(shape_of(value))} {value.dtype}"
+    kind = type(value).__name__ if is_cut(value) else "Tensor"
+    return f"{kind} {tuple(shape_of(value))} {dtype_of(value)}"
 
 
 def read(state_dict: Mapping[str, Any] | None, roster: Roster) -> Incoming:
@@ -134,7 +143,7 @@ def _outlined(value: Any) -> Any:
     if not is_array(value):
         return value
     shape = shape_of(value)
-    return Awaited(shape, value.dtype) if shape or is_cut(value) else value.detach().cpu()
+    return Awaited(shape, dtype_of(value)) if shape or is_cut(value) else value.detach().cpu()
 
 
 def fetch_here(value: Any, lane: StateLane) -> Any:
@@ -145,50 +154,49 @@ def fetch_here(value: Any, lane: StateLane) -> Any:
 class Checked:
     """Which state has a value for each element of its parameter, and that all of it fits.
 
-    State whose shape is not the parameter's is kept whole on every rank, as a number of steps is.
-    It counts as a mistake where the same state does have the shape of another parameter, and
-    where it differs in shape from one parameter to the next though these are cut into slices.
+    Some state has a shape of its own, the same for all parameters; it is kept whole on every
+    rank, as a number of steps is. A shape that fits neither its parameter nor this is a mistake.
     """
 
     def __init__(self, incoming: Incoming, roster: Roster, *, may_be_cut: bool) -> None:
         self._elementwise: set[str] = set()
-        self._states = incoming.states
-        parts = {part.names[0]: part for lane in roster.lanes for part in lane.parts}
-        self._parts = {name: parts[name] for name in incoming.states if name in parts}
-        whole = {p.names[0] for lane in roster.lanes if lane.num_ranks == 1 for p in lane.parts}
-        arrays = list(self._arrays())
-        for part, key, value in arrays:
-            if part.shape and shape_of(value) == part.shape:
+        arrays: dict[str, list[tuple[StatePart, Any]]] = {}
+        lanes = {part: lane for lane in roster.lanes for part in lane.parts}
+        for part in lanes:
+            for key, value in incoming.states.get(part.names[0], {}).items():
+                if not is_array(value):
+                    continue
+                if is_cut(value) and not may_be_cut:
+                    raise ConfigError(
+                        "optim_state_dict: whole tensors expected where one rank has them all, "
+                        f"found a {type(value).__name__} in state {key!r} of {part.names[0]!r}; "
+                        "load it without rank0_only."
+                    )
+                if shape_of(value):
+                    arrays.setdefault(key, []).append((part, value))
+        for key, entries in arrays.items():
+            odd = [(part, value) for part, value in entries if shape_of(value) != part.shape]
+            if not odd:
                 self._elementwise.add(key)
-        first_shapes: dict[str, torch.Size] = {}
-        for part, key, value in arrays:
-            if is_cut(value) and not may_be_cut:
-                raise ConfigError(
-                    f"optim_state_dict: whole tensors expected where one rank has them all, found "
-                    f"a {type(value).__name__} in state {key!r} of {part.names[0]!r}; load it "
-                    "without rank0_only."
-                )
-            shape = shape_of(value)
-            if not shape or shape == part.shape:
                 continue
-            first = first_shapes.setdefault(key, shape)
-            if key in self._elementwise or (shape != first and part.names[0] not in whole):
+            has_own_shape = len({shape_of(value) for _, value in entries}) == 1
+            # A parameter that nothing is cut of may have any state, such as factors of moments.
+            cut = [
+                part
+                for part, _ in odd
+                if lanes[part].num_ranks > 1 or lanes[part].flat_param is not None
+            ]
+            is_rule = 2 * len(odd) > len(entries)
+            if not is_rule or (cut and not has_own_shape):
+                part, value = odd[0]
                 raise ConfigError(
                     f"optim_state_dict: state {key!r} of {part.names[0]!r} must have the "
-                    f"parameter's shape {tuple(part.shape)}, found {tuple(shape)}; pass the state "
-                    "of an optimizer of this model."
+                    f"parameter's shape {tuple(part.shape)}, found {tuple(shape_of(value))}; pass "
+                    "the state of an optimizer of this model."
                 )
-
-    def _arrays(self) -> Iterator[tuple[StatePart, str, Any]]:
-        for name, part in self._parts.items():
-            for key, value in self._states[name].items():
-                if is_array(value):
-                    yield part, key, value
 
     def is_elementwise(self, part: StatePart, key: str, value: Any) -> bool:
         if not is_array(value) or shape_of(value) != part.shape:
             return False
-        if part.shape:
-            return True
         # A parameter without dims: only the state of the others tells its elements from numbers.
-        return key in self._elementwise or (not self._elementwise and key != "step")
+        return key in self._elementwise or not (part.shape or self._elementwise or key == "step")

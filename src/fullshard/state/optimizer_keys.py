@@ -57,11 +57,17 @@ class Holding:
 
 
 class Roster:
-    """All parameters of a model as its optimizers see them, the same on every rank."""
+    """All parameters of a wrapped model as its optimizers see them, alike on every rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.lanes = lanes_of(model)
+        if not self.lanes:
+            raise ConfigError(
+                f"{type(model).__name__}: a model with at least one FullyShardedDataParallel "
+                "module that has parameters expected, found none; use the state dict of the "
+                "optimizer as it is."
+            )
         self.holdings = list(_wrapped_holdings(model, self.lanes))
         self._by_param = {id(holding.param): holding for holding in self.holdings}
         self._by_key: dict[str, Holding] = {}
@@ -87,7 +93,7 @@ class Roster:
 
     def keyed(self, key: str) -> Holding | None:
         """The holding that the model lists under this name."""
-        return self._by_key.get(clean_name(key)) or (self.named(key) or (None, None))[1]
+        return self._by_key.get(clean_name(key))
 
     def of_param(self, param: nn.Parameter, position: str) -> Holding:
         holding = self._by_param.get(id(param))

@@ -24,6 +24,7 @@ from fullshard.state.optimizer_incoming import (
     Fetch,
     Incoming,
     fetch_here,
+    is_cut,
     read,
 )
 from fullshard.state.optimizer_keys import Holding, Key, OptimInput, Roster, warn_of_optim_input
@@ -120,20 +121,14 @@ class _Target:
         is_alone: bool = False,
     ) -> dict[str, Any]:
         roster = Roster(self.model)
-        if not roster.lanes:
-            raise ConfigError(
-                f"{type(self.model).__name__}: a model with at least one "
-                "FullyShardedDataParallel module that has parameters expected, found none; load "
-                "the state dict into the optimizer as it is."
-            )
         fetch: Fetch = fetch_here
         told: list[dist.ProcessGroup | None] = []
-        if not is_alone:
-            told += shard_groups(roster.lanes)
         if rank0_only:
             broadcast = Broadcast(group, roster.lanes[0].device)
             fetch, told = broadcast.fetch, [group]
             state_dict = broadcast.outline(state_dict)
+        elif not is_alone:
+            told += shard_groups(roster.lanes)
         problem: Exception | None = None
         incoming = Incoming()
         try:
@@ -144,23 +139,15 @@ class _Target:
         except Exception as error:
             problem = error
         _compare(told, incoming, problem)
-        keys = {holding: key for group in groups for key, holding in group.items()}
         slicing = _Slicing(roster, incoming, checked, fetch, self._kept_when_empty(roster))
-        state: dict[Any, Any] = {}
-        for holding in roster.holdings:
-            own = slicing.state_of(holding)
-            if own is not None and holding in keys:
-                state[keys[holding]] = own
-        for name, value in incoming.loose.items():
-            state[name] = slicing.loose(value)
-        return (
-            {"state": state}
-            if param_groups is None
-            else {
-                "state": state,
-                "param_groups": param_groups,
-            }
-        )
+        # In the order of the model, which is the same on all ranks, also what is not held here.
+        own = {holding: slicing.state_of(holding) for holding in roster.holdings}
+        keyed = {key: own[holding] for group in groups for key, holding in group.items()}
+        state: dict[Any, Any] = {key: each for key, each in keyed.items() if each is not None}
+        state.update({name: slicing.loose(value) for name, value in incoming.loose.items()})
+        if param_groups is None:
+            return {"state": state}
+        return {"state": state, "param_groups": param_groups}
 
     def _kept_when_empty(self, roster: Roster) -> set[Holding]:
         """Parameters that need state also where this rank has none of their elements."""
@@ -201,8 +188,6 @@ def _compare(
                 "optim_state_dict: all ranks must load state of the same parameters, in the same "
                 "shapes and dtypes, found differences; load the same checkpoint on every rank."
             )
-    if problem is not None:
-        raise problem
 
 
 def _holdings_of(
@@ -306,9 +291,12 @@ class _Slicing:
         return own if has_elements or holding in self.kept_when_empty else None
 
     def _plain(self, holding: Holding, state: Mapping[str, Any]) -> State:
-        if isinstance(holding.param, DTensor):
-            return {key: _copied(value) for key, value in state.items()}
-        return {key: self.loose(state[key]) for key in sorted(state)}
+        return {
+            key: _copied(state[key])
+            if isinstance(holding.param, DTensor) and is_cut(state[key])
+            else self.loose(state[key])
+            for key in sorted(state)
+        }
 
     def loose(self, value: Any) -> Any:
         """State of no wrapped parameter: whole on every rank."""

@@ -36,18 +36,21 @@ def as_sharded(full: torch.Tensor, lane: StateLane, *, use_dtensor: bool, to_cpu
     axis = lane.topology.shard
     rows = _chunk_rows(full.size(0), axis.size)
     mine = rows[axis.rank] if axis.rank < len(rows) else range(0)
-    local = own_copy(full[mine.start : mine.stop], to_cpu=to_cpu)
+    local = full[mine.start : mine.stop]
     if use_dtensor:
         mesh = lane.topology.mesh
         placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [ShardDim(0)]
-        return DTensor.from_local(
-            local,
+        made = DTensor.from_local(
+            own_copy(local, to_cpu=False),
             mesh,
             placements,
             run_check=False,
             shape=full.shape,
             stride=full.contiguous().stride(),
         )
+        # Afterwards: from_local puts what it is given on the mesh's device.
+        return made.cpu() if to_cpu else made
+    local = own_copy(local, to_cpu=to_cpu)
     shapes = [(len(r), *full.shape[1:]) for r in rows]
     return sharded_tensor(local, shapes, [r.start for r in rows], full.shape, axis)
 

@@ -16,7 +16,14 @@ from fullshard.runtime.runner import runner_of
 from fullshard.state.lanes import StateLane, StatePart, lanes_of, wrappers_of
 
 _SUMMONED = "_is_summoned"
-_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_GRAD_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +136,10 @@ def _flagged(wrapper: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _shown(lane: StateLane, summons: Summons) -> Iterator[None]:
-    with torch.no_grad():
-        show = _Show(lane, summons)
-        show.enter()
+    show = _Show(lane, summons)
     try:
+        with torch.no_grad():
+            show.enter()
         yield
     finally:
         with torch.no_grad():
