@@ -163,7 +163,8 @@ class MixedPrecision:
 
     `param_dtype` and `reduce_dtype` are as in `MixedPrecisionPolicy`. `buffer_dtype` is the dtype
     of floating-point buffers while training; state dicts hold their original one.
-    `keep_low_precision_grads` leaves gradients in the dtype of the compute.
+    `keep_low_precision_grads` leaves gradients in the dtype of the compute, or of the reduction
+    where nothing is sharded.
     `cast_forward_inputs` casts what any wrapper is given, `cast_root_forward_inputs` what the
     outermost one is. Modules of `_module_classes_to_ignore` compute in full precision, in a unit
     of their own, where a policy does the wrapping.

@@ -123,6 +123,13 @@ def checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> Shar
             f"FullyShardedDataParallel: an nn.Module is expected, found {type(module).__name__}; "
             "pass the module itself."
         )
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            f"FullyShardedDataParallel: a module that is called is expected, found "
+            f"{type(module).__name__}, which has no forward: its parameters will not be gathered "
+            "when the modules inside run. Wrap those, or the module around it.",
+            stacklevel=3,
+        )
     if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
         raise ConfigError(
             f"backward_prefetch: one of {[str(each) for each in BackwardPrefetch]} or None is "

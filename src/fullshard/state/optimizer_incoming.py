@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,7 @@ class Incoming:
 
     def fingerprint(self) -> str:
         """The same on ranks that will have to fetch the same values."""
-        lines = [
-            f"{name} {key} {_description(state[key])}"
-            for name, state in sorted(self.states.items())
-            for key in sorted(state)
-        ]
+        lines = [*_described(self.states), *_described(self.loose)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -69,11 +65,16 @@ def dtype_of(value: Any) -> torch.dtype:
     return dtype
 
 
-def _description(value: Any) -> str:
-    if not is_array(value):
-        return type(value).__name__
-    kind = type(value).__name__ if is_cut(value) else "Tensor"
-    return f"{kind} {tuple(shape_of(value))} {dtype_of(value)}"
+def _described(value: Any, name: str = "") -> Iterator[str]:
+    """What is where in nested state, in any order that it may come in."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _described(value[key], f"{name} {key}")
+    elif is_array(value):
+        kind = type(value).__name__ if is_cut(value) else "Tensor"
+        yield f"{name}: {kind} {tuple(shape_of(value))} {dtype_of(value)}"
+    else:
+        yield f"{name}: {type(value).__name__}"
 
 
 def read(state_dict: Mapping[str, Any] | None, roster: Roster) -> Incoming:

@@ -15,7 +15,7 @@ import torch
 
 from fullshard.comm.collectives import Brought, Collectives, Transfer, all_reduce
 from fullshard.comm.topology import Axis, Topology
-from fullshard.layout import Landing, Lane, Message, Split
+from fullshard.layout import Landing, Lane, Message, Split, Stages
 from fullshard.unit.flow import Flow, Tail
 from fullshard.unit.gathering import permuted_pairs
 from fullshard.unit.handover import HandOver
@@ -294,15 +294,19 @@ class Reduction:
             scaling = self._scaling(lane)
             if scaling.after != 1.0:
                 lane.result.div_(scaling.after)
-            stages = lane.lane.stages
-            keeps = self._settings.keep_low_precision_grads
-            self._hand_over.add_result(lane.result.to(stages.computed if keeps else stages.kept))
+            self._hand_over.add_result(lane.result.to(self._given_dtype(lane.lane.stages)))
             if lane.holder is not None:
                 self._hand_over.add(lane.holder, 0)
             else:
                 self._give_members(lane)
         self._hand_over.finish()
         self._event = self._flow.device.record()
+
+    def _given_dtype(self, stages: Stages) -> torch.dtype:
+        """Of the gradients that optimizers see; where low precision is kept, as torch keeps it."""
+        if not self._settings.keep_low_precision_grads:
+            return stages.kept
+        return stages.reduced if self._route.topology.shard.is_single else stages.computed
 
     def _give_members(self, lane: LaneReduction) -> None:
         rank = self._route.topology.shard.rank
