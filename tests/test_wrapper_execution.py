@@ -266,6 +266,34 @@ def test_micro_batches_add_up_in_host_memory_and_in_low_precision(
     )
 
 
+def zeroed_before_the_last(
+    set_to_none: bool, is_first_reduced: bool, model: Any, batches: list[Any], scale: float
+) -> Tensor:
+    """All but the last batch is given up, reduced or not; without sharding only that is seen."""
+    if hasattr(model, "no_sync"):
+        if is_first_reduced:
+            each_backward(model, batches[:1], scale)
+        for _ in range(2):
+            with model.no_sync():
+                each_backward(model, batches[:-1], scale)
+            assert all(param.grad is not None for param in model.parameters())
+            SGD(model.parameters()).zero_grad(set_to_none=set_to_none)
+    return each_backward(model, batches[-1:], scale)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@both_forms
+@on_ranks(2)
+def test_zeroed_gradients_are_gone_also_those_that_were_not_reduced(
+    rank: Rank, set_to_none: bool, use_orig_params: bool
+) -> None:
+    for is_first_reduced in (False, True):
+        step = functools.partial(zeroed_before_the_last, set_to_none, is_first_reduced)
+        lesson = Lesson(step=step, num_micro_batches=3)
+        # Torch's class keeps the reduced ones where zero_grad does not find them.
+        in_all_ways(Net, use_orig_params, lesson, torch_shard=None if is_first_reduced else "same")
+
+
 # Odd models.
 
 

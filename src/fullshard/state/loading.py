@@ -24,11 +24,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fullshard.comm.agreement import Agreement
 from fullshard.errors import CheckpointError
+from fullshard.runtime.names import WRAPPED, clean_name
 from fullshard.runtime.runner import runner_of
 from fullshard.state.lanes import StateLane, StatePart, borrowed_lanes_of, lanes_of, wrappers_of
-from fullshard.state.names import WRAPPED, clean_name, flat_name
 from fullshard.state.sharded import as_full, made_whole
 from fullshard.state.summon import is_summoned
+from fullshard.unit.flat_lanes import flat_name
 
 _STRICT = "_fullshard_loads_strictly"
 _LOAD = "_fullshard_load"

@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
 from fullshard.errors import LifecycleError
+from fullshard.runtime.names import WRAPPED, clean_name
 from fullshard.runtime.runner import runner_of
 from fullshard.state.lanes import StateLane, borrowed_lanes_of, lanes_of
-from fullshard.state.names import WRAPPED, clean_name, flat_name
 from fullshard.state.settings import own_settings
 from fullshard.state.sharded import State, as_sharded, own_copy, sharded_tensor
 from fullshard.state.summon import is_first_rank, is_summoned
 from fullshard.unit.flat import FlatMember
+from fullshard.unit.flat_lanes import flat_name
 
 Entries = dict[str, Any]
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from fullshard.api import OptimStateKeyType
 from fullshard.errors import ConfigError, UnknownNameError
+from fullshard.runtime.names import clean_name
 from fullshard.state.lanes import StateLane, StatePart, lanes_of
-from fullshard.state.names import clean_name
 
 Key: TypeAlias = int | str
 OptimInput: TypeAlias = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]] | None

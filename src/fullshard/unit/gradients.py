@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,21 @@ from fullshard.unit.homes import home_device
 from fullshard.unit.member import Holder, Member
 from fullshard.unit.reducing import LaneReduction, MessageGradients, Partial, Reduction, Route
 from fullshard.unit.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a parameter shows as its gradient while more than that is kept unreduced."""
+
+    grad: torch.Tensor
+    version: int
+    is_stand_in: bool
+
+    def was_zeroed(self, param: torch.Tensor) -> bool:
+        """Whether someone has called `zero_grad` since, in either of its ways."""
+        if param.grad is not self.grad:
+            return param.grad is None
+        return self.grad._version != self.version and not self.grad.any()
 
 
 class Gradients:
@@ -35,11 +51,13 @@ class Gradients:
         self._partial: dict[int, Partial] = {}
         self._host_events: list[Any] = []
         self._created: list[Holder] = []
+        self._shown: dict[torch.Tensor, Shown] = {}
         self.arrived: set[Member] = set()
         self.was_reduced = False
 
     def are_owed(self, members: Sequence[Member], settings: Settings) -> bool:
         """Whether gradients wait to be reduced: new ones, or ones that an earlier step kept."""
+        self._drop_zeroed(members)
         if self.arrived:
             return True
         if not settings.requires_gradient_sync:
@@ -47,8 +65,12 @@ class Gradients:
         kept = any(member.accumulated is not None for member in members)
         return kept or (bool(self._partial) and settings.requires_all_reduce)
 
-    def keep(self, members: Sequence[Member]) -> None:
-        """Take the full gradients and keep them unreduced, in the dtype of the reduction."""
+    def keep(self, members: Sequence[Member], *, is_flat: bool) -> None:
+        """Take the full gradients and keep them unreduced, in the dtype of the reduction.
+
+        Wrapped parameters show that there is something: `zero_grad` is to drop it.
+        """
+        self._drop_zeroed(members)
         self.arrived.clear()
         self.was_reduced = True
         policy = self._policy
@@ -61,6 +83,32 @@ class Gradients:
                 member.accumulated = grad
             else:
                 member.accumulated.add_(grad)
+            if is_flat:
+                self._show(member.param)
+
+    def _show(self, param: torch.Tensor) -> None:
+        if param in self._shown:
+            return
+        is_stand_in = param.grad is None
+        if param.grad is None:
+            param.grad = torch.zeros_like(param, requires_grad=False)
+        self._shown[param] = Shown(param.grad, param.grad._version, is_stand_in)
+
+    def _drop_zeroed(self, members: Sequence[Member]) -> None:
+        """Forget what was kept for parameters whose gradients were zeroed since."""
+        zeroed = {param for param, shown in self._shown.items() if shown.was_zeroed(param)}
+        for param in zeroed:
+            del self._shown[param]
+        for member in members if zeroed else ():
+            if member.param in zeroed:
+                member.accumulated = None
+
+    def _hide(self) -> None:
+        """Take back what only stood for gradients."""
+        for param, shown in self._shown.items():
+            if shown.is_stand_in and param.grad is shown.grad:
+                param.grad = None
+        self._shown.clear()
 
     def reduce(
         self,
@@ -74,6 +122,9 @@ class Gradients:
 
         `holders` are the parameters that stand for whole lanes, where they do.
         """
+        for _, members in plans:
+            self._drop_zeroed(members)
+        self._hide()
         self.arrived.clear()
         self.was_reduced = True
         lanes = []
@@ -151,6 +202,7 @@ class Gradients:
         """Drop everything that a failed step left behind, also gradients that it created."""
         self.arrived.clear()
         self.was_reduced = False
+        self._hide()
         self._partial.clear()
         self._host_events.clear()
         for member in members:

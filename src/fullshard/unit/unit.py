@@ -360,7 +360,7 @@ class Unit:
         """Take the full gradients and start reducing them, or keep them if no sync is wanted."""
         with torch.no_grad():
             if not self.settings.requires_gradient_sync:
-                self.gradients.keep(self.members)
+                self.gradients.keep(self.members, is_flat=self.flat is not None)
                 return
             plans = [(self.layout, self._plain), (self.extension_layout, self._extended)]
             route = Route(
