@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import fullshard
+import fullshard.state
 
 API = Path(__file__).parent.parent / "docs" / "api.md"
 # The first cell of a table row: | `name` | what it is |
@@ -28,3 +29,10 @@ def test_a_public_name_exists_and_says_what_it_is(name):
     assert docstring
     # What dataclasses write by themselves says nothing.
     assert not docstring.startswith(f"{name}(")
+
+
+def test_the_names_of_checkpoints_are_the_documented_ones():
+    text = (API.parent / "checkpoints.md").read_text()
+    documented = re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)
+    assert sorted(fullshard.state.__all__) == sorted(documented)
+    assert all(inspect.getdoc(getattr(fullshard.state, name)) for name in documented)

@@ -1,0 +1,132 @@
+"""What a checkpoint has, without opening its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fullshard.cli.screen import bytes_in_words, counted
+from fullshard.state.dcp_format import read_index
+from fullshard.state.inventory import MODEL, OPTIMIZER
+from fullshard.state.manifest import INDEX, MANIFEST, Manifest
+from fullshard.state.opened import Opened, open_checkpoint
+
+_NUM_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLine:
+    """One tensor; `checksum` is None where there is no manifest."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    num_blocks: int
+    checksum: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A checkpoint. `others` are entries that are no tensors, which torch itself may write."""
+
+    path: Path
+    manifest: Manifest | None
+    tensors: tuple[TensorLine, ...]
+    others: tuple[str, ...]
+    files: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """What to print above the table."""
+        yield "checkpoint", str(self.path)
+        manifest = self.manifest
+        if manifest is None:
+            yield "written by", "torch.distributed.checkpoint itself: no manifest, no checksums"
+        else:
+            versions = ", ".join(f"{name} {text}" for name, text in manifest.versions.items())
+            yield "written by", f"{counted(manifest.num_ranks, 'rank')}, {versions}"
+            yield "created", manifest.created
+            yield "step", "" if manifest.step is None else str(manifest.step)
+            yield "selection", manifest.selection
+            yield "extra", ", ".join(manifest.extra)
+            yield "tied", ", ".join(f"{name} = {to}" for name, to in manifest.aliases.items())
+        yield "tensors", self._totals()
+        yield "no tensors", _listed(self.others)
+        total = bytes_in_words(sum(self.files.values()))
+        yield "files", f"{counted(len(self.files), 'file')}, {total}"
+
+    def _totals(self) -> str:
+        words = f"{counted(len(self.tensors), 'tensor')}, {bytes_in_words(self.num_bytes)}"
+        parts = {"model": MODEL, "optimizer": OPTIMIZER}
+        sizes = {
+            name: sum(t.num_bytes for t in self.tensors if t.name.startswith(prefix))
+            for name, prefix in parts.items()
+        }
+        if self.manifest is None or not sizes["optimizer"]:
+            return words
+        split = ", ".join(f"{name} {bytes_in_words(size)}" for name, size in sizes.items())
+        return f"{words} ({split})"
+
+    def as_json(self) -> dict[str, Any]:
+        manifest = self.manifest
+        return {
+            "path": str(self.path),
+            "written_by": "torch" if manifest is None else "fullshard",
+            "id": None if manifest is None else manifest.id,
+            "created": None if manifest is None else manifest.created,
+            "step": None if manifest is None else manifest.step,
+            "num_ranks": None if manifest is None else manifest.num_ranks,
+            "versions": {} if manifest is None else dict(manifest.versions),
+            "selection": None if manifest is None else manifest.selection,
+            "extra": [] if manifest is None else list(manifest.extra),
+            "aliases": {} if manifest is None else dict(manifest.aliases),
+            "num_bytes": self.num_bytes,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "others": list(self.others),
+            "files": dict(self.files),
+        }
+
+
+def contents_of(path: Path) -> Contents:
+    """Everything that is in a checkpoint."""
+    opened = open_checkpoint(path)
+    tensors = tuple(_line(opened, key) for key in opened.keys)
+    return Contents(path, opened.manifest, tensors, tuple(opened.object_keys), _files(opened))
+
+
+def _line(opened: Opened, key: str) -> TensorLine:
+    shape, dtype = opened.shape(key), opened.dtype(key)
+    stored = None if opened.manifest is None else opened.manifest.tensors.get(key)
+    return TensorLine(
+        name=key,
+        shape=shape,
+        dtype=str(dtype).removeprefix("torch."),
+        num_bytes=prod(shape) * dtype.itemsize,
+        num_blocks=len(opened.places(key)),
+        checksum=None if stored is None else stored.checksum,
+    )
+
+
+def _files(opened: Opened) -> dict[str, int]:
+    """Those that the checkpoint consists of; others that lie beside them are not its own."""
+    if opened.manifest is not None:
+        names = {MANIFEST, *opened.manifest.files}
+    else:
+        entries = read_index(opened.path).storage_data
+        names = {INDEX, *(entry.relative_path for entry in entries.values())}
+    return {name: (opened.path / name).stat().st_size for name in sorted(names)}
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    if not names:
+        return ""
+    more = "" if len(names) <= _NUM_SHOWN else f" and {len(names) - _NUM_SHOWN} more"
+    return f"{len(names)}: {', '.join(names[:_NUM_SHOWN])}{more}"

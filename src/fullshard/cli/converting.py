@@ -1,0 +1,221 @@
+"""Checkpoints written anew: in other files, or of weights that other programs wrote."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
+from fullshard.layout.rectangles import Rectangle
+from fullshard.runtime.names import clean_name
+from fullshard.state.extras import rank_file, unpacked
+from fullshard.state.inventory import MODEL
+from fullshard.state.opened import Opened, open_checkpoint
+from fullshard.state.safetensors_format import INDEX_SUFFIX, TensorFile, cut_out, open_tensors
+from fullshard.state.writing import Description, LazyTensor, write_checkpoint
+
+Report = Callable[[int, int], None]
+
+_NUM_SHOWN = 5
+
+
+def reshard(path: Path, out: Path, num_files: int, *, tensors_only: bool, progress: Report) -> None:
+    """Write a checkpoint again, with its tensors in `num_files` files."""
+    opened = open_checkpoint(path)
+    if opened.object_keys and not tensors_only:
+        raise UnsupportedError(
+            f"{path}: tensors alone can be resharded, found entries that are none "
+            f"({_listed(opened.object_keys)}); leave them out with --tensors-only."
+        )
+    manifest = opened.manifest
+    tensors = {key: LazyTensor.of(opened, key) for key in opened.keys}
+    write_checkpoint(
+        out,
+        _reported(tensors, progress),
+        None if manifest is None else Description.of(manifest),
+        num_files=num_files,
+        rank_states=_rank_states(opened),
+        checksums=None
+        if manifest is None
+        else {key: stored.checksum for key, stored in manifest.tensors.items()},
+    )
+
+
+def _rank_states(opened: Opened) -> list[dict[str, Any]]:
+    """What each rank of the run had saved for itself."""
+    manifest = opened.manifest
+    if manifest is None:
+        return []
+    found = [
+        unpacked(opened.path / rank_file(rank), manifest.id) for rank in range(manifest.num_ranks)
+    ]
+    return [{name: value for name, value in state.items() if name != "id"} for state in found]
+
+
+def import_weights(
+    path: Path, out: Path, num_files: int, *, key: str | None, progress: Report
+) -> None:
+    """Write the weights of safetensors files, or of a state dict, as a checkpoint."""
+    if path.is_dir() or path.name.endswith((".safetensors", INDEX_SUFFIX)):
+        if key is not None:
+            raise ConfigError(f"{path}: --key is for files of torch.save, found safetensors.")
+        tensors, aliases = _of_safetensors(path), dict[str, str]()
+    else:
+        tensors, aliases = _of_state_dict(path, key)
+    write_checkpoint(
+        out,
+        _reported({MODEL + name: tensor for name, tensor in tensors.items()}, progress),
+        Description(aliases=aliases, selection="model only"),
+        num_files=num_files,
+    )
+
+
+def _reported(tensors: Mapping[str, LazyTensor], progress: Report) -> dict[str, LazyTensor]:
+    """The same tensors; `progress` hears how many bytes of them were read."""
+    total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    num_done = 0
+
+    def reading(tensor: LazyTensor) -> LazyTensor:
+        def read(where: Rectangle) -> torch.Tensor:
+            nonlocal num_done
+            values = tensor.read(where)
+            num_done += where.numel * tensor.dtype.itemsize
+            progress(num_done, total)
+            return values
+
+        return replace(tensor, read=read)
+
+    return {key: reading(tensor) for key, tensor in tensors.items()}
+
+
+# Safetensors
+
+
+def _of_safetensors(path: Path) -> dict[str, LazyTensor]:
+    files = open_tensors(path)
+    _require_distinct(path, list(files))
+    return {clean_name(name): _of_file(path, file, name) for name, file in files.items()}
+
+
+def _of_file(path: Path, file: TensorFile, name: str) -> LazyTensor:
+    entry, dtype = file.entries[name], file.dtype(name)
+    if dtype is None:
+        raise UnsupportedError(
+            f"{path}: {name} must have a dtype that torch has, found {entry.dtype}; convert it "
+            "with the program that wrote it."
+        )
+
+    def read(where: Rectangle) -> torch.Tensor:
+        values = file.view(name, where).clone(memory_format=torch.contiguous_format)
+        file.forget(name, where)
+        return values
+
+    return LazyTensor(entry.shape, dtype, read)
+
+
+# State dicts
+
+
+def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The tensors of a state dict; tied ones once, and the names that they have beside it."""
+    state = _loaded(path)
+    if key is not None:
+        if not isinstance(state, dict) or key not in state:
+            raise ConfigError(f"{path}: {_said(state)} are in it, found no {key!r}; choose one.")
+        state = state[key]
+    if not isinstance(state, dict) or not state:
+        raise CheckpointError(
+            f"{path}: a state dict is expected, found {type(state).__name__}; save "
+            "model.state_dict() with torch.save."
+        )
+    wrong = [f"{name} ({type(value).__name__})" for name, value in state.items()
+             if not _is_dense(name, value)]  # fmt: skip
+    if wrong:
+        raise CheckpointError(
+            f"{path}: dense tensors by name are expected, found {_listed(wrong)}; say with --key "
+            "under which key the model is, or save its state dict alone."
+        )
+    _require_distinct(path, list(state))
+    found: dict[str, LazyTensor] = {}
+    aliases: dict[str, str] = {}
+    known: dict[tuple[Any, ...], str] = {}
+    for full_name, values in state.items():
+        name = clean_name(full_name)
+        first = known.setdefault(_memory(name, values), name)
+        if first != name:
+            aliases[name] = first
+            continue
+        found[name] = _of_memory(values.detach())
+    return found, aliases
+
+
+def _loaded(path: Path) -> Any:
+    """What torch.save wrote; mapped into memory, so that what is not looked at is not read."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: safetensors or a file of torch.save are expected, found nothing."
+        )
+    try:
+        return torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{path}: tensors that torch.save wrote are expected, found a file that cannot be read "
+            f"without running what is in it ({reason}); it is damaged, or has more than tensors."
+        ) from error
+
+
+def _is_dense(name: Any, value: Any) -> bool:
+    return (
+        isinstance(name, str)
+        and type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and not value.is_quantized
+        and not value.is_meta
+    )
+
+
+def _memory(name: str, values: torch.Tensor) -> tuple[Any, ...]:
+    """The same for names that share their values, as tied parameters do."""
+    if not values.numel():
+        return (name,)
+    return values.data_ptr(), values.dtype, values.shape, values.stride()
+
+
+def _of_memory(values: torch.Tensor) -> LazyTensor:
+    shape = tuple(values.shape)
+    whole = Rectangle((0,) * len(shape), shape)
+
+    def read(where: Rectangle) -> torch.Tensor:
+        return cut_out(values, whole, where).clone(memory_format=torch.contiguous_format)
+
+    return LazyTensor(shape, values.dtype, read)
+
+
+def _require_distinct(path: Path, names: list[str]) -> None:
+    """Names lose what wrappers added to them; they must stay different."""
+    cleaned: dict[str, str] = {}
+    for name in names:
+        other = cleaned.setdefault(clean_name(name), name)
+        if other != name:
+            raise CheckpointError(
+                f"{path}: names must differ without what wrappers add to them, found {other} and "
+                f"{name}; rename one."
+            )
+
+
+def _said(state: Any) -> str:
+    return _listed([str(name) for name in state]) if isinstance(state, dict) else "no keys"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return ", ".join(names[:_NUM_SHOWN]) + more

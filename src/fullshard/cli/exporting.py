@@ -1,0 +1,112 @@
+"""The model of a checkpoint as safetensors files, read and written a block at a time."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.state.dcp_format import read_index
+from fullshard.state.folder import discard, staging_folder
+from fullshard.state.inventory import MODEL
+from fullshard.state.opened import Opened, open_checkpoint
+from fullshard.state.safetensors_files import FilePlan, FileWriter, complete, install, plan_files
+from fullshard.state.safetensors_format import Described
+
+_MODEL_PART = MODEL.removesuffix(".")
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What is to be exported, and how: `prefix` is what the keys of the model begin with."""
+
+    dtype: torch.dtype | None
+    max_bytes: int
+    prefix: str | None
+
+
+def export(
+    path: Path, out: Path, asked: Export, *, progress: Callable[[int, int], None]
+) -> list[FilePlan]:
+    """Write the folder `out`, which appears when all its files are whole."""
+    if out.suffix == ".safetensors" or out.is_file():
+        raise ConfigError(
+            f"{out}: a folder is expected, found the name of a file; give its folder: the file in "
+            "it is called model.safetensors."
+        )
+    opened = open_checkpoint(path)
+    prefix = _model_prefix(opened) if asked.prefix is None else asked.prefix
+    keys = {key.removeprefix(prefix): key for key in opened.keys if key.startswith(prefix)}
+    if not keys:
+        raise CheckpointError(
+            f"{path}: tensors of a model are expected under {prefix!r}, found none; say with "
+            f"--prefix what they begin with, as {_some(opened)} do."
+        )
+    plans = plan_files([_described(opened, n, k, asked.dtype) for n, k in keys.items()],
+                       asked.max_bytes)  # fmt: skip
+    staging = staging_folder(out, uuid.uuid4().hex)
+    staging.mkdir(parents=True)
+    try:
+        num_done = 0
+        for plan in plans:
+            writer = FileWriter(staging, plan)
+            try:
+                for name in plan.entries:
+                    _write(writer, opened, name, keys[name], asked.dtype)
+                    num_done += 1
+                    progress(num_done, len(keys))
+                writer.finish()
+            finally:
+                writer.close()
+        complete(staging, plans)
+        install(staging, out)
+    except BaseException:
+        discard(staging)
+        raise
+    return plans
+
+
+def _described(opened: Opened, name: str, key: str, dtype: torch.dtype | None) -> Described:
+    opened.require_tiled(key)
+    return Described(name, _target(opened.dtype(key), dtype), opened.shape(key))
+
+
+def _target(kept: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    return asked if asked is not None and kept.is_floating_point else kept
+
+
+def _write(
+    writer: FileWriter, opened: Opened, name: str, key: str, dtype: torch.dtype | None
+) -> None:
+    for where, values in opened.blocks(key):
+        writer.write(name, where, values.to(_target(values.dtype, dtype)).contiguous())
+
+
+def _model_prefix(opened: Opened) -> str:
+    """What the keys of the model begin with.
+
+    Of checkpoints that torch wrote, the index says how its dicts were nested: a dot in a key may
+    come from a level of these, or from a name of the model.
+    """
+    if opened.manifest is not None:
+        return MODEL
+    paths = read_index(opened.path).planner_data
+    nested = paths if isinstance(paths, dict) else {}
+    levels = [nested.get(key) for key in opened.keys]
+    if any(isinstance(p, tuple) and len(p) > 1 and p[0] == _MODEL_PART for p in levels):
+        return MODEL
+    if all(isinstance(path, tuple) and len(path) == 1 for path in levels):
+        return ""
+    raise CheckpointError(
+        f"{opened.path}: a model is expected under {_MODEL_PART!r}, as fullshard writes it, found "
+        f"{_some(opened)}; say with --prefix what its keys begin with."
+    )
+
+
+def _some(opened: Opened) -> str:
+    keys = opened.keys[:3]
+    return ", ".join(keys) + (", ..." if len(opened.keys) > len(keys) else "")

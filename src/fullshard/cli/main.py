@@ -1,0 +1,27 @@
+"""Where the `fullshard` command begins."""
+
+from __future__ import annotations
+
+import sys
+
+_NEEDED = ("click", "rich")
+
+
+def main() -> None:
+    """Run the command; without what it needs, say what to install."""
+    try:
+        from fullshard.cli.commands import fullshard
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in _NEEDED:
+            raise
+        print(
+            f"fullshard: the command needs {' and '.join(_NEEDED)}, found no {error.name}; "
+            "run: pip install 'fullshard[cli]'",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
+    fullshard(prog_name="fullshard")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Small checkpoints on disk, written without ranks."""
+
+from pathlib import Path
+
+import torch
+
+from fullshard.layout.rectangles import Rectangle
+from fullshard.state.dcp_format import HeldTensor
+from fullshard.state.manifest import Manifest
+from fullshard.state.opened import open_checkpoint
+from fullshard.state.sites import Block
+from fullshard.state.writing import Description, write_checkpoint
+
+OPTIMIZER = {"param_groups": [{"lr": 0.1, "params": ["weight", "bias"]}], "values": {}}
+
+
+def content(seed: int) -> dict[str, torch.Tensor]:
+    """A seed below zero has little content."""
+    generator = torch.Generator().manual_seed(abs(seed))
+    if seed < 0:
+        return {"model.weight": torch.randn(6, 4, generator=generator)}
+    return {
+        "model.weight": torch.randn(6, 4, generator=generator),
+        "model.bias": torch.randn(3, generator=generator).bfloat16(),
+        "optimizer.state.weight.exp_avg": torch.randn(6, 4, generator=generator),
+    }
+
+
+def write(
+    path: Path, seed: int = 0, step: int | None = None, num_files: int = 2, padding: int = 0
+) -> Manifest:
+    """A checkpoint of `content(seed)`, as ranks with rows of it would write it.
+
+    Its manifest is larger by `padding`, its ranks' files by half of that.
+    """
+    held = {}
+    for key, tensor in content(seed).items():
+        blocks, row = [], 0
+        for values in tensor.chunk(num_files):
+            blocks.append(
+                Block(Rectangle((row, *(0,) * (tensor.dim() - 1)), tuple(values.shape)), values)
+            )
+            row += len(values)
+        held[key] = HeldTensor(tensor.shape, tensor.dtype, blocks)
+    states = [
+        {"extra": {"position": 10 * rank, "note": "-" * (padding // 2)}}
+        for rank in range(num_files)
+    ]
+    described = Description(step=step, optimizer=OPTIMIZER, selection="all" + "-" * padding)
+    return write_checkpoint(path, held, described, num_files=num_files, rank_states=states)
+
+
+def holds(path: Path, seed: int) -> bool:
+    opened = open_checkpoint(path)
+    expected = content(seed)
+    return set(opened.keys) == set(expected) and all(
+        torch.equal(opened.read(key), value) for key, value in expected.items()
+    )

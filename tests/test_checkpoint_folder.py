@@ -1,0 +1,395 @@
+"""Checkpoints as folders: they appear at once or not at all, are found, replaced and removed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.state.folder import (
+    begin,
+    checkpoints,
+    commit,
+    discard,
+    is_whole,
+    latest,
+    leftovers,
+    located,
+    prune,
+    require_replaceable,
+    staging_folder,
+    write_synced,
+)
+from fullshard.state.verifying import verify
+from tests.stored import holds, write
+
+ID = "0123456789abcdef" * 2
+ROOT = Path(__file__).parent.parent
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def staged(path: Path, seed: int = 0) -> Path:
+    """A finished checkpoint that does not have its name yet."""
+    write(path.with_name("elsewhere"), seed)
+    staging = begin(path, ID)
+    for file in path.with_name("elsewhere").iterdir():
+        shutil.copy(file, staging)
+    shutil.rmtree(path.with_name("elsewhere"))
+    return staging
+
+
+def owner(staging: Path) -> Path:
+    return staging.with_name(staging.name.replace(".incoming-", ".owner-"))
+
+
+def dead_pid() -> int:
+    """Of a process that was, and is no more."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+# Dying
+
+
+@pytest.fixture(scope="module", params=["step_2", "step_1"])
+def deaths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folders with step_1 in which a save of step_2, or of step_1 again, ended in some way."""
+    folder = tmp_path_factory.mktemp(request.param)
+    command = [sys.executable, "-m", "tests.killed", str(folder), request.param]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    ends = json.loads(done.stdout)
+    return request.param, {folder / case: end for case, end in ends.items()}
+
+
+def ended(deaths: Any, prefix: str) -> tuple[str, list[tuple[Path, int]]]:
+    name, ends = deaths
+    return name, [(path, end) for path, end in ends.items() if path.name.startswith(prefix)]
+
+
+def test_a_save_killed_at_any_call_leaves_a_whole_checkpoint(deaths: Any) -> None:
+    name, cases = ended(deaths, "call_")
+    assert [end for _, end in cases] == [-signal.SIGKILL] * (len(cases) - 1) + [0]
+    seen = set()
+    for folder, _ in cases:
+        newest = latest(folder)
+        assert newest is not None
+        assert verify(newest) == []
+        is_new = holds(newest, seed=-2)
+        assert is_new or holds(newest, seed=-1)
+        seen.add(is_new)
+        # What has the name is whole, or the name is free and the one put aside is found.
+        assert verify(located(folder / "step_1")) == []
+        assert not (folder / name).exists() or is_whole(folder / name)
+    assert seen == {True, False}
+
+
+def test_once_a_save_has_the_name_it_keeps_it(deaths: Any) -> None:
+    _, cases = ended(deaths, "call_")
+    found = [latest(folder) for folder, _ in cases]
+    are_new = [newest is not None and holds(newest, seed=-2) for newest in found]
+    assert are_new == sorted(are_new)
+
+
+def test_pruning_clears_what_a_killed_save_left(deaths: Any, tmp_path: Path) -> None:
+    _, cases = ended(deaths, "call_")
+    num_left = 0
+    for case, _ in cases:
+        folder = shutil.copytree(case, tmp_path / case.name)
+        num_left += len(leftovers(folder))
+        newest = latest(folder)
+        prune(folder, keep=1)
+        assert checkpoints(folder) == [newest]
+        assert leftovers(folder) == []
+    assert num_left > len(cases) / 2
+
+
+def test_after_a_killed_save_the_next_one_works(deaths: Any, tmp_path: Path) -> None:
+    name, cases = ended(deaths, "call_")
+    for case, _ in cases[:-8:10] + cases[-8:]:
+        folder = shutil.copytree(case, tmp_path / case.name)
+        write(folder / name, seed=3, step=2)
+        assert located(folder / name) == folder / name
+        assert latest(folder) == folder / name
+        assert holds(folder / name, seed=3)
+        assert [each for each in folder.iterdir() if ".replaced-" in each.name] == []
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_else(deaths: Any) -> None:
+    _, cases = ended(deaths, "limit_")
+    assert [end for _, end in cases] == [3] * len(cases)  # every save said so
+    for folder, _ in cases:
+        assert os.listdir(folder) == ["step_1"]
+        assert holds(folder / "step_1", seed=-1)
+
+
+# Appearing
+
+
+def test_a_checkpoint_appears_under_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    staging = staged(path)
+    assert staging == staging_folder(path, ID) == tmp_path / f".step_1.incoming-{ID}"
+    assert latest(tmp_path) is None
+    commit(staging, path)
+    assert names(list(tmp_path.iterdir())) == ["step_1"]
+    assert latest(tmp_path) == path
+
+
+def test_everything_is_on_disk_before_the_name_is(tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    write(path, seed=1)
+    staging = staged(path)
+    num_files = len(list(staging.iterdir()))
+    calls = []
+
+    def noted(frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ in ("fsync", "rename", "unlink"):
+            calls.append(function.__name__)
+
+    sys.setprofile(noted)
+    try:
+        commit(staging, path)
+    finally:
+        sys.setprofile(None)
+    expected = ["fsync"] * (num_files + 1) + ["rename", "rename", "fsync"]
+    assert calls[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "rank_00001.pt", "manifest.json"])
+def test_what_is_not_whole_does_not_get_the_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "step_1"
+    write(path, seed=1)
+    staging = staged(path, seed=2)
+    os.truncate(staging / name, (staging / name).stat().st_size - 1)
+    with pytest.raises(CheckpointError, match="unfinished"):
+        commit(staging, path)
+    (staging / name).unlink()
+    with pytest.raises(CheckpointError, match="unfinished"):
+        commit(staging, path)
+    assert holds(path, seed=1)
+
+
+def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path) -> None:
+    staging = staged(tmp_path / "step_1", seed=2)
+    inside = staging / "step_1"
+    write(inside, seed=1)
+    with pytest.raises(OSError, match="Invalid argument"):
+        commit(staging, inside)  # a folder cannot move into itself
+    assert holds(inside, seed=1)
+
+
+def test_one_put_aside_is_found_only_while_the_name_is_free(tmp_path: Path) -> None:
+    path, aside = tmp_path / "step_1", tmp_path / f".step_1.replaced-{ID}"
+    write(path, seed=1, step=1)
+    path.rename(aside)
+    assert located(path) == latest(tmp_path) == aside
+    assert leftovers(tmp_path) == []
+    assert holds(path, seed=1)
+    write(path, seed=2, step=1)
+    assert located(path) == latest(tmp_path) == path
+    assert not aside.exists()
+    write(aside, seed=3, step=9)
+    assert located(path) == latest(tmp_path) == path
+    assert leftovers(tmp_path) == [aside]
+
+
+def test_a_broken_one_put_aside_is_not_found(tmp_path: Path) -> None:
+    path, aside = tmp_path / "step_1", tmp_path / f".step_1.replaced-{ID}"
+    write(aside, seed=1)
+    (aside / "__0_0.distcp").unlink()
+    assert located(path) == path
+    assert latest(tmp_path) is None
+    assert leftovers(tmp_path) == [aside]
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(CheckpointError, match="is expected"):
+            require_replaceable(path)
+        with pytest.raises(CheckpointError, match="is expected"):
+            write(path)
+    assert sorted(os.listdir(tmp_path)) == ["file", "thesis.tex"]
+    write(tmp_path / "step_1")
+    (tmp_path / "step_1" / "notes.txt").write_text("")
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        write(tmp_path / "step_1")
+
+
+def test_an_empty_folder_a_broken_one_and_a_link_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "broken")
+    (tmp_path / "broken" / "manifest.json").unlink()
+    write(tmp_path / "target", seed=5)
+    (tmp_path / "link").symlink_to("target")
+    for name in ("empty", "broken", "link"):
+        write(tmp_path / name, seed=1)
+        assert holds(tmp_path / name, seed=1)
+    assert holds(tmp_path / "target", seed=5)
+    assert sorted(os.listdir(tmp_path)) == ["broken", "empty", "link", "target"]
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
+    staging = begin(tmp_path / "step_1", ID)
+    write_synced(staging / "__0_0.distcp", b"half")
+    discard(staging)
+    assert os.listdir(tmp_path) == []
+    discard(staging)
+    write(tmp_path / "step_1")
+    with pytest.raises(ConfigError, match="a staging folder is expected"):
+        discard(tmp_path / "step_1")
+    assert is_whole(tmp_path / "step_1")
+
+
+def test_a_path_is_taken_from_where_the_process_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    assert staging_folder(Path("."), ID) == tmp_path / f".run.incoming-{ID}"
+    write(Path("step_1"))
+    assert latest(".") == Path("step_1")
+    assert is_whole(located(Path("../run/step_1")))
+    with pytest.raises(ConfigError, match="a folder with a name"):
+        staging_folder(Path("/"), ID)
+
+
+# Finding
+
+
+def test_the_latest_is_by_step_and_then_by_time(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    assert latest(tmp_path / "nowhere") is None
+    for name, step in [("c", 10), ("a", 9), ("first", None), ("b", 10), ("second", None)]:
+        write(tmp_path / name, step=step)
+    assert names(checkpoints(tmp_path)) == ["first", "second", "a", "c", "b"]
+    assert latest(str(tmp_path)) == tmp_path / "b"
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "rank_00000.pt", "manifest.json"])
+def test_a_checkpoint_with_a_truncated_or_missing_file_is_not_whole(
+    tmp_path: Path, name: str
+) -> None:
+    write(tmp_path / "good", step=1)
+    write(tmp_path / "bad", step=2)
+    file = tmp_path / "bad" / name
+    os.truncate(file, file.stat().st_size - 1)
+    for _ in range(2):
+        assert not is_whole(tmp_path / "bad")
+        assert latest(tmp_path) == tmp_path / "good"
+        assert names(leftovers(tmp_path)) == ["bad"]
+        file.unlink(missing_ok=True)
+
+
+def test_links_and_foreign_folders_are_not_listed(tmp_path: Path) -> None:
+    write(tmp_path / "step_1")
+    (tmp_path / "newest").symlink_to("step_1")
+    (tmp_path / "by_torch").mkdir()
+    shutil.copy(tmp_path / "step_1" / ".metadata", tmp_path / "by_torch")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "file").write_text("")
+    assert names(checkpoints(tmp_path)) == ["step_1"]
+    assert leftovers(tmp_path) == []
+    assert is_whole(tmp_path / "newest")
+
+
+# Removing
+
+
+def test_pruning_keeps_the_newest_by_count(tmp_path: Path) -> None:
+    for step in (3, 1, 2, 10):
+        write(tmp_path / f"step_{step}", step=step)
+    assert names(prune(tmp_path, keep=3)) == ["step_1"]
+    assert names(prune(str(tmp_path), keep=2)) == ["step_2"]
+    assert prune(tmp_path, keep=7) == []
+    assert names(prune(tmp_path, keep=1)) == ["step_3"]
+    assert os.listdir(tmp_path) == ["step_10"]
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.0, None])
+def test_the_last_whole_one_is_never_pruned(tmp_path: Path, keep: Any) -> None:
+    write(tmp_path / "step_1", step=1)
+    with pytest.raises(ConfigError, match="at least 1"):
+        prune(tmp_path, keep=keep)
+    prune(tmp_path, keep=1)
+    assert is_whole(tmp_path / "step_1")
+
+
+def test_a_damaged_one_neither_counts_nor_goes(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path / f"step_{step}", step=step)
+    (tmp_path / "step_3" / "__0_0.distcp").unlink()
+    assert names(prune(tmp_path, keep=1)) == ["step_1"]
+    assert sorted(os.listdir(tmp_path)) == ["step_2", "step_3"]
+
+
+def test_one_put_aside_counts_as_the_one_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "step_1", step=1)
+    write(tmp_path / "step_2", step=2)
+    (tmp_path / "step_2").rename(tmp_path / f".step_2.replaced-{ID}")
+    assert names(prune(tmp_path, keep=1)) == ["step_1"]
+    assert holds(tmp_path / "step_2", seed=0)
+    write(tmp_path / "step_3", step=3)
+    assert names(prune(tmp_path, keep=1)) == [f".step_2.replaced-{ID}"]
+    assert os.listdir(tmp_path) == ["step_3"]
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
+    staging = begin(tmp_path / "step_1", ID)
+    assert leftovers(tmp_path) == [staging]
+    assert prune(tmp_path, keep=1) == []
+    assert staging.is_dir()
+
+
+def test_what_a_dead_process_wrote_is_removed(tmp_path: Path) -> None:
+    staging = begin(tmp_path / "step_1", ID)
+    said = json.loads(owner(staging).read_text())
+    owner(staging).write_text(json.dumps({**said, "pid": dead_pid()}))
+    assert prune(tmp_path, keep=1) == [staging]
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_process_with_the_same_number_is_another(tmp_path: Path) -> None:
+    staging = begin(tmp_path / "step_1", ID)
+    said = json.loads(owner(staging).read_text())
+    owner(staging).write_text(json.dumps({**said, "started": "1"}))
+    assert prune(tmp_path, keep=1) == [staging]
+
+
+@pytest.mark.parametrize("said", [None, b"", b"[]", b"{}", b'{"machine": "another", "pid": 1}'])
+def test_of_another_machine_only_what_is_a_day_old_is_removed(
+    tmp_path: Path, said: bytes | None
+) -> None:
+    staging = begin(tmp_path / "step_1", ID)
+    write_synced(staging / "__0_0.distcp", b"half")
+    owner(staging).unlink()
+    if said is not None:
+        owner(staging).write_bytes(said)
+    os.utime(staging, (0, 0))
+    assert prune(tmp_path, keep=1) == []
+    yesterday = time.time() - 25 * 3600
+    os.utime(staging / "__0_0.distcp", (yesterday, yesterday))
+    assert prune(tmp_path, keep=1) == [staging]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path) -> None:
+    write(tmp_path / "step_1", step=1)
+    gone = tmp_path / f".step_1.removed-{ID}"
+    (tmp_path / "step_1").rename(gone)
+    assert latest(tmp_path) is None
+    assert located(tmp_path / "step_1") == tmp_path / "step_1"
+    assert prune(tmp_path, keep=1) == [gone]
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,623 @@
+"""Checkpoints on disk: read in any cut, verified to the last bit, and never trusted."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from fullshard.errors import CheckpointError, ConfigError, UnknownNameError
+from fullshard.layout.rectangles import Rectangle
+from fullshard.state.dcp_format import HeldTensor
+from fullshard.state.opened import Opened, open_checkpoint
+from fullshard.state.sites import Block
+from fullshard.state.verifying import Problem, verify
+from fullshard.state.writing import Description, LazyTensor, write_checkpoint
+from tests.stored import content, holds, write
+
+KEYS = sorted(content(0))
+many = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+def subjects(problems: list[Problem]) -> set[str]:
+    return {problem.subject for problem in problems}
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1 << bit
+    path.write_bytes(raw)
+
+
+def by_torch(path: Path, state: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group is on purpose
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def reindexed(path: Path, change: Callable[[Metadata], Any]) -> None:
+    """Change the index with care; the manifest knows the new size of its file."""
+    file = path / ".metadata"
+    index = pickle.loads(file.read_bytes())
+    changed = change(index)
+    file.write_bytes(pickle.dumps(index if changed is None else changed))
+    believe_sizes(path)
+
+
+def believe_sizes(path: Path) -> None:
+    """Remove the manifest: what torch could have written, with its files as they are."""
+    for name in ("manifest.json", "rank_00000.pt", "rank_00001.pt"):
+        (path / name).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "step_1", seed=1, step=1)
+    return tmp_path / "step_1"
+
+
+def test_a_checkpoint_as_it_was_written_has_no_problem(path: Path) -> None:
+    assert verify(path) == []
+    assert verify(str(path)) == []
+    assert holds(path, seed=1)
+    assert not holds(path, seed=2)
+
+
+# Damage
+
+
+def test_a_flipped_bit_names_the_tensor(path: Path) -> None:
+    opened = open_checkpoint(path)
+    for key in KEYS:
+        for where, values in opened.blocks(key):
+            file = opened.entry(key, where).path
+            raw = values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            place = file.read_bytes().index(raw)
+            for at in (place, place + len(raw) - 1):
+                flip(file, at, bit=7)
+                (problem,) = verify(path)
+                flip(file, at, bit=7)
+                assert problem.subject == key
+                assert file.name in problem.what
+                assert str(where.offsets) in problem.what
+    assert verify(path) == []
+
+
+@pytest.mark.parametrize(
+    "name", [".metadata", "__0_0.distcp", "__1_0.distcp", "rank_00000.pt", "manifest.json"]
+)
+def test_any_flipped_bit_is_noticed_or_without_effect(path: Path, name: str) -> None:
+    whole = (path / name).read_bytes()
+    num_noticed = 0
+    places = range(0, len(whole), max(1, len(whole) // 60))
+    for place in places:
+        flip(path / name, place, bit=place % 8)
+        if verify(path):
+            num_noticed += 1
+        else:
+            assert holds(path, seed=1)
+            state = torch.load(path / "rank_00000.pt", weights_only=True)
+            assert state["extra"] == {"position": 0, "note": ""}
+        (path / name).write_bytes(whole)
+    assert num_noticed > len(places) / 10
+
+
+@pytest.mark.parametrize(
+    "name", [".metadata", "__0_0.distcp", "__1_0.distcp", "rank_00001.pt", "manifest.json"]
+)
+@pytest.mark.parametrize("left", [None, 0, 1, 0.5, -1])
+def test_a_truncated_or_missing_file_is_named(path: Path, name: str, left: float | None) -> None:
+    file = path / name
+    size = file.stat().st_size
+    if left is None:
+        file.unlink()
+    else:
+        os.truncate(file, {0: 0, 1: 1, 0.5: size // 2, -1: size - 1}[left])
+    found = verify(path)
+    assert name in subjects(found)
+    if name == "__0_0.distcp" and left in (None, 0, 1):
+        assert subjects(found) == {name, *KEYS}
+    with pytest.raises(CheckpointError):
+        open_checkpoint(path)
+
+
+def test_a_file_that_grew_is_named(path: Path) -> None:
+    with (path / "__1_0.distcp").open("ab") as file:
+        file.write(b"more")
+    assert subjects(verify(path)) == {"__1_0.distcp"}
+
+
+def test_a_shard_of_another_run_names_its_tensors(path: Path) -> None:
+    write(path.with_name("step_2"), seed=2)
+    shutil.copy(path.with_name("step_2") / "__1_0.distcp", path)
+    assert subjects(verify(path)) == set(KEYS)
+    assert all("its content changed" in problem.what for problem in verify(path))
+
+
+def test_a_ranks_file_of_another_run_is_named(path: Path) -> None:
+    write(path.with_name("step_2"), seed=1)
+    shutil.copy(path.with_name("step_2") / "rank_00001.pt", path)
+    (problem,) = verify(path)
+    assert problem.subject == "rank_00001.pt"
+    assert "another run" in problem.what
+
+
+def test_a_manifest_of_another_folder_is_noticed(path: Path) -> None:
+    write(path.with_name("step_2"), seed=2)
+    shutil.copy(path.with_name("step_2") / "manifest.json", path)
+    assert subjects(verify(path)) == {*KEYS, "rank_00000.pt", "rank_00001.pt"}
+
+
+def test_an_index_of_another_model_is_noticed(path: Path) -> None:
+    other = path.with_name("other")
+    write_checkpoint(other, {"model.other": held(torch.zeros(3))}, num_files=2)
+    shutil.copy(other / ".metadata", path)
+    problems = verify(path)
+    assert {*KEYS, "model.other"} <= subjects(problems)
+
+
+def test_blocks_that_do_not_tile_are_named(path: Path) -> None:
+    def forget(index: Metadata) -> None:
+        index.state_dict_metadata["model.weight"].chunks.pop()
+
+    reindexed(path, forget)
+    (problem,) = verify(path)
+    assert problem.subject == "model.weight"
+    assert "gaps or overlaps" in problem.what
+    with pytest.raises(CheckpointError, match="gaps or overlaps"):
+        open_checkpoint(path).read("model.weight")
+
+
+def test_a_manifest_that_says_otherwise_than_the_index_is_noticed(path: Path) -> None:
+    opened = open_checkpoint(path)
+    manifest = opened.manifest
+    assert manifest is not None
+    stored = manifest.tensors["model.bias"]
+    turned = replace(stored, dtype="float16")
+    (path / "manifest.json").write_text(
+        replace(manifest, tensors={**manifest.tensors, "model.bias": turned}).to_json()
+    )
+    (problem,) = verify(path)
+    assert problem == Problem("model.bias", "(3,) in float16 is expected, found (3,) in bfloat16")
+
+
+def test_shares_together_do_everything_once(path: Path) -> None:
+    for name in ("__0_0.distcp", "rank_00001.pt"):
+        (path / name).unlink()
+    whole = verify(path)
+    shares = [verify(path, share=(index, 3)) for index in range(3)]
+    assert sorted(map(str, whole)) == sorted(str(each) for share in shares for each in share)
+    assert all(len(share) < len(whole) for share in shares)
+
+
+def test_progress_ends_with_all_bytes(path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    verify(path, progress=lambda done, total: seen.append((done, total)))
+    total = sum(tensor.nbytes for tensor in content(1).values())
+    assert len(seen) == len(KEYS)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (total, total)
+
+
+# Reading
+
+
+def held(tensor: torch.Tensor) -> HeldTensor:
+    where = Rectangle((0,) * tensor.dim(), tuple(tensor.shape))
+    return HeldTensor(tensor.shape, tensor.dtype, [Block(where, tensor)])
+
+
+@many
+@given(st.data())
+def test_any_block_is_read_from_any_cut(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    shape = data.draw(st.lists(st.integers(0, 6), max_size=3))
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    path = tmp_path_factory.mktemp("cut") / "it"
+    num_files = data.draw(st.integers(1, 4))
+    write_checkpoint(path, {"it": lazy(tensor)}, num_files=num_files)
+    ends = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in shape]
+    where = Rectangle(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+    opened = open_checkpoint(path)
+    assert torch.equal(opened.read_block("it", where), tensor[tuple(slice(*end) for end in ends)])
+    assert torch.equal(opened.read("it"), tensor)
+    assert sum(block.numel() for _, block in opened.blocks("it")) == tensor.numel()
+
+
+def test_only_the_files_that_are_needed_are_read(path: Path) -> None:
+    opened = open_checkpoint(path)
+    (path / "__0_0.distcp").unlink()
+    found = opened.read_block("model.weight", Rectangle((3, 1), (3, 2)))
+    assert torch.equal(found, content(1)["model.weight"][3:, 1:3])
+    with pytest.raises(CheckpointError, match="__0_0"):
+        opened.read_block("model.weight", Rectangle((2, 1), (4, 2)))
+
+
+def test_what_is_not_there_is_said_by_name(path: Path) -> None:
+    opened = open_checkpoint(path)
+    for ask in (opened.shape, opened.dtype, opened.read, opened.read_object):
+        with pytest.raises(UnknownNameError, match="nothing"):
+            ask("nothing")
+    for where in (Rectangle((0,), (1,)), Rectangle((5, 0), (2, 4)), Rectangle((-1, 0), (2, 4))):
+        with pytest.raises(UnknownNameError, match="inside of"):
+            opened.read_block("model.weight", where)
+
+
+def test_what_torch_wrote_is_opened_and_verified(tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.randn(4, 3).t(), "n": torch.tensor(2)},
+        "optimizer": {"param_groups": [{"lr": 0.5}], "betas": (0.9, 0.99)},
+    }
+    path = tmp_path / "by_torch"
+    by_torch(path, state)
+    opened = open_checkpoint(path)
+    assert opened.manifest is None
+    assert sorted(opened.keys) == ["model.n", "model.w"]
+    assert torch.equal(opened.read("model.w"), state["model"]["w"])
+    assert torch.equal(opened.read("model.n"), state["model"]["n"])
+    assert opened.read_object("optimizer.param_groups.0.lr") == 0.5
+    assert verify(path) == []
+    (file,) = path.glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    assert subjects(verify(path)) & {"model.w", "model.n"}
+
+
+def test_what_is_no_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name, words in [("file", "a file"), ("nowhere", "nothing"), ("empty", "no .metadata")]:
+        with pytest.raises(CheckpointError, match=words):
+            open_checkpoint(tmp_path / name)
+        assert verify(tmp_path / name) != []
+
+
+def test_ours_without_its_manifest_is_not_taken_for_torchs(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
+        open_checkpoint(path)
+    assert subjects(verify(path)) == {"manifest.json"}
+
+
+@pytest.mark.parametrize("state", ["incoming", "removed"])
+def test_an_unfinished_one_is_not_opened(path: Path, state: str) -> None:
+    unfinished = path.rename(path.with_name(f".step_1.{state}-{'0' * 32}"))
+    with pytest.raises(CheckpointError, match="not written to its end"):
+        open_checkpoint(unfinished)
+    assert subjects(verify(unfinished)) == {unfinished.name}
+
+
+# Writing
+
+
+def lazy(tensor: torch.Tensor) -> LazyTensor:
+    def read(where: Rectangle) -> torch.Tensor:
+        ends = zip(where.offsets, where.sizes, strict=True)
+        return tensor[tuple(slice(offset, offset + size) for offset, size in ends)]
+
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, read)
+
+
+def test_all_dtypes_come_back_here_and_in_torch(tmp_path: Path) -> None:
+    dtypes = [
+        torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+        torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8, torch.int64, torch.uint32,
+    ]  # fmt: skip
+    tensors = {str(dtype): (torch.randn(5, 3) * 9).abs().to(dtype) for dtype in dtypes}
+    tensors["scalar"] = torch.tensor(1.5)
+    tensors["empty"] = torch.empty(0, 3)
+    tensors["wide"] = torch.randn(2, 9).t()
+    write_checkpoint(tmp_path / "it", {k: lazy(v) for k, v in tensors.items()}, num_files=3)
+    assert verify(tmp_path / "it") == []
+    opened = open_checkpoint(tmp_path / "it")
+    into = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(into, checkpoint_id=tmp_path / "it", no_dist=True)
+    for key, tensor in tensors.items():
+        for found in (opened.read(key), into[key]):
+            assert found.dtype == tensor.dtype
+            assert (
+                found.contiguous()
+                .view(-1)
+                .view(torch.uint8)
+                .equal(tensor.contiguous().view(-1).view(torch.uint8))
+            )
+
+
+def test_another_cut_has_the_same_checksums(path: Path) -> None:
+    opened = open_checkpoint(path)
+    manifest = opened.manifest
+    assert manifest is not None
+    sums = {key: stored.checksum for key, stored in manifest.tensors.items()}
+    again = write_checkpoint(
+        path.with_name("again"),
+        {key: LazyTensor.of(opened, key) for key in opened.keys},
+        Description.of(manifest),
+        num_files=5,
+        rank_states=[{"extra": {"position": 1}}, {"extra": {"position": 2}}],
+        checksums=sums,
+    )
+    assert {key: stored.checksum for key, stored in again.tensors.items()} == sums
+    assert (again.step, again.num_ranks, again.extra) == (1, 2, ("position",))
+    assert again.optimizer == manifest.optimizer
+    assert again.id != manifest.id
+    assert holds(path.with_name("again"), seed=1)
+    assert verify(path.with_name("again")) == []
+    states = [
+        torch.load(path.with_name("again") / f"rank_0000{rank}.pt", weights_only=True)
+        for rank in range(2)
+    ]
+    assert [state["extra"]["position"] for state in states] == [1, 2]
+    assert len(list(path.with_name("again").glob("__*_0.distcp"))) == 5
+
+
+def test_other_content_than_announced_is_not_written(path: Path) -> None:
+    opened = open_checkpoint(path)
+    with pytest.raises(CheckpointError, match=r"model\.bias"):
+        write_checkpoint(
+            path,
+            {key: LazyTensor.of(opened, key) for key in opened.keys},
+            checksums={"model.bias": "0" * 16},
+        )
+    assert os.listdir(path.parent) == ["step_1"]
+    assert holds(path, seed=1)
+
+
+def test_tensors_that_are_given_are_left_as_they_are(tmp_path: Path) -> None:
+    tensors = [torch.randn(8) for _ in range(3)]
+    copies = [tensor.clone() for tensor in tensors]
+    write_checkpoint(tmp_path / "it", {str(i): held(tensor) for i, tensor in enumerate(tensors)})
+    assert all(map(torch.equal, tensors, copies))
+
+
+def test_mistakes_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    tensor = torch.zeros(4, 2)
+    gap = HeldTensor((4, 2), tensor.dtype, [Block(Rectangle((0, 0), (3, 2)), tensor[:3])])
+    short = LazyTensor((4, 2), tensor.dtype, lambda where: tensor[:1])
+    half = LazyTensor((4, 2), torch.float16, lambda where: tensor)
+    for wrong, words in [(gap, "cover shape"), (short, "a block of"), (half, "a block of")]:
+        with pytest.raises(CheckpointError, match=words):
+            write_checkpoint(tmp_path / "it", {"it": wrong})
+    for num_files in (0, -1, True):
+        with pytest.raises(ConfigError, match="num_files"):
+            write_checkpoint(tmp_path / "it", {}, num_files=num_files)
+    assert os.listdir(tmp_path) == []
+
+
+LEAN = """
+import sys
+from pathlib import Path
+
+import torch
+
+from fullshard.state.opened import open_checkpoint
+from fullshard.state.verifying import verify
+from fullshard.state.writing import LazyTensor, write_checkpoint
+
+
+def peak_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def lazy(value):
+    read = lambda where: torch.full(where.sizes, float(value))
+    return LazyTensor((num, 2**10), torch.float32, read)
+
+
+folder, num = Path(sys.argv[1]), 2**11  # 8 MB each
+write_checkpoint(folder / "small", {"0": lazy(0)}, num_files=2)
+verify(folder / "small")
+before = peak_bytes()
+write_checkpoint(folder / "large", {str(i): lazy(i) for i in range(24)}, num_files=2)
+assert verify(folder / "large") == []
+opened = open_checkpoint(folder / "large")
+again = {key: LazyTensor.of(opened, key) for key in opened.keys}
+write_checkpoint(folder / "again", again, num_files=3)
+print(peak_bytes() - before)
+"""
+
+
+def test_memory_holds_a_block_and_not_the_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAN, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 60 * 2**20  # of 192 MB
+
+
+# Strangers
+
+
+class Call:
+    """What unpickles into a call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+@pytest.mark.parametrize("call", [os.system, os.mkdir, eval, exec, open])
+def test_an_index_that_names_a_call_is_refused_without_running_it(
+    path: Path, call: Callable[..., Any]
+) -> None:
+    trace = path.parent / "trace"
+    argument = {os.system: f"touch {trace}", os.mkdir: str(trace)}.get(
+        call, f"__import__('os').mkdir({str(trace)!r})"
+    )
+    arguments = (str(trace), "w") if call is open else (argument,)
+    reindexed(path, lambda index: Call(call, *arguments))
+    with pytest.raises(CheckpointError, match="only the classes of the checkpoint format"):
+        open_checkpoint(path)
+    assert subjects(verify(path)) == {".metadata"}
+    assert not trace.exists()
+
+
+def test_a_tensor_that_names_a_call_is_refused_without_running_it(path: Path) -> None:
+    trace = path.parent / "trace"
+    opened = open_checkpoint(path)
+    where = opened.places("model.weight")[0]
+    entry = opened.entry("model.weight", where)
+    torch.save(Call(os.mkdir, str(trace)), path / "own.distcp")
+    size = (path / "own.distcp").stat().st_size
+
+    def elsewhere(index: Metadata) -> None:
+        stored = index.storage_data[MetadataIndex("model.weight", where.offsets)]
+        stored.relative_path, stored.offset, stored.length = "own.distcp", 0, size
+
+    reindexed(path, elsewhere)
+    with pytest.raises(CheckpointError, match=r"model\.weight"):
+        open_checkpoint(path).read("model.weight")
+    assert subjects(verify(path)) == {"model.weight"}
+    assert not trace.exists()
+    assert entry.length > 0
+
+
+def test_an_index_that_claims_more_than_its_files_allocates_nothing(path: Path) -> None:
+    def claim(index: Metadata) -> None:
+        stored = index.state_dict_metadata["model.weight"]
+        stored.size = torch.Size([10**12, 10**3])
+        stored.chunks[0].offsets = torch.Size([0, 0])
+        stored.chunks[0].sizes = stored.size
+        del stored.chunks[1:]
+
+    reindexed(path, claim)
+    opened = open_checkpoint(path)
+    for read in (lambda: opened.read("model.weight"), lambda: list(opened.blocks("model.weight"))):
+        with pytest.raises(CheckpointError, match="4000000000000000 bytes"):
+            read()
+    (problem,) = verify(path)
+    assert problem.subject == "model.weight"
+
+
+def archive(path: Path, size: int, compression: int) -> None:
+    """What `torch.save` writes, with a tensor's bytes compressed."""
+    torch.save(torch.zeros(6, 4), path)
+    with zipfile.ZipFile(path) as source:
+        members = {name: source.read(name) for name in source.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as target:
+        for name, values in members.items():
+            target.writestr(name, bytes(size) if name.endswith("/data/0") else values)
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_an_archive_that_claims_more_than_its_file_is_refused(
+    tmp_path: Path, compression: int
+) -> None:
+    path = tmp_path / "it"
+    by_torch(path, {"w": torch.zeros(6, 4)})
+    archive(path / "own.distcp", 10**7 if compression else 6 * 4 * 4, compression)
+    if compression == zipfile.ZIP_STORED:
+        raw = (path / "own.distcp").read_bytes()
+        real, claimed = (6 * 4 * 4).to_bytes(4, "little"), (2**31).to_bytes(4, "little")
+        assert raw.count(real) >= 4
+        (path / "own.distcp").write_bytes(raw.replace(real, claimed))
+    size = (path / "own.distcp").stat().st_size
+
+    def elsewhere(index: Metadata) -> None:
+        (stored,) = index.storage_data.values()
+        stored.relative_path, stored.offset, stored.length = "own.distcp", 0, size
+
+    reindexed(path, elsewhere)
+    with pytest.raises(CheckpointError, match=r"compressed|larger inside"):
+        open_checkpoint(path).read("w")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b", "", 3, None, b"x"])
+def test_a_file_outside_is_not_opened(path: Path, name: Any) -> None:
+    def elsewhere(index: Metadata) -> None:
+        for stored in index.storage_data.values():
+            stored.relative_path = name
+
+    shutil.copy(path / "__0_0.distcp", path.parent / "outside")
+    reindexed(path, elsewhere)
+    with pytest.raises(CheckpointError, match=r"expected|inside"):
+        open_checkpoint(path)
+    assert subjects(verify(path)) == {".metadata"}
+
+
+def test_a_link_that_leads_out_is_not_followed(path: Path) -> None:
+    (path / "__0_0.distcp").rename(path.parent / "outside")
+    (path / "__0_0.distcp").symlink_to(path.parent / "outside")
+    with pytest.raises(CheckpointError, match="leads out"):
+        open_checkpoint(path).read("model.weight")
+    assert subjects(verify(path)) == set(KEYS)
+
+
+ODD = st.sampled_from(
+    [None, -1, 2**70, 1.5, "x", "..", b"", (), [1], {}, {"a": 1}, True, torch.Size([1]), torch.int8]
+)
+
+
+@many
+@given(st.data())
+def test_whatever_an_index_says_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("odd") / "it"
+    write(path, seed=1)
+
+    def change(index: Metadata) -> None:
+        stored = index.state_dict_metadata["model.weight"]
+        info = index.storage_data[MetadataIndex("model.weight", (0, 0))]
+        places = [
+            (index, "state_dict_metadata"), (index, "storage_data"), (index, "storage_meta"),
+            (stored, "size"), (stored, "chunks"), (stored, "properties"),
+            (stored.properties, "dtype"),
+            (stored.chunks[0], "offsets"), (stored.chunks[0], "sizes"),
+            (info, "relative_path"), (info, "offset"), (info, "length"),
+            (info, "transform_descriptors"),
+        ]  # fmt: skip
+        at, name = data.draw(st.sampled_from(places))
+        setattr(at, name, data.draw(ODD))
+
+    reindexed(path, change)
+    for problem in verify(path):
+        assert problem.subject in (".metadata", *KEYS)
+    try:
+        found = open_checkpoint(path).read("model.weight")
+    except (CheckpointError, UnknownNameError):
+        return
+    assert torch.equal(found, content(1)["model.weight"])
+
+
+def test_an_index_is_an_index(path: Path) -> None:
+    for other in ([], {}, None, torch.Size([1])):
+        reindexed(path, lambda index, other=other: other if other is not None else [None])
+        with pytest.raises(CheckpointError, match="index"):
+            open_checkpoint(path)
+
+
+def test_a_manifest_that_leads_out_is_refused(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    assert json.loads(text)["manifest"]["files"]["__0_0.distcp"] > 0
+    (path / "manifest.json").write_text(text.replace('"__0_0.distcp"', '"../outside"'))
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        open_checkpoint(path)
+    assert subjects(verify(path)) == {"manifest.json"}
+
+
+def test_a_checkpoint_is_opened_by_what_it_holds(path: Path) -> None:
+    opened = open_checkpoint(path)
+    assert isinstance(opened, Opened)
+    assert opened.path == path
+    assert "model.weight" in opened
+    assert "model" not in opened
+    assert opened.object_keys == []
+    assert (opened.shape("model.bias"), opened.dtype("model.bias")) == ((3,), torch.bfloat16)
