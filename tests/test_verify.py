@@ -24,12 +24,14 @@ from fullshard.errors import CheckpointError, ConfigError, UnknownNameError
 from fullshard.layout.rectangles import Rectangle
 from fullshard.state.dcp_format import HeldTensor
 from fullshard.state.opened import Opened, open_checkpoint
+from fullshard.state.pickled import require_bounded
 from fullshard.state.sites import Block
 from fullshard.state.verifying import Problem, verify
 from fullshard.state.writing import Description, LazyTensor, write_checkpoint
 from tests.stored import content, holds, write
 
 KEYS = sorted(content(0))
+PLAIN = st.none() | st.integers() | st.floats() | st.text() | st.binary()
 many = settings(derandomize=True, deadline=None, max_examples=60)
 
 
@@ -504,6 +506,34 @@ def test_an_index_that_claims_more_than_its_files_allocates_nothing(path: Path) 
             read()
     (problem,) = verify(path)
     assert problem.subject == "model.weight"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04Nr\xff\xff\xff\xff.",  # an object with number 4294967295
+        b"\x80\x02Np99999999999\n.",
+        b"\x80\x04\x8c\x01rr\xff\xff\xff\xff.",
+        b"\x80\x04ctorch\nSize\nr\xff\xff\xff\xff.",
+        b"\x80\x04\x96\xff\xff\xff\xff\xff\x00\x00\x00.",  # a terabyte of bytes
+    ],
+    ids=range(5),
+)
+def test_an_index_that_asks_for_more_than_it_is_is_refused(path: Path, content: bytes) -> None:
+    believe_sizes(path)
+    (path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"exhaust memory|it is cut"):
+        open_checkpoint(path)
+
+
+@many
+@given(st.integers(0, 5), st.recursive(PLAIN, lambda inner: st.lists(inner) | st.tuples(inner)))
+def test_what_a_pickle_allocates_is_found_in_all_protocols(protocol: int, value: Any) -> None:
+    content = pickle.dumps([value, torch.Size([1]), "r" * 300, MetadataIndex], protocol)
+    require_bounded(content)
+    require_bounded(content + b"what follows the end is not read")
+    with pytest.raises(CheckpointError):
+        require_bounded(content[:-1])
 
 
 def archive(path: Path, size: int, compression: int) -> None:

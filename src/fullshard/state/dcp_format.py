@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fullshard.errors import CheckpointError
+from fullshard.state.pickled import require_bounded
 from fullshard.state.sites import Block
 
 
@@ -178,8 +179,9 @@ def read_index(folder: Path) -> Metadata:
     """The index of a checkpoint: which tensors there are, and in which files."""
     path = folder / ".metadata"
     try:
-        with path.open("rb") as file:
-            found = _FormatUnpickler(file).load()
+        content = path.read_bytes()
+        require_bounded(content)
+        found = _FormatUnpickler(io.BytesIO(content)).load()
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: a checkpoint has an index, found no .metadata in it; it was not written to "

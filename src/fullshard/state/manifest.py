@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib.metadata
 import json
 import re
 from collections.abc import Mapping
@@ -117,6 +118,15 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: a manifest is expected, found a file that cannot be read ({error})."
         ) from error
     return Manifest.from_json(text, str(path))
+
+
+def versions_here() -> dict[str, str]:
+    """Of what writes a checkpoint in this process."""
+    try:
+        own = importlib.metadata.version("fullshard")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"  # run from its source
+    return {"fullshard": own, "torch": torch.__version__}
 
 
 def digest_of(body: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import importlib.metadata
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from fullshard.state.inventory import (
     merged_small,
     scalar_entries,
 )
-from fullshard.state.manifest import MANIFEST, Manifest, StoredBlock, StoredTensor
+from fullshard.state.manifest import MANIFEST, Manifest, StoredBlock, StoredTensor, versions_here
 from fullshard.state.plain_values import plain_groups, plain_values
 from fullshard.state.sites import Block
 
@@ -342,10 +341,7 @@ def _finish(task: _Task, facts: _Facts, staging: Path, checkpoint_id: str) -> No
         created=datetime.datetime.now(datetime.UTC).isoformat(),
         step=task.options.step,
         num_ranks=task.crew.size,
-        versions={
-            "fullshard": importlib.metadata.version("fullshard"),
-            "torch": torch.__version__,
-        },
+        versions=versions_here(),
         tensors=facts.tensors,
         aliases=task.inventory.aliases,
         optimizer=(

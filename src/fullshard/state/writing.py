@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import io
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from fullshard.state.dcp_format import HeldSavePlanner, HeldTensor
 from fullshard.state.extras import rank_file
 from fullshard.state.folder import begin, commit, discard, write_synced
 from fullshard.state.inventory import MODEL, OPTIMIZER
-from fullshard.state.manifest import MANIFEST, Manifest, StoredBlock, StoredTensor
+from fullshard.state.manifest import MANIFEST, Manifest, StoredBlock, StoredTensor, versions_here
 from fullshard.state.opened import Opened
 from fullshard.state.sites import Block
 
@@ -111,7 +110,7 @@ def write_checkpoint(
             created=datetime.datetime.now(datetime.UTC).isoformat(),
             step=said.step,
             num_ranks=len(states),
-            versions=_versions(),
+            versions=versions_here(),
             tensors=stored,
             aliases=said.aliases,
             optimizer=said.optimizer,
@@ -255,7 +254,3 @@ def _packed(state: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     return buffer.getvalue()
-
-
-def _versions() -> dict[str, str]:
-    return {"fullshard": importlib.metadata.version("fullshard"), "torch": torch.__version__}
