@@ -157,6 +157,7 @@ def test_an_index_that_would_run_something_is_refused_and_does_not_run(tmp_path:
     trap = tmp_path / "ran"
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Malice(trap)))
     (tmp_path / "a" / "manifest.json").unlink()
+    (tmp_path / "a" / "rank_00000.pt").unlink()
     with pytest.raises(CheckpointError, match="only the classes of the checkpoint format"):
         load(tmp_path / "a", model)
     assert not trap.exists()

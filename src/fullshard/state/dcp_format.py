@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -85,11 +85,15 @@ def _chunk(block: Block) -> ChunkStorageMetadata:
 
 
 class HeldSavePlanner(SavePlanner):
-    """Plans the writing of `HeldTensor`s by key, such as "model.layers.0.weight"."""
+    """Plans the writing of `HeldTensor`s by key, such as "model.layers.0.weight".
+
+    For a writer that copies nothing ahead: one block per thread is in memory at a time.
+    """
 
     def __init__(self, paths: Mapping[str, tuple[str, ...]]) -> None:
         self._paths = dict(paths)
         self._held: dict[str, HeldTensor] = {}
+        self._written = threading.local()
 
     def set_up_planner(
         self,
@@ -113,7 +117,19 @@ class HeldSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self._held[write_item.index.fqn].values_at(write_item.index)
+        return self.staged(self._held[write_item.index.fqn].values_at(write_item.index))
+
+    def staged(self, values: torch.Tensor) -> torch.Tensor:
+        """A block in host memory, to be written; the one that this thread wrote before goes.
+
+        The writer holds on to all tensors of a file until it closes it, and needs none of them.
+        """
+        before = getattr(self._written, "block", None)
+        if before is not None:
+            before.untyped_storage().resize_(0)
+        block = torch.empty(values.shape, dtype=values.dtype).copy_(values.detach())
+        self._written.block = block
+        return block
 
 
 class HeldLoadPlanner(LoadPlanner):
@@ -162,17 +178,6 @@ class HeldLoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing to do: what was resolved is the memory itself."""
-
-
-class SafeReader(FileSystemReader):
-    """Reads a checkpoint without running what it may contain."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_index(Path(self.path))
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
 
 
 def read_index(folder: Path) -> Metadata:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.state.opened import StoredEntry, load_entry
 
 RANDOM = "random state"
 
@@ -45,7 +46,7 @@ def packed(
 def unpacked(path: Path, checkpoint_id: str) -> dict[str, Any]:
     """A rank's file, as plain data."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        found = load_entry(path.name, StoredEntry(path, 0, path.stat().st_size))
         its_id = found["id"]
     except Exception as error:
         raise CheckpointError(

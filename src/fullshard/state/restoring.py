@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fullshard.errors import CheckpointError
 from fullshard.state.crew import Crew
-from fullshard.state.dcp_format import HeldLoadPlanner, HeldTensor, SafeReader, read_index
+from fullshard.state.dcp_format import HeldLoadPlanner, HeldTensor, read_index
 from fullshard.state.extras import (
     rank_file,
     require_restorable,
@@ -24,7 +24,9 @@ from fullshard.state.extras import (
     unpacked,
 )
 from fullshard.state.folder import located
-from fullshard.state.manifest import MANIFEST, Manifest, read_manifest
+from fullshard.state.manifest import Manifest, read_manifest
+from fullshard.state.opened import is_ours
+from fullshard.state.reading import SafeReader
 from fullshard.state.restoring_optimizer import OptimizerLoad
 from fullshard.state.saving import BACKGROUND
 from fullshard.state.sites import Site, sites_of
@@ -63,8 +65,7 @@ class _Stored:
                 f"{path}: the folder of a checkpoint is expected, found "
                 f"{'a file' if path.exists() else 'nothing'}; `latest` finds the newest one."
             )
-        has_manifest = (path / MANIFEST).exists()
-        manifest = read_manifest(path) if has_manifest else None
+        manifest = read_manifest(path) if is_ours(path) else None
         return cls(path, read_index(path), manifest)
 
     @property

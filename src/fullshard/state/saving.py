@@ -309,7 +309,10 @@ def _write_tensors(task: _Task, facts: _Facts, staging: Path) -> None:
         if task.crew.is_first:
             held[key] = whole
     writer = FileSystemWriter(
-        staging, single_file_per_rank=True, thread_count=task.options.shards, overwrite=False
+        staging,
+        thread_count=task.options.shards,
+        per_thread_copy_ahead=0,  # see HeldSavePlanner.staged
+        overwrite=False,
     )
     try:
         with task.crew.at_work():

@@ -208,13 +208,9 @@ class _LazySavePlanner(HeldSavePlanner):
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         super().__init__({key: _path_of(key) for key in tensors})
         self._tensors = tensors
-        self._written: torch.Tensor | None = None
         self.checksums: dict[tuple[str, Rectangle], int] = {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        # The writer holds on to all tensors of a file until it closes it, and needs none of them.
-        if self._written is not None:
-            self._written.untyped_storage().resize_(0)
         key, part = write_item.index.fqn, write_item.tensor_data
         assert part is not None
         where = Rectangle(tuple(part.chunk.offsets), tuple(part.chunk.sizes))
@@ -226,8 +222,7 @@ class _LazySavePlanner(HeldSavePlanner):
                 f"{tuple(values.shape)} in {values.dtype}; nothing appears under the name."
             )
         self.checksums[key, where] = checksum(tensor.shape, where, values)
-        self._written = torch.empty(where.sizes, dtype=tensor.dtype).copy_(values.detach())
-        return self._written
+        return self.staged(values)
 
 
 def _path_of(key: str) -> tuple[str, ...]:
