@@ -5,6 +5,7 @@ reported is the most memory that a rank held beyond what it had before, over the
 (parameters and moments). `full` gathers the model on every rank, `rank0_only` on the first.
 
     python benchmarks/bench_checkpoint.py [--ranks 4] [--blocks 54] [--width 1700]
+        [--ways save load ...]
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def run(rank: Rank, way: str, folder: str, num_blocks: int, width: int) -> tuple
         model = wrapper(build(num_blocks, width), auto_wrap_policy=policy, **options)
         optimizer = stepped(model, width)
         rank0_only = way.endswith("rank0_only")
-        config = torch_fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
-        optim_config = torch_fsdp.FullOptimStateDictConfig(True, rank0_only=rank0_only)
+        # On a CPU, torch's class hands out memory that it has freed if asked to offload.
+        config = torch_fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
+        optim_config = torch_fsdp.FullOptimStateDictConfig(False, rank0_only=rank0_only)
 
         def full() -> object:
             with warnings.catch_warnings():
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=54)
     parser.add_argument("--width", type=int, default=1700)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     options = parser.parse_args()
     model_mib = options.blocks * (options.width + 1) * options.width * 4 / MIB
     print(f"model {model_mib:.0f} MiB; a rank's parameters and moments: ", end="")
@@ -111,7 +114,7 @@ def main() -> None:
     print(f"{'':22}{'MiB, first rank':>18}{'MiB, others':>14}{'seconds':>10}")
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        for way in WAYS:
+        for way in options.ways:
             with RankPool(options.ranks, timeout_s=600) as ranks:
                 found = ranks.run(run, way, folder, options.blocks, options.width)
             first, others = found[0][0], max(peak for peak, _ in found[1:])
