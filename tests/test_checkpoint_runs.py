@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import ConfigError, FullyShardedDataParallel, fully_shard
 from fullshard.errors import CheckpointError
@@ -174,6 +177,58 @@ def test_what_one_rank_cannot_save_is_an_error_on_all_and_leaves_nothing(
     assert not (tmp_path / "b").exists()
     save(tmp_path / "b", run.model, step=2)
     assert latest(tmp_path) == tmp_path / "b"
+
+
+@on_ranks(2)
+def test_a_disk_that_is_full_for_one_rank_leaves_the_checkpoint_before(
+    rank: Rank, tmp_path: Path
+) -> None:
+    run = Run(rank, "flat")
+    run.train(1)
+    save(tmp_path / "a", run.model, run.optimizer, step=1)
+    expected = full_params(run.model)
+    run.train(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"rank 1: OSError: .*File too large"):
+            save(tmp_path / "b", run.model, run.optimizer, step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    dist.barrier()  # the first rank removes what was written
+    assert latest(tmp_path) == tmp_path / "a"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+    load(tmp_path / "a", run.model, run.optimizer)
+    assert all(map(torch.equal, full_params(run.model), expected))
+
+
+def full_params(model: nn.Module) -> list[Tensor]:
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@on_ranks(2)
+def test_parts_that_do_not_cover_a_tensor_once_are_not_saved(rank: Rank, tmp_path: Path) -> None:
+    # Each rank has a whole model of its own; only one of them could be what is meant.
+    groups = [dist.new_group([each]) for each in range(rank.size)]
+    alone = FullyShardedDataParallel(
+        nn.Linear(WIDTH, 3), process_group=groups[rank.rank], device_id=torch.device("cpu")
+    )
+    with pytest.raises(CheckpointError, match=r"weight: the parts of all ranks must cover"):
+        save(tmp_path / "a", alone)
+    other = nn.Linear(WIDTH, 3 + rank.rank)
+    with pytest.raises(CheckpointError, match=r"all ranks must have the same tensor"):
+        save(tmp_path / "a", other)
+    local = DTensor.from_local(
+        torch.ones(3, 2), rank.mesh(), [Shard(0)], run_check=False, shape=(7, 2), stride=(2, 1)
+    )
+    model = nn.Module()
+    model.weight = nn.Parameter(local)
+    with pytest.raises(CheckpointError, match=r"must have the shape|failed on rank"):
+        save(tmp_path / "a", model)
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
 
 
 class Killer:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard.errors import CheckpointError
 
@@ -44,12 +45,24 @@ class Crew:
         return self.rank == 0
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """While torch writes or reads: one process is what was asked for, not an oversight."""
+    def at_work(self, subject: str, consequence: str) -> Iterator[None]:
+        """While torch writes or reads, which fails on all ranks if it fails on one."""
         with warnings.catch_warnings():
             if self.size == 1:
+                # One process is what was asked for, not an oversight.
                 warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-            yield
+            try:
+                yield
+            except CheckpointError:
+                raise
+            except CheckpointException as error:  # torch's, no Exception
+                for rank, (reason, _) in error.failures.items():
+                    raise CheckpointError(
+                        f"{subject}: failed on rank {rank}: {_words(reason)}; {consequence}"
+                    ) from error
+                raise
+            except Exception as error:
+                raise CheckpointError(f"{subject}: {_words(error)}; {consequence}") from error
 
     def told(self, value: _T) -> list[_T]:
         """What every rank says, on every rank."""

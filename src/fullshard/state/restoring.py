@@ -208,19 +208,12 @@ def _verify(path: Path, crew: Crew, subject: str) -> None:
 
 
 def _read(path: Path, held: dict[str, HeldTensor], crew: Crew) -> None:
-    try:
-        with torch.no_grad(), crew.at_work():
-            dcp_load(
-                held,
-                storage_reader=SafeReader(path),
-                planner=HeldLoadPlanner(),
-                process_group=crew.group,
-                no_dist=crew.size == 1,
-            )
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"load {path}: reading failed ({error}); the model may hold some of it: load again, or "
-            "another checkpoint."
-        ) from error
+    consequence = "the model may hold some of it: load again, or another checkpoint."
+    with torch.no_grad(), crew.at_work(f"load {path}", consequence):
+        dcp_load(
+            held,
+            storage_reader=SafeReader(path),
+            planner=HeldLoadPlanner(),
+            process_group=crew.group,
+            no_dist=crew.size == 1,
+        )

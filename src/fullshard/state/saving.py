@@ -314,21 +314,14 @@ def _write_tensors(task: _Task, facts: _Facts, staging: Path) -> None:
         per_thread_copy_ahead=0,  # see HeldSavePlanner.staged
         overwrite=False,
     )
-    try:
-        with task.crew.at_work():
-            dcp_save(
-                held,
-                storage_writer=writer,
-                planner=HeldSavePlanner(paths),
-                process_group=task.crew.group,
-                no_dist=task.crew.size == 1,
-            )
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"save {task.path}: writing failed, nothing appears under this name: {error}"
-        ) from error
+    with task.crew.at_work(f"save {task.path}", "nothing appears under this name."):
+        dcp_save(
+            held,
+            storage_writer=writer,
+            planner=HeldSavePlanner(paths),
+            process_group=task.crew.group,
+            no_dist=task.crew.size == 1,
+        )
 
 
 def _write_rank_file(task: _Task, staging: Path, checkpoint_id: str) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from fullshard.errors import CheckpointError
 from fullshard.layout.rectangles import Rectangle, rectangles
 from fullshard.runtime.names import clean_name
 from fullshard.runtime.runner import Runner, runner_of
@@ -107,6 +108,12 @@ class RowsSite(Site):
         (chunk,) = tensor.__create_chunk_list__()
         local = tensor._local_tensor.detach()
         where = Rectangle(tuple(chunk.offsets), tuple(chunk.sizes))
+        if tuple(local.shape) != where.sizes:
+            raise CheckpointError(
+                f"{self.name}: its part on this rank must have the shape {where.sizes} that its "
+                f"placements {tensor.placements} say, found {tuple(local.shape)}; make the DTensor "
+                "with distribute_tensor."
+            )
         return [Block(where, local)] if local.numel() else []
 
 
