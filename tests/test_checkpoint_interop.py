@@ -111,9 +111,12 @@ def test_we_open_what_torchs_doors_wrote(rank: Rank, tmp_path: Path, writer: Any
     its_optimizer = trained(expected)
     for door in ("rows", "flat", "slices", "whole"):
         model = whole(1) if door == "whole" else sharded(door, seed=1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=7.0, betas=(0.1, 0.2))
         loaded = load(path, model, optimizer)
         assert loaded.step is None
+        assert [(group["lr"], group["betas"]) for group in optimizer.param_groups] == [
+            (0.05, (0.9, 0.999))
+        ]
         again = tmp_path / f"again {door}"
         save(again, model, optimizer)
         state = {n: torch.zeros_like(value) for n, value in expected.state_dict().items()}

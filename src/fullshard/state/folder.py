@@ -80,8 +80,8 @@ def commit(staging: Path, path: Path) -> None:
         )
     require_replaceable(path)
     for file in sorted(staging.iterdir()):
-        _sync(file)
-    _sync(staging)
+        sync(file)
+    sync(staging)
     aside = _beside(path, "replaced", uuid.uuid4().hex)
     is_replacing = os.path.lexists(path)
     if is_replacing:
@@ -92,7 +92,7 @@ def commit(staging: Path, path: Path) -> None:
         if is_replacing:
             aside.rename(path)
         raise
-    _sync(path.parent)
+    sync(path.parent)
     _owner_file(staging).unlink(missing_ok=True)
     if aside.is_symlink():
         aside.unlink()
@@ -350,7 +350,7 @@ def _start_of(pid: object) -> str | None:
     return fields[19] if is_running else None
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have what the system keeps of a file or folder on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

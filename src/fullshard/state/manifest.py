@@ -58,12 +58,6 @@ class StoredTensor:
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        found = getattr(torch, self.dtype)
-        assert isinstance(found, torch.dtype)
-        return found
-
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

@@ -25,7 +25,14 @@ from fullshard.state.optimizer_exchange import (
     said_of,
     shard_groups,
 )
-from fullshard.state.optimizer_keys import Holding, Key, OptimInput, Roster, warn_of_optim_input
+from fullshard.state.optimizer_keys import (
+    Holding,
+    Key,
+    OptimInput,
+    Roster,
+    warn_of_older_name,
+    warn_of_optim_input,
+)
 from fullshard.state.settings import settings_of
 from fullshard.state.sharded import as_sharded
 
@@ -88,7 +95,7 @@ def full_optim_state_dict(
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Whole tensors in host memory, on rank 0 or on all ranks; others return an empty dict."""
-    _warn_of_older_name("full_optim_state_dict")
+    warn_of_older_name("full_optim_state_dict", "optim_state_dict")
     warn_of_optim_input(optim_input)
     is_kept = not rank0_only or dist.get_rank(group) == 0
     form = Form(is_sharded=False, use_dtensor=False, to_cpu=True, is_kept=is_kept)
@@ -99,19 +106,10 @@ def sharded_optim_state_dict(
     model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Each tensor split along its first dim, in host memory: for distributed checkpoints."""
-    _warn_of_older_name("sharded_optim_state_dict")
+    warn_of_older_name("sharded_optim_state_dict", "optim_state_dict")
     use_dtensor = getattr(settings_of(model).optim_state_dict_config, "_use_dtensor", False)
     form = Form(is_sharded=True, use_dtensor=use_dtensor, to_cpu=True, is_kept=True)
     return _saved(model, optim, optim.state_dict(), None, form)
-
-
-def _warn_of_older_name(name: str) -> None:
-    warnings.warn(
-        f"FullyShardedDataParallel.{name}: deprecated; call FullyShardedDataParallel."
-        "optim_state_dict, after set_state_dict_type.",
-        FutureWarning,
-        stacklevel=3,
-    )
 
 
 @torch.no_grad()

@@ -167,6 +167,16 @@ def parameter_groups(
     )
 
 
+def warn_of_older_name(name: str, instead: str) -> None:
+    """For the caller of the function that calls this."""
+    warnings.warn(
+        f"FullyShardedDataParallel.{name}: deprecated; call FullyShardedDataParallel.{instead}, "
+        "after set_state_dict_type.",
+        FutureWarning,
+        stacklevel=3,
+    )
+
+
 def warn_of_optim_input(optim_input: OptimInput) -> None:
     """For the caller of the function that calls this."""
     if optim_input is not None:

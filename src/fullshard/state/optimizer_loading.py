@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,14 @@ from fullshard.state.optimizer_incoming import (
     is_cut,
     read,
 )
-from fullshard.state.optimizer_keys import Holding, Key, OptimInput, Roster, warn_of_optim_input
+from fullshard.state.optimizer_keys import (
+    Holding,
+    Key,
+    OptimInput,
+    Roster,
+    warn_of_older_name,
+    warn_of_optim_input,
+)
 from fullshard.state.settings import settings_of
 
 State = dict[str, Any]
@@ -65,7 +71,7 @@ def shard_full_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
     """What an optimizer can load on this rank, from whole tensors that every rank has."""
-    _warn_of_older_name("shard_full_optim_state_dict")
+    warn_of_older_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
     warn_of_optim_input(optim_input)
     # Every rank has everything, so that none needs another: it may be called on one alone.
     return _Target(model, optim, optim_input).converted(full_optim_state_dict, is_alone=True)
@@ -79,7 +85,7 @@ def scatter_full_optim_state_dict(
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """What an optimizer can load on this rank, from whole tensors that rank 0 has."""
-    _warn_of_older_name("scatter_full_optim_state_dict")
+    warn_of_older_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     warn_of_optim_input(optim_input)
     target = _Target(model, optim, optim_input)
     return target.converted(full_optim_state_dict, rank0_only=True, group=group)
@@ -89,17 +95,8 @@ def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
 ) -> dict[str, Any]:
     """What an optimizer can load on this rank, from sharded tensors."""
-    _warn_of_older_name("flatten_sharded_optim_state_dict")
+    warn_of_older_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return _Target(model, optim, None).converted(sharded_optim_state_dict)
-
-
-def _warn_of_older_name(name: str) -> None:
-    warnings.warn(
-        f"FullyShardedDataParallel.{name}: deprecated; call FullyShardedDataParallel."
-        "optim_state_dict_to_load, after set_state_dict_type.",
-        FutureWarning,
-        stacklevel=3,
-    )
 
 
 @dataclass(frozen=True, slots=True)

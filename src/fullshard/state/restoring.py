@@ -25,7 +25,7 @@ from fullshard.state.extras import (
 )
 from fullshard.state.folder import located
 from fullshard.state.manifest import Manifest, read_manifest
-from fullshard.state.opened import is_ours
+from fullshard.state.opened import Opened, is_ours
 from fullshard.state.reading import SafeReader
 from fullshard.state.restoring_optimizer import OptimizerLoad
 from fullshard.state.saving import BACKGROUND
@@ -67,6 +67,10 @@ class _Stored:
             )
         manifest = read_manifest(path) if is_ours(path) else None
         return cls(path, read_index(path), manifest)
+
+    @property
+    def opened(self) -> Opened:
+        return Opened(self.path, self.index, self.manifest)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -122,7 +126,7 @@ def load(
     if optimizer is not None:
         given = optimizer
         state = crew.do(
-            subject, lambda: OptimizerLoad.of(given, sites, stored.shapes, stored.manifest, strict)
+            subject, lambda: OptimizerLoad.of(given, sites, stored.shapes, stored.opened, strict)
         )
         held.update(crew.do(subject, lambda: state.held(stored.dtype)))
     own = crew.do(subject, lambda: _rank_file(stored, crew))

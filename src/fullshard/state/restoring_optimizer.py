@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +15,12 @@ from fullshard.layout.rectangles import Rectangle
 from fullshard.state.dcp_format import HeldTensor
 from fullshard.state.inventory import sites_by_param
 from fullshard.state.manifest import Manifest
+from fullshard.state.opened import Opened
 from fullshard.state.plain_values import from_json
 from fullshard.state.sites import Block, Site
 
 PREFIXES = ("optimizer.state.", "optim.state.", "optimizer.", "optim.")
+_TORCHS_OPTION = re.compile(r"optim(?:izer)?\.param_groups\.(\d+)\.(\w+)(?:\.(\d+))?")
 
 
 @dataclass(slots=True)
@@ -53,10 +56,11 @@ class OptimizerLoad:
         optimizer: Optimizer,
         sites: Sequence[Site],
         shapes: Mapping[str, torch.Size],
-        manifest: Manifest | None,
+        opened: Opened,
         strict: bool,
     ) -> OptimizerLoad:
         """Match parameters and groups with what is stored; raise what does not fit."""
+        manifest = opened.manifest
         prefix = max(PREFIXES, key=lambda p: sum(key.startswith(p) for key in shapes))
         has_state = any(key.startswith(prefix) for key in shapes)
         if not has_state if manifest is None else manifest.optimizer is None:
@@ -72,7 +76,7 @@ class OptimizerLoad:
                 params.append(_ParamState(param, its_sites, keys=_keys(its_sites, by_name)))
         names = {name for each in params for site in each.sites for name in site.names}
         unknown = sorted(set(by_name) - names)
-        stored = _stored_groups(manifest)
+        stored = _torchs_groups(opened) if manifest is None else _stored_groups(manifest)
         if strict and unknown:
             raise CheckpointError(
                 f"optimizer: state must be of parameters that it trains, found state of {unknown}; "
@@ -185,8 +189,28 @@ def _keys(
     return found
 
 
-def _stored_groups(manifest: Manifest | None) -> list[dict[str, Any]] | None:
-    if manifest is None or manifest.optimizer is None:
+def _torchs_groups(opened: Opened) -> list[dict[str, Any]] | None:
+    """The parameter groups of a checkpoint that torch wrote: an entry for each option."""
+    groups: dict[int, dict[str, Any]] = {}
+    lists: dict[tuple[int, str], dict[int, Any]] = {}
+    for key in opened.object_keys:
+        match = _TORCHS_OPTION.fullmatch(key)
+        if match is None:
+            continue
+        index, option, item = int(match[1]), match[2], match[3]
+        value = opened.read_object(key)
+        if item is None:
+            groups.setdefault(index, {})[option] = value
+        else:
+            lists.setdefault((index, option), {})[int(item)] = value
+    for (index, option), items in lists.items():
+        groups.setdefault(index, {})[option] = tuple(items[number] for number in sorted(items))
+    found = [groups[index] for index in sorted(groups)]
+    return found if found and all("params" in group for group in found) else None
+
+
+def _stored_groups(manifest: Manifest) -> list[dict[str, Any]] | None:
+    if manifest.optimizer is None:
         return None
     return [from_json({"kind": "dict", "value": g}) for g in manifest.optimizer["param_groups"]]
 

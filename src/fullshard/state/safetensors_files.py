@@ -15,7 +15,7 @@ import torch
 
 from fullshard.errors import CheckpointError
 from fullshard.layout.rectangles import Rectangle
-from fullshard.state.folder import discard, staging_folder, write_synced
+from fullshard.state.folder import discard, staging_folder, sync, write_synced
 from fullshard.state.safetensors_format import (
     INDEX_FILE,
     ONE_FILE,
@@ -159,7 +159,7 @@ def complete(staging: Path, plans: Sequence[FilePlan]) -> None:
             )
     if len(plans) > 1:
         write_synced(staging / INDEX_FILE, index_text(plans).encode())
-    _sync(staging)
+    sync(staging)
 
 
 def install(staging: Path, folder: Path) -> None:
@@ -175,8 +175,8 @@ def install(staging: Path, folder: Path) -> None:
             raise
         _replace_weights(staging, folder)
         discard(staging)
-        _sync(folder)
-    _sync(folder.parent)
+        sync(folder)
+    sync(folder.parent)
 
 
 def _replace_weights(staging: Path, folder: Path) -> None:
@@ -199,11 +199,3 @@ def _replace_weights(staging: Path, folder: Path) -> None:
         for before, after in reversed(moved):
             os.rename(after, before)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
