@@ -19,6 +19,7 @@ from fullshard import ConfigError, FullyShardedDataParallel, fully_shard
 from fullshard.errors import CheckpointError
 from fullshard.state import latest, load, save, save_async
 from fullshard.state.manifest import read_manifest
+from fullshard.state.opened import open_checkpoint
 from fullshard.testing import Rank, RankPool, RanksFailed, on_ranks
 
 WIDTH = 6
@@ -353,6 +354,29 @@ def test_state_goes_by_name_and_groups_may_come_in_another_order(
     assert [group["lr"] for group in reordered.param_groups] == [0.2, 0.1]
     assert [group["weight_decay"] for group in reordered.param_groups] == [0.01, 0.0]
     assert steps(again, reordered, 2) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "flat", "slices"])
+@on_ranks(2)
+def test_a_model_of_another_dtype_gets_the_values_rounded_and_trains(
+    rank: Rank, tmp_path: Path, door: str
+) -> None:
+    run = Run(rank, door)
+    run.train(2)
+    save(tmp_path / "a", run.model, run.optimizer)
+    other = Run(rank, door, seed=1)
+    other.model.bfloat16()
+    optimizer = torch.optim.AdamW(other.model.parameters(), lr=0.05)
+    load(tmp_path / "a", other.model, optimizer)
+    save(tmp_path / "b", other.model, optimizer)
+    a, b = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")
+    for key in a.keys:
+        before, after = a.read(key), b.read(key)
+        is_count = key.endswith(".step")
+        assert after.dtype == (torch.float32 if is_count else torch.bfloat16), key
+        assert torch.equal(after, before.to(after.dtype)), key
+    other.model(run.loader.next().bfloat16()).sum().backward()
+    optimizer.step()
 
 
 @on_ranks(2)

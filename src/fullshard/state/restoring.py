@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Loaded:
     unexpected: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass
 class _Stored:
     """A checkpoint as it is on disk. Without a manifest it was written by torch itself."""
 
@@ -72,7 +73,7 @@ class _Stored:
     def opened(self) -> Opened:
         return Opened(self.path, self.index, self.manifest)
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, torch.Size]:
         found = self.index.state_dict_metadata.items()
         return {key: md.size for key, md in found if isinstance(md, TensorStorageMetadata)}
@@ -81,6 +82,11 @@ class _Stored:
         stored = self.index.state_dict_metadata[key]
         assert isinstance(stored, TensorStorageMetadata)
         return stored.properties.dtype
+
+    def key_of(self, site: Site, prefix: str) -> str | None:
+        """The key that a parameter is stored under, by one of its names."""
+        shapes = self.shapes
+        return next((prefix + name for name in site.names if prefix + name in shapes), None)
 
     def model_prefix(self, sites: list[Site]) -> str:
         """What model keys begin with: programs of others nest their state dicts as they like."""
@@ -128,7 +134,10 @@ def load(
         state = crew.do(
             subject, lambda: OptimizerLoad.of(given, sites, stored.shapes, stored.opened, strict)
         )
-        held.update(crew.do(subject, lambda: state.held(stored.dtype)))
+        prefix = stored.model_prefix(sites)
+        held.update(
+            crew.do(subject, lambda: state.held(stored.dtype, lambda s: stored.key_of(s, prefix)))
+        )
     own = crew.do(subject, lambda: _rank_file(stored, crew))
     crew.do(subject, lambda: require_restorable(extra or {}, own.get("extra", {})))
     if verified and stored.manifest is not None:
@@ -163,7 +172,7 @@ def _matched(
                 "call model.to_empty(device=...) first."
             )
         known.update(prefix + name for name in site.names)
-        key = next((prefix + name for name in site.names if prefix + name in shapes), None)
+        key = stored.key_of(site, prefix)
         if key is None:
             missing.append(site.name)
         elif shapes[key] != site.shape:

@@ -49,6 +49,7 @@ class OptimizerLoad:
         self._options = options
         self._shapes = shapes
         self._per_element = _per_element(params, shapes)
+        self._param_dtypes: dict[Site, torch.dtype] = {}
 
     @classmethod
     def of(
@@ -88,8 +89,19 @@ class OptimizerLoad:
         made._add_values(manifest)
         return made
 
-    def held(self, dtype_of: Callable[[str], torch.dtype]) -> dict[str, HeldTensor]:
-        """Make the tensors to read into."""
+    def held(
+        self, dtype_of: Callable[[str], torch.dtype], key_of: Callable[[Site], str | None]
+    ) -> dict[str, HeldTensor]:
+        """Make the tensors to read into.
+
+        `dtype_of` gives the dtype that a key was stored in, `key_of` a parameter's own key.
+        """
+        self._param_dtypes = {
+            site: dtype_of(key)
+            for each in self._params
+            for site in each.sites
+            if (key := key_of(site)) is not None
+        }
         held: dict[str, HeldTensor] = {}
         for each in self._params:
             for name, pairs in each.keys.items():
@@ -104,9 +116,11 @@ class OptimizerLoad:
         dtype_of: Callable[[str], torch.dtype],
         held: dict[str, HeldTensor],
     ) -> None:
-        _, first_key = pairs[0]
+        first, first_key = pairs[0]
         dtype, shape = dtype_of(first_key), self._shapes[first_key]
         if name in self._per_element:
+            if dtype == self._param_dtypes.get(first):
+                dtype = each.param.dtype  # it was in the parameter's dtype, and shall be again
             tensor = torch.zeros_like(each.param, dtype=dtype, requires_grad=False)
             for site, key in pairs:
                 if self._shapes[key] != site.shape:
