@@ -30,6 +30,13 @@ def strategy_topology(
             "FullyShardedDataParallel: a process group or a device mesh is expected, found both; "
             "pass the device mesh alone."
         )
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise ConfigError(
+            f"device_mesh: a DeviceMesh is expected, found {type(device_mesh).__name__}; make one "
+            "with torch.distributed.device_mesh.init_device_mesh."
+        )
+    if isinstance(process_group, list):
+        process_group = tuple(process_group)
     require_initialized("FullyShardedDataParallel")
     key = (strategy, process_group, device_mesh, device_type, dist.group.WORLD)
     known = _known.get(key)
@@ -67,7 +74,7 @@ def _hybrid(
     if process_group is None:
         mesh = _mesh_of_hosts(device_type)
         return Topology(mesh, Axis.of_group(mesh.get_group(1)), Axis.of_group(mesh.get_group(0)))
-    is_pair = isinstance(process_group, (tuple, list)) and len(process_group) == 2
+    is_pair = isinstance(process_group, tuple) and len(process_group) == 2
     if not is_pair or not all(isinstance(each, dist.ProcessGroup) for each in process_group):
         raise ConfigError(
             f"process_group: {strategy} needs a pair of groups (to shard in, to replicate over), "
@@ -123,11 +130,6 @@ def _mesh_of_hosts(device_type: str) -> DeviceMesh:
 
 
 def _require_ndim(mesh: DeviceMesh, ndim: int, strategy: ShardingStrategy) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(
-            f"device_mesh: a DeviceMesh is expected, found {type(mesh).__name__}; make one with "
-            "torch.distributed.device_mesh.init_device_mesh."
-        )
     if mesh.ndim != ndim:
         raise TopologyError(
             f"device_mesh: {strategy} needs a mesh of {ndim} axes, found {mesh.ndim} in {mesh}; "
