@@ -100,6 +100,29 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
 
 
 @on_ranks(2)
+def test_several_files_per_rank_hold_the_same_and_checks_can_be_left_out(
+    rank: Rank, tmp_path: Path
+) -> None:
+    run = Run(rank, "flat")
+    run.train(2)
+    save(tmp_path / "one", run.model, run.optimizer)
+    save(tmp_path / "three", run.model, run.optimizer, shards=3)
+    one, three = read_manifest(tmp_path / "one"), read_manifest(tmp_path / "three")
+    assert one.tensors == three.tensors
+    assert len([name for name in one.files if name.endswith(".distcp")]) == 2
+    assert len([name for name in three.files if name.endswith(".distcp")]) == 6
+    expected = full_params(run.model)
+    run.train(1)
+    state = torch.get_rng_state()
+    load(tmp_path / "three", run.model, run.optimizer, verified=False, random_state=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, full_params(run.model), expected))
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ConfigError, match="shards must be a number of at least 1"):
+            save(tmp_path / "none", run.model, shards=wrong)
+
+
+@on_ranks(2)
 def test_what_cannot_be_restored_is_refused_before_anything_is_loaded(
     rank: Rank, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from fullshard.errors import (
     LifecycleError,
     UnsupportedError,
 )
-from fullshard.state.safetensors import LoadedWeights, export_safetensors, load_safetensors
+from fullshard.state import LoadedWeights, export_safetensors, load_safetensors
 from fullshard.testing import Rank, RankPool, RanksFailed, on_ranks
 
 INDEX = "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import CheckpointError
 from fullshard.layout.rectangles import Rectangle, rectangles, tiles
-from fullshard.state.safetensors import load_safetensors
+from fullshard.state import load_safetensors
 from fullshard.state.safetensors_format import TensorFile, cut_out, pieces, runs
 
 INDEX = "model.safetensors.index.json"

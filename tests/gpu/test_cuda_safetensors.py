@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from fullshard.state.safetensors import export_safetensors, load_safetensors
+from fullshard.state import export_safetensors, load_safetensors
 from fullshard.testing import Rank, on_ranks
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fullshard.state.folder import checkpoints, latest, prune
     from fullshard.state.restoring import Loaded, load
-    from fullshard.state.safetensors import LoadedWeights, export_safetensors, load_safetensors
+    from fullshard.state.safetensors_export import export_safetensors
+    from fullshard.state.safetensors_import import LoadedWeights, load_safetensors
     from fullshard.state.saving import Handle, save, save_async
     from fullshard.state.verifying import Problem, verify
 
@@ -35,7 +36,8 @@ __all__ = [
 _HOMES = {
     "folder": ("checkpoints", "latest", "prune"),
     "restoring": ("Loaded", "load"),
-    "safetensors": ("LoadedWeights", "export_safetensors", "load_safetensors"),
+    "safetensors_export": ("export_safetensors",),
+    "safetensors_import": ("LoadedWeights", "load_safetensors"),
     "saving": ("Handle", "save", "save_async"),
     "verifying": ("Problem", "verify"),
 }

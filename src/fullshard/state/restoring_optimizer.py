@@ -69,7 +69,7 @@ class OptimizerLoad:
                 "optimizer: the checkpoint must hold optimizer state to load it, found a model "
                 "only; leave the optimizer out."
             )
-        by_name = _keys_by_name(shapes, prefix, sites)
+        by_name = _keys_by_name(shapes, prefix)
         groups = sites_by_param(optimizer, sites)
         params: list[_ParamState] = []
         for members in groups:
@@ -178,9 +178,7 @@ def _holds(group: Mapping[str, Any], param: torch.Tensor) -> bool:
     return any(each is param for each in group["params"])
 
 
-def _keys_by_name(
-    shapes: Mapping[str, torch.Size], prefix: str, sites: Sequence[Site]
-) -> dict[str, dict[str, str]]:
+def _keys_by_name(shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, dict[str, str]]:
     """For each parameter's name, the keys of its state by state name."""
     found: dict[str, dict[str, str]] = {}
     for key in shapes:

@@ -48,7 +48,9 @@ class Options:
     def __post_init__(self) -> None:
         for name, value in (("shards", self.shards), ("keep", self.keep)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"save: {name} must be a number of at least 1, found {value!r}.")
+                raise ConfigError(
+                    f"save: {name} must be a number of at least 1, found {value!r}; pass 1 or more."
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from fullshard.comm.agreement import Agreement
 from fullshard.errors import ConfigError, LifecycleError, MisuseError, UnsupportedError
 from fullshard.runtime.runner import runner_of
 from fullshard.state.lanes import StateLane, StatePart, lanes_of, wrappers_of
+from fullshard.unit.handover import give_gradient
 
 _SUMMONED = "_is_summoned"
 _GRAD_DTYPES = (
@@ -206,7 +207,7 @@ class _Show:
             param.grad = None  # of another shape than the data will be
         param.data = data
         if self._summons.with_grads and grad is not None:
-            _give(param, grad)
+            give_gradient(param, grad)
 
     def _hide_flat_param(self) -> None:
         for module in self._lane.wrapper.modules():
@@ -256,15 +257,6 @@ class _Show:
                 _keep_grad(part, grad)
 
 
-def _give(param: nn.Parameter, grad: torch.Tensor) -> None:
-    if grad.dtype == param.dtype:
-        param.grad = grad
-        return
-    # torch wants a gradient in its parameter's dtype, but does not look at it twice.
-    param.grad = torch.empty_like(param, requires_grad=False)
-    param.grad.data = grad
-
-
 def _keep_grad(part: StatePart, grad: torch.Tensor | None) -> None:
     param = part.param
     if grad is None:
@@ -272,7 +264,7 @@ def _keep_grad(part: StatePart, grad: torch.Tensor | None) -> None:
     elif param.grad is not None:
         param.grad.copy_(part.cut(grad).view(param.grad.shape))
     elif len(part.elements):
-        _give(param, part.cut(grad).clone().view(param.shape))
+        give_gradient(param, part.cut(grad).clone().view(param.shape))
 
 
 def _full_grads(lane: StateLane) -> list[torch.Tensor | None]:

@@ -74,17 +74,22 @@ class HandOver:
         before = param.grad
         if before is not None:
             _local(before).add_(_local(grad))
-        elif grad.dtype == param.dtype:
-            param.grad = grad
-            self._created.append(holder)
         else:
-            # torch wants a gradient in its parameter's dtype, but does not look at it twice.
-            param.grad = torch.empty_like(param, requires_grad=False)
-            param.grad.data = grad
+            give_gradient(param, grad)
             self._created.append(holder)
         if is_watched:
             for hook in (param._post_accumulate_grad_hooks or {}).values():
                 hook(param)
+
+
+def give_gradient(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """Make a tensor the gradient of a parameter, also one of another dtype."""
+    if grad.dtype == param.dtype:
+        param.grad = grad
+        return
+    # torch wants a gradient in its parameter's dtype, but does not look at it twice.
+    param.grad = torch.empty_like(param, requires_grad=False)
+    param.grad.data = grad
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
