@@ -1,4 +1,4 @@
-# `make demo` trains a small model on two ranks; `make test` proves the library on this machine.
+# `make demo` trains a model and writes a report; `make test` proves the library on this machine.
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/demo.py
+	$(BIN)/fullshard train
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
@@ -28,6 +28,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_public_names.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 bench: $(STAMP)
 	@set -e; for program in benchmarks/bench_*.py; do \
@@ -36,4 +37,4 @@ bench: $(STAMP)
 	done
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

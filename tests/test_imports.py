@@ -12,7 +12,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A room sees the rooms of its own level and below.
 LEVELS = [
-    ("api", "errors", "layout"),
+    ("api", "errors", "layout", "trace"),
     ("comm", "device"),
     ("unit",),
     ("runtime",),
@@ -28,14 +28,20 @@ LEVELS = [
         "sharded_grad_scaler",
         "wrapping",
         "plan",
-        "trace",
+        "report",
+        "models",
     ),
-    ("cli", "testing", "__init__"),
+    ("training",),
+    ("testing", "__init__"),
+    ("cli",),
+    ("__main__",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # They work without a process group, so they see what works without one.
 SEES_ONLY = {room: {room, "api", "errors", "layout"} for room in ("plan", "trace")}
-SEEN_BY_NOBODY = {"cli", "testing"}
+SEES_ONLY["report"] = {"report", "api", "errors", "trace"}
+SEES_ONLY["__main__"] = {"cli"}
+SEEN_BY_NOBODY = {"testing"}
 # Users of the package like any other: they may take what the package itself offers.
 SEES_PUBLIC_NAMES = {"cli", "testing"}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -17,18 +16,22 @@ from fullshard.cli.comparing import compare
 from fullshard.cli.contents import contents_of
 from fullshard.cli.converting import import_weights
 from fullshard.cli.converting import reshard as write_resharded
+from fullshard.cli.doctor import doctor
 from fullshard.cli.exporting import Export
 from fullshard.cli.exporting import export as write_exported
+from fullshard.cli.generating import generate
+from fullshard.cli.group import Commands
+from fullshard.cli.reporting import report
 from fullshard.cli.screen import (
     bytes_in_words,
     counted,
-    note,
     progress,
     say,
     say_facts,
     say_table,
 )
-from fullshard.errors import CheckpointError, FullshardError
+from fullshard.cli.training import train
+from fullshard.errors import CheckpointError
 from fullshard.state.folder import located
 from fullshard.state.opened import open_checkpoint
 from fullshard.state.verifying import verify as find_problems
@@ -37,29 +40,6 @@ _CHECKPOINT = click.Path(path_type=Path)
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-class _Refusal(click.ClickException):
-    """An error of the library, in its own words."""
-
-    exit_code = 2
-
-    def show(self, file: Any = None) -> None:
-        note(f"fullshard: {self.message}")
-
-
-class _Commands(click.Group):
-    """Shows what the library raises on purpose as a line, and everything else as it is."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # `| head` has seen enough: click ends quietly
-        except (FullshardError, OSError) as error:
-            raise _Refusal(str(error)) from error
-        except KeyboardInterrupt:
-            ctx.exit(130)  # 1 would say that something is damaged or different
 
 
 def _num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
@@ -77,10 +57,14 @@ def _num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return found
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(importlib.metadata.version("fullshard"), prog_name="fullshard")
 def fullshard() -> None:
     """Fully sharded data parallel training for PyTorch: what can be done from the shell."""
+
+
+for _command in (train, generate, report, doctor):
+    fullshard.add_command(_command)
 
 
 @fullshard.group()

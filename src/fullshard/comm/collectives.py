@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (
 )
 
 from fullshard.api import AllGather, ReduceScatter
+from fullshard.comm.exiting import pause_at_exit
 from fullshard.comm.topology import Axis
 
 
@@ -28,6 +29,11 @@ class Transfer:
 
     def __init__(self, works: Sequence[dist.Work | None] = ()) -> None:
         self._works = [work for work in works if work is not None]
+
+    @property
+    def futures(self) -> list[torch.futures.Future[object]]:
+        """Done when the bytes have arrived; on a backend with streams, when that is enqueued."""
+        return [work.get_future() for work in self._works]
 
     def wait(self) -> None:
         for work in self._works:
@@ -196,7 +202,10 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Co
     """The collectives that suit a group's backend for tensors on `device`."""
     if group is None or device.type != "cpu":
         return Native()
-    return Composed() if group._get_backend(device).name() == "gloo" else Native()
+    if group._get_backend(device).name() != "gloo":
+        return Native()
+    pause_at_exit()
+    return Composed()
 
 
 def gathered(segment: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -17,6 +17,8 @@ from fullshard.errors import LifecycleError
 from fullshard.runtime.calls import Call
 from fullshard.runtime.root import Phase, Root
 from fullshard.runtime.trees import map_tensors
+from fullshard.trace import seam
+from fullshard.trace.activities import Activity
 from fullshard.unit.flow import Flow
 from fullshard.unit.unit import Unit
 
@@ -141,6 +143,8 @@ class Runner:
         if torch.is_grad_enabled():
             args, kwargs = call.follow_inputs((args, kwargs))
         self._open.append(call)
+        if seam.observers:
+            seam.begin(Activity.FORWARD, self.name)
         return args, kwargs
 
     @_disable_dynamo
@@ -149,6 +153,8 @@ class Runner:
         assert root is not None
         is_recomputing = torch._C._current_graph_task_id() != -1
         call = self._open.pop()
+        if seam.observers:
+            seam.end(Activity.FORWARD, self.name)
         if torch.is_grad_enabled() and call.hook_outputs(output) and len(self.modules) > 1:
             self._awaited.add(call)
         if is_recomputing:
@@ -215,12 +221,13 @@ class Runner:
                 unit.wait()
         if self.habits.backward_prefetch is Prefetch.BEFORE:
             root.prefetch_backward(call)
+        if seam.observers:
+            seam.begin(Activity.BACKWARD, self.name)
 
     @_disable_dynamo
     def passed(self, call: Call) -> None:
         """All inputs of a call have their gradients: its weights are not read any more."""
-        call.is_active = False
-        self._active.discard(call)
+        self._leave([call])
         # Of a list of modules, others that ran in the same pass are still to come: gathering and
         # reducing once for all of them is what makes them one unit.
         is_last = not any(other.part_of is call.part_of for other in self._awaited)
@@ -238,10 +245,16 @@ class Runner:
         waits = unit.has_frozen or any(call.num_inputs for call in self._active)
         if len(self.units) == 1 and not waits:
             calls = list(self._active)
-            for call in calls:
-                call.is_active = False
-            self._active.clear()
+            self._leave(calls)
             self._finish_backward(calls)
+
+    def _leave(self, calls: Iterable[Call]) -> None:
+        """Nothing more is computed in backward for these calls."""
+        for call in calls:
+            call.is_active = False
+            if seam.observers:
+                seam.end(Activity.BACKWARD, self.name)
+        self._active.difference_update(calls)
 
     def _finish_backward(self, calls: Sequence[Call]) -> None:
         root = self.root
@@ -257,9 +270,7 @@ class Runner:
                 root.prefetch_backward(call)
 
     def end_backward(self) -> None:
-        for call in self._active:
-            call.is_active = False
-        self._active.clear()
+        self._leave(list(self._active))
         root = self.root
         assert root is not None
         for unit in self.units:
@@ -272,9 +283,7 @@ class Runner:
 
     def forget(self) -> None:
         """Drop what a failed step left open."""
-        for call in self._active:
-            call.is_active = False
-        self._active.clear()
+        self._leave(list(self._active))
         self._open.clear()
         self._ran.clear()
 

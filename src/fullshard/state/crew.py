@@ -10,12 +10,17 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fullshard.comm.exiting import pause_at_exit
 from fullshard.errors import CheckpointError
 
 _T = TypeVar("_T")
 
 # For each default group: one that programs wait for, one for what is written in the background.
 _groups: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+class OtherRankError(CheckpointError):
+    """Something failed on another rank, which raises what happened to it."""
 
 
 class Crew:
@@ -37,6 +42,7 @@ class Crew:
         assert world is not None
         if world not in _groups:
             _groups.clear()  # of process groups that were destroyed
+            pause_at_exit()
             _groups[world] = (dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
         self.group = _groups[world][in_background]
 
@@ -80,7 +86,7 @@ class Crew:
             raise error
         if failed:
             rank, text = failed[0]
-            raise CheckpointError(f"{what}: failed on rank {rank}: {text}")
+            raise OtherRankError(f"{what}: failed on rank {rank}: {text}")
         return result  # type: ignore[return-value]
 
     def first_does(self, what: str, deed: Callable[[], _T]) -> _T:
@@ -90,7 +96,7 @@ class Crew:
         if error is not None:
             raise error
         if text:
-            raise CheckpointError(f"{what}: failed on rank 0: {text}")
+            raise OtherRankError(f"{what}: failed on rank 0: {text}")
         return value  # type: ignore[return-value]
 
 

@@ -157,10 +157,10 @@ def located(path: Path) -> Path:
     return path
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def checkpoints(folder: str | Path) -> list[Path]:
     """The whole checkpoints in a folder, oldest first: by step, then by time."""
     found = []
-    for path in _folders(folder):
+    for path in _folders(Path(folder)):
         match = _BESIDE.fullmatch(path.name)
         if match is not None and not _is_only_one(path, match):
             continue

@@ -44,6 +44,7 @@ def load_safetensors(
     *,
     strict: bool = True,
     init_buffers: Callable[[nn.Module], object] | None = None,
+    rename: Callable[[str], str] = str,
 ) -> LoadedWeights:
     """Load safetensors files into a model; all ranks call it.
 
@@ -60,13 +61,14 @@ def load_safetensors(
         init_buffers: Called with each module that has buffers on meta which are not part of
             files, to compute them in place. Without it, a module's `reset_non_persistent_buffers`
             or `reset_parameters`, or the `_init_weights` of a module around it, is called.
+        rename: What a name of the model is in the files.
     """
     BACKGROUND.wait()
     path, crew = Path(path), Crew()
     subject = f"load {path}"
     files = crew.do(subject, lambda: _opened(path))
     sites = crew.do(subject, lambda: sites_of(model))
-    found = _matched(files, sites)
+    found = _matched(files, sites, rename)
     for differing in crew.told(_differing_ties(files, found)):
         found.mismatched.update(differing)
     crew.do(subject, lambda: _require_fit(subject, found, strict))
@@ -94,6 +96,7 @@ class _Match:
     """Which tensor of the files each parameter and buffer is read from."""
 
     sites: Sequence[Site]
+    rename: Callable[[str], str]
     sources: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -107,12 +110,15 @@ def _opened(path: Path) -> dict[str, TensorFile]:
         raise CheckpointError(f"{path}: cannot be read ({error}).") from error
 
 
-def _matched(files: Mapping[str, TensorFile], sites: Sequence[Site]) -> _Match:
-    found = _Match(sites)
+def _matched(
+    files: Mapping[str, TensorFile], sites: Sequence[Site], rename: Callable[[str], str]
+) -> _Match:
+    found = _Match(sites, rename)
     known: set[str] = set()
     for site in sites:
-        known.update(site.names)
-        name = next((name for name in site.names if name in files), None)
+        names = [rename(name) for name in site.names]
+        known.update(names)
+        name = next((name for name in names if name in files), None)
         if name is None:
             found.missing.append(site.name)
             continue
@@ -148,7 +154,7 @@ def _differing_ties(files: Mapping[str, TensorFile], found: _Match) -> dict[str,
     differing = {}
     for site in found.sites:
         source = found.sources.get(site.name)
-        for name in site.names:
+        for name in map(found.rename, site.names):
             if source is None or name not in files or name == source:
                 continue
             if not _is_same(files, source, name, site):

@@ -10,12 +10,15 @@ from typing import Any, Protocol
 
 from fullshard.device.releases import Releases
 from fullshard.device.streams import Device, Streams
+from fullshard.trace import seam
+from fullshard.trace.activities import Activity
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
     """What is left of a reduction: results on the reduce stream, until `event` has passed."""
 
+    unit: str
     event: Any
     results: list[Any]
 
@@ -113,7 +116,11 @@ class Flow:
         """Conclude all; the current stream then sees every gradient."""
         self.make_room(1)
         if self._tail is not None:
+            if seam.observers:
+                seam.begin(Activity.AWAIT_REDUCE, self._tail.unit)
             self.device.wait(self._tail.event)
+            if seam.observers:
+                seam.end(Activity.AWAIT_REDUCE, self._tail.unit)
             self._tail = None
 
     def abandon_reductions(self) -> None:

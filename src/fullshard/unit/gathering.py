@@ -80,6 +80,11 @@ class Gatherer:
         self._slab.empty()
         self._buffer.empty()
 
+    @property
+    def slab_bytes(self) -> int:
+        """What the full parameters take while they are there."""
+        return self._slab.num_bytes
+
     def _buffer_bytes(self) -> int:
         return sum(
             self._layout.num_ranks * message.segment_numel * lane.stages.computed.itemsize

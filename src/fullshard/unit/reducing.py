@@ -16,6 +16,8 @@ import torch
 from fullshard.comm.collectives import Brought, Collectives, Transfer, all_reduce
 from fullshard.comm.topology import Axis, Topology
 from fullshard.layout import Landing, Lane, Message, Split, Stages
+from fullshard.trace import seam
+from fullshard.trace.activities import Activity
 from fullshard.unit.flow import Flow, Tail
 from fullshard.unit.gathering import permuted_pairs
 from fullshard.unit.handover import HandOver
@@ -90,8 +92,12 @@ class CommHook:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Over what gradients are reduced: `axis` is the shard axis, perhaps on a group of its own."""
+    """Whose gradients are reduced, and over what.
 
+    `axis` is the shard axis, perhaps on a group of its own.
+    """
+
+    unit: str
     topology: Topology
     axis: Axis
     collectives: Collectives
@@ -148,20 +154,29 @@ class Reduction:
                 part.grads = [None if grad is None else _TAKEN for grad in part.grads]
         device.wait(device.record(), streams.reduce)
         with device.on(streams.reduce):
+            if seam.observers:
+                seam.begin(Activity.REDUCE, self._route.unit)
             for lane in self._lanes:
                 self._exchange(lane)
+            if seam.observers and not device.is_ordered:
+                futures = [future for lane in self._lanes for future in lane.transfer.futures]
+                seam.end_after(futures, Activity.REDUCE, self._route.unit)
             if device.is_ordered:
                 self._complete()
 
     def conclude(self) -> Tail:
         """Let go of the inputs; what is left is the results and the event that ends them."""
+        if seam.observers:
+            seam.begin(Activity.AWAIT_REDUCE, self._route.unit)
         if not self._flow.device.is_ordered:
             self._complete()
         # The inputs were allocated by compute, which may reuse their memory from here on.
         self._flow.device.wait(self._exchanged)
+        if seam.observers:
+            seam.end(Activity.AWAIT_REDUCE, self._route.unit)
         results = [lane.result for lane in self._lanes]
         self._lanes.clear()
-        return Tail(self._event, results)
+        return Tail(self._route.unit, self._event, results)
 
     def abandon(self) -> None:
         """Wait for what is under way and forget it."""
@@ -251,7 +266,7 @@ class Reduction:
         replicas = self._route.topology.replicate
         if not replicas.is_single and not self._settings.requires_all_reduce:
             self._put_aside()
-            self._event = device.record()
+            self._end()
             return
         for lane in self._lanes:
             for part, out in zip(lane.parts, lane.outs, strict=True):
@@ -300,7 +315,14 @@ class Reduction:
             else:
                 self._give_members(lane)
         self._hand_over.finish()
-        self._event = self._flow.device.record()
+        self._end()
+
+    def _end(self) -> None:
+        """All is enqueued, on the current stream."""
+        device = self._flow.device
+        self._event = device.record()
+        if seam.observers and device.is_ordered:
+            seam.end(Activity.REDUCE, self._route.unit)
 
     def _given_dtype(self, stages: Stages) -> torch.dtype:
         """Of the gradients that optimizers see; where low precision is kept, as torch keeps it."""

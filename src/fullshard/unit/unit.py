@@ -15,6 +15,8 @@ from fullshard.comm.collectives import Brought, Collectives, collectives_for
 from fullshard.comm.topology import Axis, Topology
 from fullshard.errors import LifecycleError, UnsupportedError
 from fullshard.layout import CostModel, Entry, Split, UnitLayout, plan_flat_layout, plan_layout
+from fullshard.trace import seam
+from fullshard.trace.activities import Activity
 from fullshard.unit.extending import ExtensionGatherer
 from fullshard.unit.flat_lanes import FlatLanes
 from fullshard.unit.flow import Flow
@@ -245,6 +247,8 @@ class Unit:
                 self._build()
             assert self._gatherer is not None
             with flow.device.on(flow.streams.gather):
+                if seam.observers:
+                    seam.begin(Activity.GATHER, self.name)
                 extension = None
                 if isinstance(state, Thinned):
                     flow.device.wait(state.event)
@@ -255,8 +259,16 @@ class Unit:
                     gathering = self._gatherer.start(self.collectives, flow)
                     if self._extended:
                         extension = self._extender.start(self.collectives, flow)
+                if seam.observers:
+                    self._tell_of_gather(gathering)
         self.state = Unsharding(gathering, extension)
         flow.gather_issued(self)
+
+    def _tell_of_gather(self, gathering: Gathering) -> None:
+        assert self._gatherer is not None
+        seam.hold(self.name, self._gatherer.slab_bytes)
+        futures = [future for transfer in gathering.transfers for future in transfer.futures]
+        seam.end_after(futures, Activity.GATHER, self.name)
 
     def _build(self) -> None:
         assert self._homes is not None  # require_ready
@@ -272,10 +284,14 @@ class Unit:
             return
         assert self._gatherer is not None
         self.flow.gather_used(self)
+        if seam.observers:
+            seam.begin(Activity.AWAIT_GATHER, self.name)
         with _outside_inference():
             self._gatherer.finish(state.gathering, self.flow)
             if state.extension is not None:
                 self._extender.finish(state.extension, self.flow)
+        if seam.observers:
+            seam.end(Activity.AWAIT_GATHER, self.name)
         self._register_full()
 
     def _register_full(self) -> None:
@@ -327,6 +343,8 @@ class Unit:
     def _release(self) -> list[tuple[int, int]]:
         if self._gatherer is None:
             return []
+        if seam.observers:
+            seam.hold(self.name, 0)
         return [*self._gatherer.release(), *self._extender.release()]
 
     def require_thinnable(self) -> None:
@@ -364,6 +382,7 @@ class Unit:
                 return
             plans = [(self.layout, self._plain), (self.extension_layout, self._extended)]
             route = Route(
+                self.name,
                 self.topology,
                 self.reduce_axis,
                 self.collectives,

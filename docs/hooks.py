@@ -1,0 +1,32 @@
+"""Brings files that lie outside of docs/ into the site: pages of the root, and the examples.
+
+Links to them are written so that they work where the source is read; here they become links to
+pages.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+ROOT_PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for name in ROOT_PAGES:
+        text = (ROOT / name).read_text().replace("](docs/", "](")
+        for other in ROOT_PAGES:
+            text = text.replace(f"]({other})", f"]({other.lower()})")
+        files.append(File.generated(config, name.lower(), content=text))
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        text = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+        files.append(File.generated(config, f"examples/{path.stem}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    for name in ROOT_PAGES:
+        markdown = markdown.replace(f"](../{name})", f"]({name.lower()})")
+    return re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", markdown)

@@ -1,0 +1,111 @@
+"""`fullshard doctor`: what the machine has, how fast it is, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from fullshard.cli.screen import bytes_in_words, counted, say, say_facts, say_table
+from fullshard.errors import TopologyError
+
+if TYPE_CHECKING:
+    from fullshard.training.diagnosing import Finding
+    from fullshard.training.machine import MachineFacts
+    from fullshard.training.measuring import Speeds
+
+
+@click.command(short_help="What this machine has, how fast it is, what is wrong with it.")
+@click.option("--quick", is_flag=True, help="Look only; measure nothing.")
+def doctor(quick: bool) -> None:
+    """Show what was found on this machine, how fast its ranks are, and what is wrong with it.
+
+    Speeds are measured on real ranks: one per GPU, or two on the CPU. That takes some seconds.
+
+    Exit codes: 0 nothing serious, 1 runs will fail, or may at any time.
+    """
+    # Imported here: the help of all commands needs none of it.
+    from fullshard.training.diagnosing import Finding, findings
+    from fullshard.training.machine import gather_facts
+
+    facts = gather_facts()
+    say_facts(_lines(facts))
+    found = findings(facts)
+    if not quick:
+        from fullshard.training.measuring import measure_speeds
+
+        say("")
+        try:
+            _say_speeds(measure_speeds(len(facts.gpus)))
+        except TopologyError as error:
+            say(f"no speeds: {error}")
+            remedy = "see above what else is wrong; GLOO_SOCKET_IFNAME=lo keeps gloo on this host"
+            found.insert(0, Finding(f"ranks do not work: {error}", remedy, is_serious=True))
+    say("")
+    _say_findings(found)
+    if any(finding.is_serious for finding in found):
+        raise click.exceptions.Exit(1)
+
+
+def _lines(facts: MachineFacts) -> Iterator[tuple[str, str]]:
+    software, limits, network = facts.software, facts.limits, facts.network
+    yield "python", software.python
+    yield "torch", software.torch
+    yield "CUDA", software.cuda or "none"
+    yield "driver", software.driver or "none"
+    yield "NCCL", software.nccl or "none"
+    yield "backends", ", ".join(software.backends)
+    for index, gpu in enumerate(facts.gpus):
+        free, total = bytes_in_words(gpu.free_bytes), bytes_in_words(gpu.memory_bytes)
+        capability = ".".join(map(str, gpu.capability))
+        yield f"GPU {index}", f"{gpu.name}, {free} of {total} free, capability {capability}"
+    if len(facts.gpus) > 1:
+        pairs = ", ".join(f"{a}-{b}" for a, b in facts.strangers)
+        yield "peer access", f"all but {pairs}" if pairs else "all"
+    if not facts.gpus:
+        yield "GPUs", "none"
+    cores = f"{facts.processor}, {counted(facts.num_cores, 'core')}"
+    yield "processor", f"{cores}, {counted(facts.num_threads, 'thread')} in torch"
+    yield "OMP_NUM_THREADS", facts.variables.get("OMP_NUM_THREADS", "not set")
+    if limits.cores is not None:
+        yield "cores allowed", f"{limits.cores:g}"
+    free, total = bytes_in_words(facts.free_memory_bytes), bytes_in_words(facts.memory_bytes)
+    yield "memory", f"{free} of {total} free"
+    if limits.memory_bytes is not None:
+        yield "memory allowed", bytes_in_words(limits.memory_bytes)
+    yield "/dev/shm", bytes_in_words(facts.shared_memory_bytes)
+    yield "disk", f"{bytes_in_words(facts.free_disk_bytes)} free in this folder"
+    yield "host", f"{network.hostname}, {network.address or 'without an address'}"
+    yield "interfaces", ", ".join(network.interfaces)
+    yield "open files", _limit(limits.files, str)
+    yield "locked memory", _limit(limits.locked_bytes, bytes_in_words)
+    have = (f"{name} {version}" for name, version in software.packages.items() if version)
+    yield "packages", ", ".join(have)
+    yield from ((name, value) for name, value in facts.variables.items() if name[:4] != "OMP_")
+
+
+def _limit(value: int | None, words: Callable[[int], str]) -> str:
+    return "any" if value is None else words(value)
+
+
+def _say_speeds(speeds: Speeds) -> None:
+    if speeds.links:
+        say(f"{counted(speeds.num_ranks, 'rank')} over {speeds.backend}, GB/s that reach each:")
+        columns = ("size", "gather", "reduce")
+        rows = [(f"{s.size_mb} MB", f"{s.gather:.2f}", f"{s.reduce:.2f}") for s in speeds.links]
+        say_table(columns, rows)
+    per_s = (
+        f"{speeds.matmul * 1000:.0f} GFLOP" if speeds.matmul < 1 else f"{speeds.matmul:.0f} TFLOP"
+    )
+    say(f"on each rank, all at once: copies {speeds.copy:.1f} GB/s, products {per_s}/s")
+
+
+def _say_findings(found: Sequence[Finding]) -> None:
+    """Each in a line, with what to do."""
+    if not found:
+        say("nothing is wrong with it")
+        return
+    say("what is wrong with it:")
+    for finding in found:
+        say(f"- {'serious: ' if finding.is_serious else ''}{finding.what}; {finding.remedy}")

@@ -1,0 +1,104 @@
+"""Low-rank adapters (LoRA) beside the frozen weights of a model, through peft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fullshard.errors import ConfigError
+from fullshard.models.drawing import draw_into, uniform, zeros
+from fullshard.models.optional import optional
+from fullshard.state.sites import Site
+
+# Peft's names: a module that gets an adapter becomes the `base_layer` of one that adds to it.
+_BASE = ".base_layer."
+_DOWN, _UP = ".lora_A.", ".lora_B."
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Adapters of a rank, scaled by alpha / rank.
+
+    `targets` are the ends of the names of the modules that get one; every linear layer but the
+    output head if there are none.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+
+
+def add_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
+    """Freeze a model on meta and put adapters, on meta too, beside its linear layers.
+
+    Modules and parameters get peft's names for them.
+    """
+    peft = optional("peft", "adapters", "lora")
+    if settings.rank < 1:
+        raise ConfigError(f"adapters: a rank of at least 1 was expected, found {settings.rank}.")
+    names = sorted(_targeted(model, settings.targets))
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=names,
+        fan_in_fan_out=any(_is_transposed(model.get_submodule(name)) for name in names),
+    )
+    adapted: nn.Module = peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    return adapted
+
+
+def base_name(name: str) -> str:
+    """What a parameter is called in the model without adapters."""
+    return name.replace(_BASE, ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return _DOWN in name or _UP in name
+
+
+def fill_adapters(sites: Iterable[Site], seed: int) -> list[Site]:
+    """Give adapters their first values, as peft would: they add nothing yet.
+
+    Returns the sites that are not theirs.
+    """
+    others = []
+    for site in sites:
+        if _DOWN in site.name:
+            draw_into(site, site.name, seed, uniform(site.shape[1] ** -0.5))
+        elif _UP in site.name:
+            draw_into(site, site.name, seed, zeros)
+        else:
+            others.append(site)
+    return others
+
+
+def _targeted(model: nn.Module, targets: tuple[str, ...]) -> set[str]:
+    """The full names of the layers that get an adapter."""
+    linear = {name for name, module in model.named_modules() if _is_linear(module)}
+    if not targets:
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        return {name for name in linear if model.get_submodule(name) is not head}
+    found: set[str] = set()
+    for target in targets:
+        matching = {name for name in linear if f".{name}".endswith(f".{target}")}
+        if not matching:
+            ends = sorted({name.rpartition(".")[2] for name in linear})
+            raise ConfigError(
+                f"adapters: the end of the name of a linear layer was expected, found {target!r}; "
+                f"choose among {', '.join(ends)}."
+            )
+        found |= matching
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """A linear layer of GPT-2 and its kin, with the input's dim first."""
+    return type(module).__name__ == "Conv1D"

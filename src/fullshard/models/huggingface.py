@@ -1,0 +1,196 @@
+"""Models of folders in Hugging Face's layout: config.json, safetensors, perhaps a tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import CheckpointError, ConfigError, LifecycleError, UnsupportedError
+from fullshard.models.adapters import (
+    LoraSettings,
+    add_adapters,
+    base_name,
+    fill_adapters,
+    is_adapter,
+)
+from fullshard.models.architecture import Architecture
+from fullshard.models.optional import first_line, optional
+from fullshard.models.tokenizers import (
+    ByteTokenizer,
+    FolderTokenizer,
+    Tokenizer,
+    has_tokenizer,
+)
+from fullshard.repeated_blocks import repeated_blocks
+from fullshard.runtime.names import clean_name
+from fullshard.state.materializing import LostBuffers
+from fullshard.state.safetensors_format import open_tensors
+from fullshard.state.safetensors_import import LoadedWeights, load_safetensors
+from fullshard.state.sites import sites_of
+
+# Of names in an error.
+_NUM_LISTED = 8
+
+
+class FolderArchitecture(Architecture):
+    """A causal language model of `transformers`, filled from the folder's safetensors files.
+
+    Parameters are float32, whatever the files have: what is computed in is said when sharding.
+    Code in the folder is never run, and nothing is looked for on a network.
+    """
+
+    def __init__(self, folder: Path, lora: LoraSettings | None = None) -> None:
+        self.name = str(folder)
+        self.lora = lora
+        self._folder = folder
+        self._transformers: Any = optional("transformers", f"model {folder}", "huggingface")
+        self._config = self._read_config()
+        self._require_weights()
+        text = self._config.get_text_config()
+        if getattr(text, "vocab_size", None) is None:
+            raise self._other_kind(f"a {self._config.model_type!r}, which has no vocabulary")
+        self.vocabulary: int = text.vocab_size
+        self.max_sequence: int | None = getattr(text, "max_position_embeddings", None)
+
+    def build(self) -> nn.Module:
+        model = self._without_adapters()
+        return model if self.lora is None else add_adapters(model, self.lora)
+
+    def block_classes(self) -> tuple[type[nn.Module], ...]:
+        return self._block_classes
+
+    def fill(self, model: nn.Module, seed: int) -> None:
+        # Not strict: adapters are in no file, and some files have more than their model uses.
+        loaded = load_safetensors(self._folder, model, strict=False, rename=base_name)
+        self._require_whole(loaded)
+        self._restore_buffers(model)
+        fill_adapters(sites_of(model), seed)
+
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def tokenizer(self, kind: str) -> Tokenizer:
+        if kind not in ("auto", "bytes", "model"):
+            raise ConfigError(
+                f"model {self.name}: a tokenizer 'auto', 'bytes' or 'model' was expected, found "
+                f"{kind!r}."
+            )
+        if kind == "model" and not has_tokenizer(self._folder):
+            raise ConfigError(
+                f"model {self.name}: tokenizer files were expected in the folder, found none; "
+                "copy them there, or choose the tokenizer 'bytes'."
+            )
+        own = kind != "bytes" and has_tokenizer(self._folder)
+        tokenizer = FolderTokenizer(self._folder) if own else ByteTokenizer()
+        if tokenizer.vocabulary > self.vocabulary:
+            raise ConfigError(
+                f"model {self.name}: a vocabulary of at least {tokenizer.vocabulary} was expected "
+                f"for {'its tokenizer' if own else 'bytes'}, found {self.vocabulary}; "
+                "choose another tokenizer or model."
+            )
+        return tokenizer
+
+    @cached_property
+    def _block_classes(self) -> tuple[type[nn.Module], ...]:
+        families = repeated_blocks(self._without_adapters())
+        return tuple({type(member): None for family in families for member in family.members})
+
+    def _read_config(self) -> Any:
+        if not (self._folder / "config.json").is_file():
+            raise ConfigError(
+                f"model {self.name}: a folder in Hugging Face's layout was expected, found no "
+                "config.json in it; give the folder that has it."
+            )
+        try:
+            config = self._transformers.AutoConfig.from_pretrained(
+                self._folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # what it raises depends on the file, and on its version
+            raise ConfigError(
+                f"model {self.name}: a config.json that transformers can read was expected, found "
+                f"{first_line(error)}"
+            ) from error
+        config.use_cache = False
+        return config
+
+    def _require_weights(self) -> None:
+        try:
+            open_tensors(self._folder)
+        except (CheckpointError, OSError) as error:
+            raise ConfigError(
+                f"model {self.name}: weights as safetensors files were expected beside config.json,"
+                f" but {error}"
+            ) from error
+
+    def _without_adapters(self) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                # A copy: building writes the dtype into it.
+                model: nn.Module = self._transformers.AutoModelForCausalLM.from_config(
+                    copy.deepcopy(self._config), dtype=torch.float32, trust_remote_code=False
+                )
+        except Exception as error:  # what it raises depends on the kind of model
+            raise self._other_kind(first_line(error)) from error
+        return model
+
+    def _other_kind(self, found: str) -> ConfigError:
+        return ConfigError(
+            f"model {self.name}: a causal language model was expected, found {found}"
+        )
+
+    def _require_whole(self, loaded: LoadedWeights) -> None:
+        """All that the model has was in the files, and in them nothing but what it ignores."""
+        reference = self._without_adapters()
+        ignored = {name for name, _ in reference.named_buffers()}
+        patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unexpected = [
+            name
+            for name in loaded.unexpected
+            if name not in ignored and not any(re.search(each, name) for each in patterns)
+        ]
+        missing = [base_name(name) for name in loaded.missing if not is_adapter(name)]
+        misfits = [f"{base_name(name)}: {why}" for name, why in loaded.mismatched.items()]
+        problems = [
+            *([f"missing in the files: {_listed(missing)}"] if missing else []),
+            *([f"not in the model: {_listed(unexpected)}"] if unexpected else []),
+            *misfits[:_NUM_LISTED],
+        ]
+        if problems:
+            raise ConfigError(
+                f"model {self.name}: files with the parameters that config.json asks for were "
+                f"expected, found others: {'; '.join(problems)}."
+            )
+
+    def _restore_buffers(self, model: nn.Module) -> None:
+        """Compute what no file has, such as rotary frequencies, and what was lost on meta.
+
+        On a second model whose parameters stay on meta: what computes buffers may initialise
+        parameters, too.
+        """
+        reference = self._without_adapters()
+        try:
+            LostBuffers(reference, None).recreate()
+        except LifecycleError as error:
+            raise UnsupportedError(
+                f"model {self.name}: a model that can compute its buffers again was expected, but "
+                f"{error}"
+            ) from error
+        expected = dict(reference.named_buffers(remove_duplicate=False))
+        for path, module in model.named_modules():
+            for name in sorted(module._non_persistent_buffers_set):
+                buffer = module._buffers[name]
+                if buffer is not None:
+                    buffer.copy_(expected[base_name(clean_name(f"{path}.{name}".lstrip(".")))])
+
+
+def _listed(names: Sequence[str]) -> str:
+    further = len(names) - _NUM_LISTED
+    return ", ".join(names[:_NUM_LISTED]) + (f" and {further} more" if further > 0 else "")

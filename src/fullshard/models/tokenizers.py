@@ -1,0 +1,121 @@
+"""Text to tokens and back."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+from fullshard.models.optional import first_line, optional
+
+# Any of the first is enough; the others change what they mean.
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+_SETTINGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+)
+
+
+class Tokenizer(ABC):
+    """Text to tokens and back; `end` is the token that ends a document."""
+
+    vocabulary: int
+    end: int
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without `end`."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; those that stand for no text are left out."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A short text that changes when the tokens of a text would."""
+
+
+class ByteTokenizer(Tokenizer):
+    """A token for each byte of UTF-8."""
+
+    vocabulary = 257
+    end = 256
+
+    def encode(self, text: str) -> list[int]:
+        # Half of a surrogate pair, which files may have, has no bytes.
+        return list(text.encode(errors="replace"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < self.end).decode(errors="replace")
+
+    @property
+    def fingerprint(self) -> str:
+        return "bytes"
+
+
+class FolderTokenizer(Tokenizer):
+    """The tokenizer of a folder in Hugging Face's layout."""
+
+    def __init__(self, folder: Path) -> None:
+        transformers = optional("transformers", f"the tokenizer of {folder}", "huggingface")
+        try:
+            self._own: Any = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # what it raises depends on the files, and on its version
+            raise ConfigError(
+                f"{folder}: tokenizer files that transformers can read were expected, found "
+                f"{first_line(error)}; choose the tokenizer 'bytes', or repair the folder."
+            ) from error
+        if self._own.eos_token_id is None:
+            raise ConfigError(
+                f"{folder}: a tokenizer with a token that ends a text (eos_token) was expected, "
+                "found one without; name it in tokenizer_config.json, or choose the tokenizer "
+                "'bytes'."
+            )
+        self.end: int = self._own.eos_token_id
+        # Added tokens may leave gaps: what counts is how far the numbers go.
+        self.vocabulary: int = max(self._own.get_vocab().values()) + 1
+        self._fingerprint = _fingerprint(folder)
+
+    def encode(self, text: str) -> list[int]:
+        # Not verbose: it warns of texts that are longer than a sequence, as all are here.
+        tokens: list[int] = self._own.encode(text, add_special_tokens=False, verbose=False)
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._own.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer."""
+    return any((folder / name).is_file() for name in _VOCABULARIES)
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name in (*_VOCABULARIES, *_SETTINGS):
+        path = folder / name
+        if path.is_file():
+            digest.update(f"{name} {path.stat().st_size} ".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,23 @@
+"""What a run will need, before it runs: no process group, no device."""
+
+from fullshard.plan.activations import saved_activation_bytes
+from fullshard.plan.memory import (
+    MemoryPlan,
+    ParameterShape,
+    Sharding,
+    UnitShapes,
+    Work,
+    plan_memory,
+    readable,
+)
+
+__all__ = [
+    "MemoryPlan",
+    "ParameterShape",
+    "Sharding",
+    "UnitShapes",
+    "Work",
+    "plan_memory",
+    "readable",
+    "saved_activation_bytes",
+]

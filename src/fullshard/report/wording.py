@@ -1,0 +1,107 @@
+"""Numbers and foreign text as a page shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isfinite
+from statistics import median
+
+DASH = "\N{EN DASH}"
+# Between a number and its unit: no line break.
+_NARROW = "\N{NARROW NO-BREAK SPACE}"
+_PREFIXES = ("", "Ki", "Mi", "Gi", "Ti")
+
+
+@dataclass(frozen=True, slots=True)
+class ByteScale:
+    """A unit for many numbers of bytes that stand under each other."""
+
+    name: str
+    num_bytes: int
+
+    @classmethod
+    def fitting(cls, largest: float) -> ByteScale:
+        """The unit in which `largest` is at least 1, and below 1024 if there is such a unit."""
+        power = 0
+        while power < len(_PREFIXES) - 1 and largest >= 1024 ** (power + 1):
+            power += 1
+        return cls(f"{_PREFIXES[power]}B" if power else "bytes", 1024**power)
+
+
+def shown_bytes(num_bytes: float) -> str:
+    """As in "1.50 GiB"."""
+    scale = ByteScale.fitting(abs(num_bytes))
+    if scale.num_bytes == 1:
+        return f"{num_bytes:,.0f}{_NARROW}bytes"
+    return f"{_three_digits(num_bytes / scale.num_bytes)}{_NARROW}{scale.name}"
+
+
+def shown_time(seconds: float) -> str:
+    """As in "812 ms" and "1.24 s"."""
+    if not isfinite(seconds):
+        return DASH
+    if seconds >= 1:
+        return f"{_three_digits(seconds)}{_NARROW}s"
+    if seconds >= 1e-3:
+        return f"{_three_digits(seconds * 1e3)}{_NARROW}ms"
+    return f"{_three_digits(seconds * 1e6)}{_NARROW}µs"
+
+
+def shown_share(share: float) -> str:
+    """As in "4.2 %"."""
+    return f"{share * 100:.1f}{_NARROW}%" if isfinite(share) else DASH
+
+
+def shown_number(value: float) -> str:
+    """A measured number: what is not finite is said as it is."""
+    if not isfinite(value):
+        return {"nan": "NaN", "inf": "∞", "-inf": "\N{MINUS SIGN}∞"}[str(float(value))]
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3g}" if abs(value) < 1 else f"{value:.4g}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:,.2f}"
+
+
+def shown_count(number: float) -> str:
+    """As in "12.6 M"; below ten thousand to the last digit."""
+    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            return f"{_three_digits(number / (1e3 if name == 'k' else size))}{_NARROW}{name}"
+    return f"{number:,.0f}"
+
+
+def counted(number: int, what: str) -> str:
+    """As in "1 rank" and "2 ranks"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def middle(values: Iterable[float]) -> float:
+    """The median of what is finite; not a number if nothing is."""
+    finite = [value for value in values if isfinite(value)]
+    return median(finite) if finite else float("nan")
+
+
+def plain(text: object) -> str:
+    """Text that a page can hold: control characters become their pictures.
+
+    Line feeds and tabs stay; half of a surrogate pair, which no file can hold, becomes a
+    replacement character.
+    """
+    return "".join(_plain_character(each) for each in str(text).replace("\r\n", "\n"))
+
+
+def _plain_character(character: str) -> str:
+    code = ord(character)
+    if code < 0x20 and character not in "\n\t":
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\N{SYMBOL FOR DELETE}"
+    if 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000 or code & 0xFFFE == 0xFFFE:
+        return "\N{REPLACEMENT CHARACTER}"
+    return character
+
+
+def _three_digits(value: float) -> str:
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,121 @@
+"""The page: one file with everything in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+from fullshard.report.curves import curves_of
+from fullshard.report.headline import headline, subtitle
+from fullshard.report.palette import KEYS, PALETTES
+from fullshard.report.record import RunRecord
+from fullshard.report.stepping import step_picture
+from fullshard.report.unit_rows import unit_table
+from fullshard.report.wording import plain
+
+
+def write_report(record: RunRecord, path: Path) -> Path:
+    """Write `record` as an HTML page to `path`, in place of what is there; say where it is.
+
+    The page needs no network and no other file. It appears under its name when it is whole.
+    """
+    page = page_of(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    incoming = path.with_name(f".{path.name}.incoming-{uuid.uuid4().hex}")
+    try:
+        incoming.write_text(page, encoding="utf-8")
+        os.replace(incoming, path)
+    except BaseException:
+        incoming.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def page_of(record: RunRecord) -> str:
+    """The page as text."""
+    jinja2, plotly = _needed("jinja2"), _needed("plotly.offline")
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fullshard", "report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["plain"] = plain
+    curves = curves_of(record.metrics)
+    step = step_picture(record)
+    content = {
+        "palettes": PALETTES,
+        "curves": {curve.key: curve.figure for curve in curves},
+        "step": None if step is None else step.content,
+    }
+    as_markup = environment.filters["safe"]
+    page = environment.get_template("report.html.j2").render(
+        record=record,
+        facts=headline(record),
+        subtitle=subtitle(record),
+        curves=curves,
+        step=step,
+        legend=[(key, activity.value) for activity, key in KEYS.items()],
+        table=unit_table(record),
+        sample=_sample(record),
+        config=_shown_config(record.config),
+        environment=record.environment,
+        palettes=PALETTES,
+        style=as_markup(_beside("report.css")),
+        script=as_markup(_beside("report.js")),
+        plotly=as_markup(plotly.get_plotlyjs()),
+        content=as_markup(_json_in_html(content)),
+    )
+    return str(page)
+
+
+def _needed(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.split(".")[0]
+        raise ConfigError(
+            f"report: plotly and jinja2 are needed to draw it, found no {package}; "
+            "run: pip install 'fullshard[report]'"
+        ) from error
+
+
+def _beside(name: str) -> str:
+    return (files("fullshard.report") / name).read_text(encoding="utf-8")
+
+
+def _json_in_html(content: object) -> str:
+    """JSON that cannot end the script element that it stands in."""
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _sample(record: RunRecord) -> tuple[str, str]:
+    """The prompt, as far as the sample begins with it, and what the model wrote."""
+    prompt = record.config.get("run", {}).get("prompt", "")
+    if isinstance(prompt, str) and record.sample.startswith(prompt):
+        return plain(prompt), plain(record.sample.removeprefix(prompt))
+    return "", plain(record.sample)
+
+
+def _shown_config(config: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, str]]:
+    return {
+        plain(section): {plain(key): _shown_value(value) for key, value in keys.items()}
+        for section, keys in config.items()
+    }
+
+
+def _shown_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(_shown_value(each) for each in value)
+    return plain(value)

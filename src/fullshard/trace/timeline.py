@@ -1,0 +1,120 @@
+"""One step of one rank, as spans of time: pure values, for pictures and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from fullshard.trace.activities import Activity, Track
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a rank did for a unit. Times are seconds since the step began."""
+
+    activity: Activity
+    unit: str
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """What was in use at one moment.
+
+    `full_bytes` is what the full parameters took that were gathered then; `allocated_bytes` what
+    the device had allocated, or on a CPU what the process had in memory.
+    """
+
+    at_s: float
+    full_bytes: int
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step of one rank."""
+
+    rank: int
+    duration_s: float
+    spans: tuple[Span, ...]
+    memory: tuple[MemorySample, ...]
+
+    def on(self, track: Track) -> tuple[Span, ...]:
+        """The spans of a track, one after another.
+
+        Units lie in each other, and so do their spans: what ends first is what the rank does.
+        """
+        return tuple(_innermost(span for span in self.spans if span.activity.track is track))
+
+    def exposed_s(self, unit: str | None = None) -> float:
+        """For how long compute stood still for communication, of one unit or of all."""
+        return sum(
+            span.duration_s
+            for span in self.on(Track.COMPUTE)
+            if span.activity.is_exposed and unit in (None, span.unit)
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, from which `from_json` makes the same timeline."""
+        return {
+            "rank": self.rank,
+            "duration_s": self.duration_s,
+            "spans": [[s.activity.value, s.unit, s.start_s, s.end_s] for s in self.spans],
+            "memory": [[m.at_s, m.full_bytes, m.allocated_bytes] for m in self.memory],
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Timeline:
+        return cls(
+            found["rank"],
+            found["duration_s"],
+            tuple(Span(Activity(what), *rest) for what, *rest in found["spans"]),
+            tuple(MemorySample(*each) for each in found["memory"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """What a unit is, for a table. Sizes are those of the full parameters, in their kept dtype."""
+
+    name: str
+    num_parameters: int
+    numel: int
+    num_bytes: int
+    padding_bytes: int
+    num_messages: int
+    gather_bytes: int
+
+
+def _innermost(spans: Iterable[Span]) -> Iterable[Span]:
+    """Cut spans that overlap, so that at every moment only the one that ends first is left."""
+    ordered = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
+    edges = sorted({edge for span in ordered for edge in (span.start_s, span.end_s)})
+    open_spans: list[Span] = []
+    cut: list[Span] = []
+    index = 0
+    for start_s, end_s in pairwise(edges):
+        while index < len(ordered) and ordered[index].start_s <= start_s:
+            open_spans.append(ordered[index])
+            index += 1
+        open_spans = [span for span in open_spans if span.end_s > start_s]
+        if not open_spans:
+            continue
+        top = min(open_spans, key=lambda span: (span.end_s, -span.start_s))
+        last = cut[-1] if cut else None
+        if (
+            last is not None
+            and last.end_s == start_s
+            and (last.activity, last.unit) == (top.activity, top.unit)
+        ):
+            cut[-1] = Span(top.activity, top.unit, last.start_s, end_s)
+        else:
+            cut.append(Span(top.activity, top.unit, start_s, end_s))
+    return cut

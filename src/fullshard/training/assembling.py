@@ -1,0 +1,165 @@
+"""A model, sharded as a configuration says: built on meta, cut, then given its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.api import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+from fullshard.auto_shard import auto_shard
+from fullshard.errors import ConfigError, TopologyError
+from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.models.adapters import LoraSettings
+from fullshard.models.architecture import Architecture
+from fullshard.models.choosing_model import architecture_of
+from fullshard.state.materializing import give_memory
+from fullshard.training.config import ModelSection, ShardingSection
+from fullshard.training.world import World
+from fullshard.wrap import ModuleWrapPolicy
+
+_WRAPPER_STRATEGIES = {
+    "full": (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
+    "grad-op": (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2),
+    "none": (ShardingStrategy.NO_SHARD, ShardingStrategy.NO_SHARD),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """What parameters are computed in and gradients reduced in; None: as they are kept."""
+
+    param: torch.dtype | None
+    reduce: torch.dtype | None
+
+    @classmethod
+    def of(cls, precision: str, device: torch.device) -> Dtypes:
+        if precision == "auto":
+            precision = "float32" if device.type == "cpu" else "bf16"
+        return {
+            "float32": cls(None, None),
+            "bf16": cls(torch.bfloat16, torch.float32),
+            "bf16-reduce": cls(torch.bfloat16, torch.bfloat16),
+            "fp16": cls(torch.float16, torch.float32),
+        }[precision]
+
+
+def architecture_for(section: ModelSection) -> Architecture:
+    """The architecture that a configuration names, with the adapters that it asks for."""
+    lora = None
+    if section.lora_rank:
+        lora = LoraSettings(section.lora_rank, section.lora_alpha, section.lora_targets)
+    return architecture_of(section.name, lora)
+
+
+def assembled(architecture: Architecture, section: ShardingSection, world: World) -> nn.Module:
+    """The model, sharded, with memory but without values."""
+    model = architecture.build()
+    classes = unit_classes(model, architecture, section)
+    prepare_blocks(model, architecture, section)
+    policy = ModuleWrapPolicy(set(classes))
+    if section.door == "wrapper":
+        return _wrapped(model, policy, section, world)
+    dtypes = Dtypes.of(section.precision, world.device)
+    auto_shard(
+        model,
+        policy,
+        mesh=mesh_for(section, world),
+        # By default all but the root: backward begins where forward ended.
+        reshard_after_forward=None if section.strategy == "full" else False,
+        mp_policy=MixedPrecisionPolicy(dtypes.param, dtypes.reduce),
+        offload_policy=CPUOffloadPolicy() if section.offload else OffloadPolicy(),
+    )
+    give_memory(model)
+    return model
+
+
+def _wrapped(
+    model: nn.Module, policy: ModuleWrapPolicy, section: ShardingSection, world: World
+) -> nn.Module:
+    mesh = mesh_for(section, world)
+    strategy = _WRAPPER_STRATEGIES[section.strategy][mesh.ndim - 1]
+    if strategy is ShardingStrategy.NO_SHARD and mesh.ndim == 2:
+        mesh = init_device_mesh(world.device.type, (world.size,))
+    dtypes = Dtypes.of(section.precision, world.device)
+    memory_of = torch.device("cpu") if section.offload else world.device
+
+    def give_own_memory(module: nn.Module) -> None:
+        module.to_empty(device=memory_of, recurse=False)
+
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=mesh,
+        sharding_strategy=strategy,
+        auto_wrap_policy=policy,
+        mixed_precision=MixedPrecision(dtypes.param, dtypes.reduce),
+        cpu_offload=CPUOffload(offload_params=section.offload),
+        param_init_fn=give_own_memory,
+        device_id=world.device,
+        forward_prefetch=True,
+        use_orig_params=True,
+    )
+
+
+def mesh_for(section: ShardingSection, world: World) -> DeviceMesh:
+    """One axis that shards, or two: replicas, and what shards in each."""
+    replicas, shards = 1, world.size
+    if section.mesh != "auto":
+        replicas, shards = (int(size) for size in section.mesh.split("x"))
+    elif section.strategy == "none":
+        replicas, shards = world.size, 1
+    if replicas * shards != world.size:
+        raise TopologyError(
+            f"--mesh: {section.mesh} needs {replicas * shards} ranks, found {world.size}; pass a "
+            "mesh of replicas x shards whose product is the number of ranks."
+        )
+    if replicas == 1:
+        return init_device_mesh(world.device.type, (shards,))
+    names = ("replicate", "shard")
+    return init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=names)
+
+
+def unit_classes(
+    model: nn.Module, architecture: Architecture, section: ShardingSection
+) -> tuple[type[nn.Module], ...]:
+    """The classes whose modules become units."""
+    if not section.units:
+        return architecture.block_classes()
+    known = {type(module).__name__: type(module) for module in model.modules()}
+    for name in section.units:
+        if name not in known:
+            raise ConfigError(
+                f"--unit: the name of a class of modules in {architecture.name} is expected, found "
+                f"{name!r}; choose of {', '.join(sorted(known))}."
+            )
+    return tuple(known[name] for name in section.units)
+
+
+def prepare_blocks(model: nn.Module, architecture: Architecture, section: ShardingSection) -> None:
+    """Let each block compile or recompute what it does.
+
+    It is `forward` that is replaced, so that names stay, and what the engine does around a block
+    is neither compiled nor done again.
+    """
+    for module in model.modules():
+        if not isinstance(module, architecture.block_classes()):
+            continue
+        forward: Any = module.forward
+        if section.compile:
+            forward = torch.compile(forward)
+        if section.activation_checkpointing:
+            forward = partial(checkpoint, forward, use_reentrant=False)
+        if forward is not module.forward:
+            module.forward = forward

@@ -1,0 +1,185 @@
+"""The configuration file, in TOML: read with the line of what is wrong in it, and written whole."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+from fullshard.training.config import TrainConfig
+from fullshard.training.keys import KEYS, SECTIONS, Key, Value, keys_of, nearest, value_of
+
+Given = Mapping[tuple[str, str], Value]
+
+_WIDTH = 88
+_PLACE = re.compile(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|.*)\)")
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def config_of(file: Path | None, given: Given) -> TrainConfig:
+    """The defaults; what the file has instead; what was given on the command line instead.
+
+    Raises:
+        ConfigError: In a sentence, with the line of the file, or the option.
+    """
+    values: dict[tuple[str, str], Value] = {}
+    if file is not None:
+        for section, found in read_config(file).items():
+            values.update({(section, name): value for name, value in found.items()})
+    for place, value in given.items():
+        values[place] = KEYS[place].checked(value, f"--{KEYS[place].option}")
+    sections = {}
+    for part in fields(TrainConfig):
+        cls: Any = part.default_factory
+        own = {name: value for (home, name), value in values.items() if home == part.name}
+        sections[part.name] = cls(**own)
+    return TrainConfig(**sections)
+
+
+def read_config(path: Path) -> dict[str, dict[str, Value]]:
+    """The sections that a file has, with the keys that they have, checked.
+
+    Raises:
+        ConfigError: In a sentence with the line: no TOML, unknown names, values of another type.
+    """
+    text = _text_of(path)
+    return {
+        name: _section(path, text, name, values) for name, values in _parsed(path, text).items()
+    }
+
+
+def _text_of(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{path}: a configuration file is expected, found none.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a configuration file is expected, found a folder.") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: text in UTF-8 is expected, found the byte "
+            f"0x{content[error.start]:02x}."
+        ) from None
+    return text.replace("\r\n", "\n")
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{path}: TOML is expected, found it nested too deeply.") from None
+    except ValueError as error:  # tomllib's own, and that of a number with too many digits
+        match = _PLACE.fullmatch(str(error))
+        what = match["what"] if match else str(error)
+        line, column = (match["line"], match["column"]) if match else (None, None)
+        if line is None:
+            line = str(text.rstrip("\n").count("\n") + 1)
+        where = f"line {line}" if column is None else f"line {line}, column {column}"
+        raise ConfigError(
+            f"{path}, {where}: TOML is expected, found something else: {_lowered(what)}."
+        ) from None
+
+
+def _lowered(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
+
+
+def _section(path: Path, text: str, name: str, values: object) -> dict[str, Value]:
+    """The keys of one section; whatever is wrong with it says where."""
+
+    def has_section(parsed: dict[str, Any]) -> bool:
+        return name in parsed
+
+    if name not in SECTIONS:
+        homes = [key.section for key in KEYS.values() if key.name == name]
+        hint = f"; put it under [{homes[0]}]." if homes else nearest(name, SECTIONS)
+        raise ConfigError(
+            f"{path}, line {_line(text, has_section)}: a section is expected, found {name!r}{hint}"
+        )
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}, line {_line(text, has_section)}: the section [{name}] is expected, found "
+            f"a value of that name."
+        )
+    known = tuple(key.name for key in keys_of(name))
+    found = {}
+    for key, value in values.items():
+
+        def has_key(parsed: dict[str, Any], key: str = key) -> bool:
+            return key in parsed.get(name, ())
+
+        if key not in known:
+            homes = [f"[{other.section}]" for other in KEYS.values() if other.name == key]
+            hint = f"; it belongs under {homes[0]}." if homes else nearest(key, known)
+            raise ConfigError(
+                f"{path}, line {_line(text, has_key)}: a key of [{name}] is expected, found "
+                f"{key!r}{hint}"
+            )
+        try:
+            found[key] = KEYS[name, key].checked(value, str(path))
+        except ConfigError:
+            # The line costs a search, so it is looked for only where it is needed.
+            where = f"{path}, line {_line(text, has_key)}"
+            KEYS[name, key].checked(value, where)
+    return found
+
+
+def _line(text: str, is_there: Callable[[dict[str, Any]], bool]) -> int:
+    """The line on which the statement begins that made `is_there` true.
+
+    Beginnings of a file that end between two statements are TOML themselves: the shortest one
+    that has it ends with the statement, and the longest one that lacks it ends before it.
+    """
+    lines = text.split("\n")
+    before = 0
+    for end in range(1, len(lines) + 1):
+        try:
+            parsed = tomllib.loads("\n".join(lines[:end]))
+        except ValueError:
+            continue
+        if is_there(parsed):
+            break
+        before = end
+    return before + 1
+
+
+def config_as_toml(config: TrainConfig) -> str:
+    """The whole configuration as a file, with what each key means; it reads back as the same."""
+    parts = []
+    for section in SECTIONS:
+        about = str(type(getattr(config, section)).__doc__).partition(": ")[2]
+        parts.append(f"# {about[:1].upper()}{about[1:]}\n[{section}]\n")
+        parts += [_statement(key, value_of(config, key)) for key in keys_of(section)]
+    return "\n".join(parts)
+
+
+def _statement(key: Key, value: Value) -> str:
+    help = f"{key.help} One of {', '.join(key.choices)}." if key.choices else key.help
+    lines = textwrap.wrap(help, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+    return "\n".join([*lines, f"{key.name} = {_toml(value)}", ""])
+
+
+def _toml(value: Value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_quoted, value))}]"
+    return _quoted(value) if isinstance(value, str) else repr(value)
+
+
+def _quoted(text: str) -> str:
+    return f'"{"".join(map(_escaped, text))}"'
+
+
+def _escaped(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    return character if character.isprintable() else f"\\U{ord(character):08x}"

@@ -1,0 +1,293 @@
+"""Whether a run will fit into memory, and what would make it fit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial, reduce
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.api import ShardingStrategy
+from fullshard.choosing import choose
+from fullshard.errors import ConfigError, TopologyError
+from fullshard.models.architecture import Architecture
+from fullshard.plan import (
+    MemoryPlan,
+    ParameterShape,
+    Sharding,
+    UnitShapes,
+    Work,
+    plan_memory,
+    readable,
+    saved_activation_bytes,
+)
+from fullshard.training.assembling import Dtypes, prepare_blocks, unit_classes
+from fullshard.training.checking import mesh_of
+from fullshard.training.config import TrainConfig
+from fullshard.wrap import ModuleWrapPolicy
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+_STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "grad-op": ShardingStrategy.SHARD_GRAD_OP,
+    "none": ShardingStrategy.NO_SHARD,
+}
+# The largest world that is looked at for one that is large enough.
+_MOST_RANKS = 4096
+# The loss takes its log-probabilities and two gradients of them in float32, beside the logits.
+_LOSS_BYTES = 3 * 4
+
+
+def predicted(
+    config: TrainConfig, architecture: Architecture, num_ranks: int, device: torch.device
+) -> MemoryPlan:
+    """What a run will need on each rank. Builds the model on the meta device; starts nothing."""
+    return plan_memory(
+        _units(config, architecture),
+        _sharding(config, num_ranks, device),
+        _work(config, architecture, device),
+    )
+
+
+def require_fit(
+    config: TrainConfig,
+    architecture: Architecture,
+    num_ranks: int,
+    device: torch.device,
+    capacity_bytes: int,
+) -> MemoryPlan:
+    """What a run will need, if every rank has that much.
+
+    Raises:
+        ConfigError: If not; it says what each change that would make it fit would need.
+    """
+    plan = predicted(config, architecture, num_ranks, device)
+    if plan.device_bytes <= capacity_bytes:
+        return plan
+    offers = [
+        f"{words} would need {_amount(other)}"
+        for words, other in _remedies(config, architecture, plan, capacity_bytes)
+    ]
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    raise ConfigError(
+        f"{architecture.name}: training on {ranks} needs {readable(plan.device_bytes)} on each, "
+        f"found {readable(capacity_bytes)}; "
+        f"{', '.join(offers) or 'choose a smaller model or a shorter --sequence'}."
+    )
+
+
+def capacity_of(device: torch.device, num_local_ranks: int) -> int:
+    """Memory that a rank may use: of its GPU, or its share of what this machine has available."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return min(_available_bytes(), _allowed_bytes()) // num_local_ranks
+
+
+# What is planned
+
+
+def _units(config: TrainConfig, architecture: Architecture) -> list[UnitShapes]:
+    model = architecture.build()
+    classes = unit_classes(model, architecture, config.sharding)
+    choice = choose(model, ModuleWrapPolicy(classes), needs_forward=True)
+    return [
+        UnitShapes(
+            chosen.name or "(root)",
+            tuple(
+                ParameterShape(name, tuple(param.shape), param.dtype, param.requires_grad)
+                for name, param in chosen.params
+            ),
+        )
+        for chosen in choice
+    ]
+
+
+def _sharding(config: TrainConfig, num_ranks: int, device: torch.device) -> Sharding:
+    section = config.sharding
+    num_replicas, num_shards = mesh_of(section.mesh) or (1, num_ranks)
+    if num_replicas * num_shards != num_ranks:
+        raise TopologyError(
+            f"--mesh: {section.mesh} needs {num_replicas * num_shards} ranks, found {num_ranks}; "
+            "pass a mesh of replicas x shards whose product is the number of ranks."
+        )
+    dtypes = Dtypes.of(section.precision, device)
+    dtypes = Dtypes.of(section.precision, device)
+    return Sharding(
+        num_shards=num_shards,
+        num_replicas=num_replicas,
+        strategy=_STRATEGIES[section.strategy],
+        is_flat=section.door == "wrapper",
+        is_offloaded=section.offload,
+        device_type=device.type,
+        param_dtype=dtypes.param,
+        reduce_dtype=dtypes.reduce,
+    )
+
+
+def _work(config: TrainConfig, architecture: Architecture, device: torch.device) -> Work:
+    """Activations and logits of a micro-batch, from a forward on the meta device."""
+    model = architecture.build()
+    computed = Dtypes.of(config.sharding.precision, device).param
+    for param in model.parameters():
+        if computed is not None and param.dtype.is_floating_point:
+            param.data = param.data.to(computed)
+    recomputed = _watch_blocks(model, architecture)
+    # Blocks that are compiled save no more than those that are not.
+    section = replace(config.sharding, compile=False)
+    prepare_blocks(model, architecture, section)
+    shape = (config.optimizer.batch, config.model.sequence)
+    tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
+    logits: list[torch.Tensor] = []
+
+    def run() -> torch.Tensor:
+        logits.append(architecture.logits(model, tokens))
+        return logits[0]
+
+    activation_bytes = saved_activation_bytes(run)
+    if section.activation_checkpointing:
+        activation_bytes += max(map(saved_activation_bytes, recomputed), default=0)
+    return Work(
+        activation_bytes=activation_bytes,
+        logits_bytes=logits[0].numel() * (logits[0].element_size() + _LOSS_BYTES),
+        accumulates=config.optimizer.accumulate > 1,
+    )
+
+
+def _watch_blocks(model: nn.Module, architecture: Architecture) -> list[Callable[[], Any]]:
+    """What a coming forward will ask of the first block of each class, to be done again."""
+    found: dict[type, Callable[[], Any]] = {}
+
+    def note(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> None:
+        if type(block) not in found:
+            found[type(block)] = partial(forward, *args, **kwargs)
+            calls.append(found[type(block)])
+
+    calls: list[Callable[[], Any]] = []
+    for module in model.modules():
+        if isinstance(module, architecture.block_classes()):
+            module.register_forward_pre_hook(partial(note, module.forward), with_kwargs=True)
+    return calls
+
+
+# What would help
+
+
+def _remedies(
+    config: TrainConfig, architecture: Architecture, plan: MemoryPlan, capacity_bytes: int
+) -> Iterator[tuple[str, MemoryPlan]]:
+    """Changes that make a run fit, as few as possible, and what it would need then."""
+    units = _units(config, architecture)
+    sharding, num_ranks = plan.sharding, plan.sharding.num_ranks
+    device = torch.device(sharding.device_type)
+
+    works = {_work_key(config): plan.work}
+
+    def planned(changed: TrainConfig) -> MemoryPlan:
+        key = _work_key(changed)
+        if key not in works:
+            works[key] = _work(changed, architecture, device)
+        return plan_memory(units, _sharding(changed, num_ranks, device), works[key])
+
+    helpful = [
+        words for words, change in _CHANGES.items() if _is_possible(change(config), config, device)
+    ]
+    for size in range(1, len(helpful) + 1):
+        plans = {words: planned(_changed(config, words)) for words in combinations(helpful, size)}
+        fitting = {words: p for words, p in plans.items() if p.device_bytes <= capacity_bytes}
+        yield from ((" ".join(words), other) for words, other in fitting.items())
+        if fitting:
+            break
+    if sharding.is_whole or device.type == "cpu":
+        return  # more ranks would not hold less, or would share the same memory
+    by_work = [words for words in helpful if words != _OFFLOAD]
+    for words in ((), tuple(by_work)):
+        work = planned(_changed(config, words)).work
+        for wider in _wider(sharding):
+            other = plan_memory(units, wider, work)
+            if other.device_bytes <= capacity_bytes:
+                also = f" with {' '.join(words)}" if words else ""
+                yield f"{wider.num_ranks} ranks{also}", other
+                return
+
+
+def _work_key(config: TrainConfig) -> tuple[bool, int]:
+    """What of the changes below changes the work of a step."""
+    return config.sharding.activation_checkpointing, config.optimizer.batch
+
+
+def _wider(sharding: Sharding) -> Iterator[Sharding]:
+    """With more ranks, by powers of two."""
+    while sharding.num_ranks < _MOST_RANKS:
+        num_shards = 2 ** sharding.num_shards.bit_length()
+        sharding = replace(sharding, num_shards=num_shards)
+        yield sharding
+
+
+def _changed(config: TrainConfig, words: Iterable[str]) -> TrainConfig:
+    return reduce(lambda changed, each: _CHANGES[each](changed), words, config)
+
+
+def _offloaded(config: TrainConfig) -> TrainConfig:
+    return replace(config, sharding=replace(config.sharding, offload=True))
+
+
+def _checkpointed(config: TrainConfig) -> TrainConfig:
+    return replace(config, sharding=replace(config.sharding, activation_checkpointing=True))
+
+
+def _in_ones(config: TrainConfig) -> TrainConfig:
+    return replace(config, optimizer=replace(config.optimizer, batch=1))
+
+
+_OFFLOAD = "--offload"
+_CHANGES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
+    _OFFLOAD: _offloaded,
+    "--activation-checkpointing": _checkpointed,
+    "--batch 1": _in_ones,
+}
+
+
+def _is_possible(changed: TrainConfig, config: TrainConfig, device: torch.device) -> bool:
+    """Whether it is a change, and one that the machine and the strategy allow."""
+    is_newly_offloaded = changed.sharding.offload and not config.sharding.offload
+    has_elsewhere = device.type != "cpu" and config.sharding.strategy != "none"
+    return changed != config and (has_elsewhere or not is_newly_offloaded)
+
+
+def _amount(plan: MemoryPlan) -> str:
+    host = f" and {readable(plan.host_bytes)} of host memory" if plan.host_bytes else ""
+    return readable(plan.device_bytes) + host
+
+
+# What there is
+
+
+def _available_bytes() -> int:
+    """What this machine could give without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise ConfigError("/proc/meminfo: a line MemAvailable is expected, found none.")
+
+
+def _allowed_bytes() -> int:
+    """What the control group of this process may still take: a container's limit, say."""
+    try:
+        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return sys.maxsize
+        stat = dict(
+            line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines()
+        )
+        # Files that were read and not used for a while make room by themselves.
+        used = int((CONTROL_GROUP / "memory.current").read_text()) - int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return sys.maxsize  # no such limit is known
+    return max(0, int(limit) - used)

@@ -1,0 +1,240 @@
+"""Text from the checkpoint of a run, on any number of ranks of this machine.
+
+One rank is this process; several are started by torch's elastic launcher. Run as a module it is one
+of these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import isfinite
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+
+from fullshard.comm.exiting import leave
+from fullshard.errors import CheckpointError, ConfigError, FullshardError, TopologyError
+from fullshard.models.sampling import sample
+from fullshard.state.folder import latest, located
+from fullshard.state.inventory import MODEL
+from fullshard.state.opened import is_ours, open_checkpoint
+from fullshard.state.restoring import load
+from fullshard.state.sites import sites_of
+from fullshard.training.assembling import architecture_for, assembled
+from fullshard.training.config import ShardingSection, TrainConfig
+from fullshard.training.config_file import config_of
+from fullshard.training.launching import local_launch, prepare_environment
+from fullshard.training.run_folder import RunFolder
+from fullshard.training.signs import Signs
+from fullshard.training.world import World, best_device, joined, require_devices
+
+_REQUEST, _TEXT = "request.json", "text.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """What to generate.
+
+    `checkpoint` is a checkpoint of a run, the folder of its checkpoints, or the run's own: of
+    several the newest is taken. A temperature of 0 takes the likeliest token, a `top_k` of 0 draws
+    from all.
+    """
+
+    checkpoint: Path
+    prompt: str
+    tokens: int = 160
+    temperature: float = 0.7
+    top_k: int = 40
+    seed: int = 0
+    ranks: int = 1
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """A checkpoint, and the configuration of the run that wrote it."""
+
+    path: Path
+    config: TrainConfig
+
+
+def launch_generation(request: GenerateRequest) -> str:
+    """The text that follows the prompt.
+
+    Raises:
+        FullshardError: In a sentence, whichever rank it comes from.
+    """
+    _require_sane(request)
+    find_checkpoint(request.checkpoint)  # what is missing need not be found by ranks
+    require_devices(best_device(request.device), request.ranks)
+    if request.ranks == 1:
+        with _alone(best_device(request.device)) as world:
+            return _generated(request, world)
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+        return _on_ranks(request, Path(folder))
+
+
+def find_checkpoint(path: Path) -> FoundCheckpoint:
+    """Of a run's folder, the folder of its checkpoints, or one of these."""
+    # Not resolved: a link to a checkpoint stays where it is. But `..` must go.
+    path = Path(os.path.abspath(path))
+    if not located(path).is_dir():
+        raise CheckpointError(
+            f"{path}: the folder of a run or of a checkpoint is expected, found "
+            f"{'a file' if path.exists() else 'nothing'}."
+        )
+    if is_ours(path):
+        return FoundCheckpoint(path, _config_beside(path.parent))
+    folder = RunFolder(path).checkpoints if RunFolder(path).checkpoints.is_dir() else path
+    newest = latest(folder)
+    if newest is None:
+        raise CheckpointError(
+            f"{path}: a checkpoint, or a folder with some, is expected, found no whole one; train "
+            "with --save-every to have one before the end."
+        )
+    return FoundCheckpoint(newest, _config_beside(folder))
+
+
+def _config_beside(checkpoints: Path) -> TrainConfig:
+    file = RunFolder(checkpoints.parent).config
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file}: the configuration of the run is expected beside the folder of its "
+            "checkpoints, found none; it says what the model is."
+        )
+    return config_of(file, {})
+
+
+def _require_sane(request: GenerateRequest) -> None:
+    rules = (
+        ("--tokens", request.tokens, request.tokens >= 1, "1 or more"),
+        ("--top-k", request.top_k, request.top_k >= 0, "0 or more"),
+        ("--seed", request.seed, 0 <= request.seed < 2**63, "0 or more, in 63 bits,"),
+        ("--ranks", request.ranks, request.ranks >= 1, "1 or more"),
+        (
+            "--temperature",
+            request.temperature,
+            isfinite(request.temperature) and request.temperature >= 0,
+            "0 or more",
+        ),
+    )
+    for option, value, is_met, words in rules:
+        if not is_met:
+            raise ConfigError(f"{option}: {words} is expected, found {value}.")
+
+
+@contextmanager
+def _alone(device_type: str) -> Iterator[World]:
+    """A world of this process."""
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+        store = Path(folder) / "store"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+        try:
+            yield World(0, 1, 0, 1, device)
+        finally:
+            dist.destroy_process_group()
+
+
+def _generated(request: GenerateRequest, world: World) -> str:
+    """On every rank alike."""
+    found = find_checkpoint(request.checkpoint)
+    architecture = architecture_for(found.config.model)
+    model = assembled(architecture, _sharding(found.config.sharding, world), world)
+    # What a checkpoint leaves out: weights under adapters, buffers that are computed.
+    architecture.fill(model, found.config.run.seed)
+    _require_same_model(found, architecture.name, model)
+    load(found.path, model, random_state=False)
+    tokenizer = architecture.tokenizer(found.config.data.tokenizer)
+    tokens = sample(
+        architecture,
+        model,
+        tokenizer.encode(request.prompt) or [tokenizer.end],
+        request.tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        seed=request.seed,
+        end=tokenizer.end,
+        device=world.device,
+    )
+    return tokenizer.decode(tokens)
+
+
+def _require_same_model(found: FoundCheckpoint, name: str, model: nn.Module) -> None:
+    """In fewer words than a load has: it would name every parameter."""
+    opened = open_checkpoint(found.path)
+    stored = {key.removeprefix(MODEL): opened.shape(key) for key in opened.keys}
+    is_partial = opened.manifest is not None and opened.manifest.selection != "all"
+    others, is_any = [], False
+    for site in sites_of(model):
+        shapes = [stored[each] for each in site.names if each in stored]
+        is_any = is_any or bool(shapes)
+        if (not shapes and not is_partial) or any(shape != tuple(site.shape) for shape in shapes):
+            others.append(f"{site.name} {list(shapes[0]) if shapes else 'not there'}")
+    if others or not is_any:
+        shown = f"{others[0]} and {len(others) - 1} more" if others else "none of its parameters"
+        raise CheckpointError(
+            f"{found.path}: a checkpoint of the model {name!r} is expected, as config.toml of its "
+            f"run says, found another one: {shown}; name a checkpoint where it was written."
+        )
+
+
+def _sharding(section: ShardingSection, world: World) -> ShardingSection:
+    """The units and the precision of the run; the rest is of training."""
+    is_possible = world.device.type == "cuda" or section.precision != "fp16"
+    precision = section.precision if is_possible else "float32"
+    return ShardingSection(units=section.units, precision=precision)
+
+
+# Several ranks
+
+
+def _on_ranks(request: GenerateRequest, folder: Path) -> str:
+    asked = {**asdict(request), "checkpoint": os.path.abspath(request.checkpoint)}
+    (folder / _REQUEST).write_text(json.dumps(asked))
+    prepare_environment(request.ranks)
+    try:
+        elastic_launch(local_launch(request.ranks), sys.executable)("-m", __name__, str(folder))
+    except ChildFailedError as error:
+        refusal = Signs(folder).refusal
+        if refusal is not None:
+            raise CheckpointError(refusal) from None
+        rank, failure = error.get_first_failure()
+        raise TopologyError(
+            f"rank {rank}: ranks must stay until the text is there, found it ended with "
+            f"status {failure.exitcode}; what it said is above."
+        ) from None
+    text: str = json.loads((folder / _TEXT).read_text())
+    return text
+
+
+def _be_a_rank(folder: Path) -> int:
+    asked = json.loads((folder / _REQUEST).read_text())
+    request = GenerateRequest(**{**asked, "checkpoint": Path(asked["checkpoint"])})
+    try:
+        with joined(request.device) as world:
+            text = _generated(request, world)
+            if world.is_first:
+                (folder / _TEXT).write_text(json.dumps(text))
+    except (FullshardError, OSError) as error:
+        if "FULLSHARD_DEBUG" in os.environ:
+            traceback.print_exc()
+        Signs(folder).refuse(str(error))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    leave(_be_a_rank(Path(sys.argv[1])))

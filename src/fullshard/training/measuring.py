@@ -1,0 +1,185 @@
+"""How fast the links between ranks are, and the ranks themselves: a few seconds on real ranks.
+
+Run as a module it is one of these ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.collectives import collectives_for
+from fullshard.errors import TopologyError
+
+SIZES_MB = (1, 16, 64)
+_SPENT_S = 0.3  # on each measurement
+_MIN_TIMES, _MAX_TIMES = 3, 50
+_COPIED_BYTES = 64 * 10**6
+_MATMUL_WIDTH = {"cpu": 1024, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """GB/s that reach each rank, of a tensor of so many MB in all."""
+
+    size_mb: int
+    gather: float
+    reduce: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of the slowest rank, while all are at work; copies in GB/s, products in TFLOP/s."""
+
+    num_ranks: int
+    backend: str
+    links: tuple[LinkSpeed, ...]
+    copy: float
+    matmul: float
+
+
+def measure_speeds(
+    num_gpus: int, *, sizes_mb: tuple[int, ...] = SIZES_MB, timeout_s: float = 120.0
+) -> Speeds:
+    """Measure with a rank per GPU; with two on the CPU if there is none. One has no links.
+
+    Raises:
+        TopologyError: If the ranks do not come about, or cannot talk to each other.
+    """
+    device, num_ranks = ("cuda", num_gpus) if num_gpus else ("cpu", 2)
+    if num_ranks == 1:
+        sizes_mb = ()
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+        logs = [Path(folder) / f"log_{rank}" for rank in range(num_ranks)]
+        args = [folder, str(num_ranks), device, ",".join(map(str, sizes_mb))]
+        ranks = []
+        try:
+            for rank, log in enumerate(logs):
+                with log.open("wb") as output:
+                    command = [sys.executable, "-m", __name__, str(rank), *args]
+                    ranks.append(subprocess.Popen(command, stdout=output, stderr=output))
+            _wait(ranks, logs, time.monotonic() + timeout_s)
+        finally:
+            for each in ranks:
+                each.kill()
+                each.wait()
+        found = json.loads((Path(folder) / "speeds.json").read_text())
+    links = tuple(LinkSpeed(**each) for each in found.pop("links"))
+    return Speeds(links=links, **found)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], logs: list[Path], until: float) -> None:
+    for rank, process in enumerate(ranks):
+        try:
+            status = process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise TopologyError(
+                f"rank {rank}: the ranks must be done measuring in time, found it still at work: "
+                f"{_last_line(logs[rank])}"
+            ) from None
+        if status:
+            raise TopologyError(
+                f"rank {rank}: the ranks must be able to talk to each other, found it ended with "
+                f"status {status}: {_last_line(logs[rank])}"
+            )
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing."
+
+
+def _measured(device: torch.device, sizes_mb: list[int]) -> Speeds:
+    """On each rank, all at once."""
+    links = [LinkSpeed(size, *_link(size * 10**6, device)) for size in sizes_mb]
+    source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = _seconds(lambda: target.copy_(source), device)
+    width = _MATMUL_WIDTH[device.type]
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    a, b = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
+    matmul_s = _seconds(lambda: a @ b, device)
+    return Speeds(
+        num_ranks=dist.get_world_size(),
+        backend=dist.get_backend(),
+        links=tuple(links),
+        copy=_COPIED_BYTES / copy_s / 1e9,
+        matmul=2 * width**3 / matmul_s / 1e12,
+    )
+
+
+def _link(num_bytes: int, device: torch.device) -> tuple[float, float]:
+    """With the collectives that training uses."""
+    group = dist.group.WORLD
+    assert group is not None
+    collectives = collectives_for(group, device)
+    own_numel = num_bytes // 4 // group.size()
+    own = torch.zeros(own_numel, device=device)
+    full = torch.zeros(own_numel * group.size(), device=device)
+    arriving = own_numel * 4 * (group.size() - 1) / 1e9
+    gather_s = _seconds(lambda: collectives.gather([full], [own], group).wait(), device)
+    reduce_s = _seconds(
+        lambda: collectives.reduce([own], [full], group, average=False).wait(), device
+    )
+    return arriving / gather_s, arriving / reduce_s
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """What it takes on the slowest rank, in the middle of several times."""
+
+    def once() -> float:
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    for _ in range(2):
+        first = once()
+    num_times = min(max(int(_SPENT_S / max(first, 1e-6)), _MIN_TIMES), _MAX_TIMES)
+    # All ranks have to do it equally often.
+    agreed = torch.tensor(num_times, device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    slowest = torch.tensor(median(once() for _ in range(int(agreed))), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _be_a_rank(rank: int, folder: Path, num_ranks: int, device_type: str, sizes: list[int]) -> None:
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as the ranks of a run here
+    backend = "gloo" if device_type == "cpu" else "nccl"
+    where = f"file://{folder / 'store'}"
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=num_ranks)
+    speeds = _measured(device, sizes)
+    if rank == 0:
+        (folder / "speeds.json").write_text(json.dumps(asdict(speeds)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank, _folder, _num_ranks, _device, _sizes = sys.argv[1:]
+    _be_a_rank(
+        int(_rank),
+        Path(_folder),
+        int(_num_ranks),
+        _device,
+        [int(s) for s in _sizes.split(",") if s],
+    )

@@ -1,0 +1,76 @@
+"""The ranks of a run, from joining to leaving."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import TopologyError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Who this rank is among all of them, and where it computes."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def told(self, figures: Sequence[float]) -> list[list[float]]:
+        """The figures of every rank, on every rank; host memory only, so that no device waits."""
+        own = torch.tensor(figures, dtype=torch.float64)
+        everyone = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(everyone, own)
+        return [each.tolist() for each in everyone]
+
+
+def best_device(asked: str) -> str:
+    """`auto` is a GPU where there is one."""
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise TopologyError(
+            "--device: cuda needs a GPU that torch can use, found none; pass --device cpu, or run "
+            "`fullshard doctor` to see why."
+        )
+    return asked
+
+
+def require_devices(device_type: str, num_local_ranks: int) -> None:
+    """Raise unless every rank of this machine has a device to itself."""
+    found = torch.cuda.device_count() if device_type == "cuda" else num_local_ranks
+    if num_local_ranks > found:
+        raise TopologyError(
+            f"--ranks: each rank needs a GPU to itself, found {found} for {num_local_ranks} ranks; "
+            f"pass --ranks {found}, or --device cpu."
+        )
+
+
+@contextmanager
+def joined(asked_device: str) -> Iterator[World]:
+    """The world that a launcher started this process for; left when the block ends."""
+    device_type = best_device(asked_device)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    require_devices(device_type, local_size)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    # Numbers for the host travel beside what devices exchange.
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=device if device_type == "cuda" else None)
+    yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
+    # Not where a rank fails: it exits, and must not wait for ranks that wait for it.
+    dist.destroy_process_group()

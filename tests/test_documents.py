@@ -1,0 +1,344 @@
+"""What the pages say is so: programs run, commands exist, links lead somewhere."""
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click import ClickException, Command, Context, Group
+
+import fullshard
+import fullshard.state
+import fullshard.testing
+import fullshard.wrap
+from fullshard.cli.commands import fullshard as command
+from fullshard.testing import pool
+from fullshard.training.config_file import read_config
+from tests.documents import KINDS, PAGES, ROOT, Block, Program, blocks_of, programs_of, run_on_rank
+
+BLOCKS = [
+    block for path in PAGES for block in blocks_of(str(path.relative_to(ROOT)), path.read_text())
+]
+LANGUAGES = {"python", "bash", "toml", "text"}
+
+
+def pages_programs() -> list[Program]:
+    """Each program once: the first page and others may show the same one."""
+    by_page = [
+        [b for b in BLOCKS if b.page == page] for page in dict.fromkeys(b.page for b in BLOCKS)
+    ]
+    found = [program for blocks in by_page for program in programs_of(blocks)]
+    return list({(program.source, program.output): program for program in found}.values())
+
+
+def of_language(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+def where(value: Block | Program) -> str:
+    return value.where
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=where)
+def test_a_block_is_in_a_language_that_is_tested(block):
+    assert block.language in LANGUAGES
+    assert block.kind in ("", *KINDS)
+    if block.language == "text":
+        assert block.kind in ("output", "shown"), "say whether it is the output of the block before"
+    if block.kind in ("continues", "given", "tests"):
+        assert block.language == "python"
+
+
+@pytest.mark.parametrize("program", pages_programs(), ids=where)
+def test_a_program_on_a_page_runs_and_prints_what_the_page_shows(program, tmp_path):
+    if program.starts_its_own_ranks:
+        printed = [launched(program, tmp_path)]
+    else:
+        arguments = (program.source, program.where, str(tmp_path))
+        printed = pool(2).run(run_on_rank, *arguments)
+    if program.output is not None:
+        assert printed[0] == program.output.strip()
+
+
+def launched(program: Program, folder: Path) -> str:
+    """Run a program that makes its own process group, as its reader would."""
+    file = folder / "train.py"
+    file.write_text(program.source)
+    launcher = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", str(file)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.kind == "tests"], ids=where)
+def test_a_file_of_tests_on_a_page_passes(block, tmp_path, monkeypatch):
+    file = tmp_path / f"{Path(block.page).stem}_line_{block.line}.py"  # ranks keep modules by name
+    file.write_text(block.text)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, file.stem, module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec.loader.exec_module(module)
+    tests = [value for name, value in vars(module).items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        test()
+
+
+@pytest.mark.parametrize("block", of_language("toml"), ids=where)
+def test_a_configuration_on_a_page_can_be_read(block, tmp_path):
+    assert tomllib.loads(block.text)
+    file = tmp_path / "config.toml"
+    file.write_text(block.text)
+    assert read_config(file)
+
+
+PAGE = """
+<!-- test: given
+first = 1
+-->
+```python
+second = first + 1
+```
+
+<!-- test: continues -->
+```python
+print(second)
+```
+
+<!-- test: output -->
+```text
+2
+```
+
+- in a list:
+
+  ```bash
+  make test
+  ```
+"""
+
+
+def test_blocks_are_found_with_what_their_comments_say():
+    found = [(b.language, b.kind, b.text) for b in blocks_of("page.md", PAGE)]
+    assert found == [
+        ("python", "given", "second = first + 1\n"),
+        ("python", "continues", "print(second)\n"),
+        ("text", "output", "2\n"),
+        ("bash", "", "make test\n"),
+    ]
+    (program,) = programs_of(blocks_of("page.md", PAGE))
+    assert (program.where, program.output) == ("page.md:5", "2\n")
+    names: dict[str, int] = {}
+    exec(program.source, names)
+    assert names["second"] == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fullshard", "checkpoint", "reshard", "A", "B", "--no-such-option"],
+        ["fullshard", "no-such-command"],
+        ["make", "no-such-target"],
+        ["torchrun", "--no-such-option", "train.py"],
+        ["torchrun", "examples/no_such_file.py"],
+        ["pip", "install", "fullshard[no_such_extra]"],
+        ["curl", "https://example.com"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_does_not_exist_is_noticed(words):
+    with pytest.raises((AssertionError, ClickException, SystemExit)):
+        check_command(words)
+
+
+# Commands
+
+
+def commands_of(block: Block) -> list[list[str]]:
+    joined = block.text.replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in joined.splitlines()]
+    return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("block", of_language("bash"), ids=where)
+def test_a_command_on_a_page_exists_and_takes_these_options(block):
+    for words in commands_of(block):
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words:
+            check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    program, *arguments = words
+    if program == "fullshard":
+        parse_as_click(command, arguments)
+    elif program == "make":
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert set(arguments) <= set(targets)
+    elif program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        script = get_args_parser().parse_args(arguments).training_script
+        assert script == "train.py" or (ROOT / script).is_file()
+    elif program == "pip":
+        wanted = re.fullmatch(r"fullshard(?:\[([\w,]+)\])?", arguments[-1])
+        assert wanted is not None
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        known = extras["optional-dependencies"]
+        assert {extra for extra in (wanted[1] or "").split(",") if extra} <= set(known)
+    elif program == "export":
+        assert all(re.fullmatch(r"[A-Z_]+=\S+", each) for each in arguments)
+    else:
+        raise AssertionError(f"{program}: a command that is tested is expected")
+
+
+def parse_as_click(group: Command, arguments: list[str]) -> None:
+    """Let click read the arguments, without running anything."""
+    context = Context(group, info_name=group.name)
+    while isinstance(group, Group):
+        name, group, arguments = group.resolve_command(context, arguments)
+        assert group is not None
+        context = Context(group, info_name=name, parent=context)
+    group.make_parser(context).parse_args(args=list(arguments))
+
+
+# Links and names
+
+
+def anchors_of(path: Path) -> set[str]:
+    """What a link to a page may end with: its headings, and the entries of a reference page."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
+    return slugs | set(re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE))
+
+
+def links_of(path: Path) -> list[str]:
+    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_link_leads_to_a_file_and_a_heading(path):
+    for link in links_of(path):
+        if link.startswith("https://"):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        assert file.is_file(), link
+        assert not anchor or anchor in anchors_of(file), link
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_is_fenced_so_that_it_is_tested(path):
+    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    assert re.findall(r"\n\n    \S.*", text) == []
+
+
+PUBLIC = {
+    module.__name__: module.__all__
+    for module in (fullshard, fullshard.state, fullshard.wrap, fullshard.testing)
+}
+INDEX = ROOT / "docs" / "keyword_index.md"
+
+
+def index_rows() -> dict[str, tuple[str, str]]:
+    """Module and name -> the cell that says where it is explained, and that of its reference."""
+    pattern = r"^\| `([\w.]+)` \| (\[.*?) \| (\[.*?) \|$"
+    rows = re.findall(pattern, INDEX.read_text(), flags=re.MULTILINE)
+    return {name: (explained, reference) for name, explained, reference in rows}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_in_the_keyword_index(module):
+    expected = {name if module == "fullshard" else f"{module}.{name}" for name in PUBLIC[module]}
+    indexed = {name for name in index_rows() if (name.rpartition(".")[0] or "fullshard") == module}
+    assert expected == indexed
+
+
+@pytest.mark.parametrize("name", index_rows())
+def test_the_page_that_explains_a_name_mentions_it(name):
+    explained, reference = index_rows()[name]
+    bare = name.rpartition(".")[2]
+    page, _, anchor = links_in(explained)[0].partition("#")
+    assert anchor
+    section = section_of((INDEX.parent / page).read_text(), anchor)
+    assert re.search(rf"\b{re.escape(bare)}\b", section), f"{page}#{anchor}"
+    assert links_in(reference)[0].endswith(f".{bare}")
+
+
+def links_in(cell: str) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", cell)
+
+
+def section_of(text: str, anchor: str) -> str:
+    """A heading with what follows it, to the next heading of its level or above."""
+    fences = re.compile(r"^```.*?^```$", flags=re.MULTILINE | re.DOTALL)
+    text = fences.sub(lambda fence: fence[0].replace("\n#", "\n"), text)  # comments, not headings
+    parts = re.split(r"^(#+) (.*)$", text, flags=re.MULTILINE)
+    found, level = "", 0
+    for marks, heading, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        slug = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        if level and len(marks) <= level:
+            break
+        if slug == anchor:
+            level = len(marks)
+        if level:
+            found += heading + body
+    return found
+
+
+# Messages
+
+
+def messages() -> list[str]:
+    """Every string of the source, with `...` where a value is put in."""
+    found = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "..." for p in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+QUOTED = re.findall(r"^\| `([^`]+)` \|", TROUBLESHOOTING.read_text(), flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def all_messages() -> list[str]:
+    return messages()
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_a_message_in_troubleshooting_is_one_that_is_raised(quoted, all_messages):
+    assert any(quoted in message for message in all_messages)
+
+
+def test_troubleshooting_names_no_message_twice():
+    assert len(QUOTED) > 50
+    assert len(QUOTED) == len(set(QUOTED))

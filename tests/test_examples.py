@@ -1,0 +1,65 @@
+"""The examples run as a user runs them, and show what they say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+MAX_LINES = 120
+LIMIT_S = 240
+
+# How many ranks, and what a reader should see.
+SHOWN = {
+    "own_model_fully_shard": (2, ["528,001 parameters", "Shard(dim=0)", "step 20", "loss 7."]),
+    "own_model_wrapper": (2, ["gradient norm", "528,001 parameters in a plain model"]),
+    "huggingface_model": (2, ["streamed into shards; tied: {'lm_head", "opened with transformers"]),
+    "lora": (2, ["6,400 of 125,632 parameters are trained", "same logits True"]),
+    "hybrid_sharding": (4, ["2 replicas of 2 shards", "replicas are the same: True"]),
+    "gradient_accumulation": (2, ["4 micro-batches and one batch agree within"]),
+}
+
+
+def run(name: str, num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks), str(EXAMPLES / f"{name}.py"), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+
+def require_success(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_an_example_runs_and_shows_what_it_is_about(name):
+    num_ranks, shown = SHOWN[name]
+    printed = require_success(run(name, num_ranks))
+    assert [each for each in shown if each not in printed] == [], printed
+
+
+def test_a_run_is_resumed_on_another_number_of_ranks(tmp_path):
+    name, folder = "resume_on_another_world_size", str(tmp_path / "run")
+    first = require_success(run(name, 2, "--folder", folder))
+    assert "starts at step 0 on 2 ranks" in first
+    second = require_success(run(name, 3, "--folder", folder))
+    assert "resumed at step 8 on 3 ranks" in second
+    assert "largest difference to the first run" in second
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_how_it_is_run(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) < MAX_LINES
+    assert any(line.startswith("torchrun --standalone") and path.name in line for line in lines)
+
+
+def test_every_example_is_run():
+    files = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert files == {*SHOWN, "resume_on_another_world_size"}

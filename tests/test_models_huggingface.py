@@ -1,0 +1,392 @@
+"""Models of folders in Hugging Face's layout, judged by transformers and peft themselves."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import peft
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fullshard.errors import ConfigError
+from fullshard.models.adapters import LoraSettings
+from fullshard.models.builtin import BuiltinArchitecture
+from fullshard.models.choosing_model import architecture_of
+from fullshard.models.sampling import sample
+from fullshard.models.tokenizers import ByteTokenizer, FolderTokenizer
+from fullshard.state import export_safetensors
+from fullshard.testing import Rank, on_ranks
+from tests.test_models import CPU, DOORS, SMALL, UNEVEN, assert_same, filled, sharded, train, whole
+
+LORA = LoraSettings(rank=3, alpha=6.0)
+TEXT = "def hello(world): return world"
+TOKENS = torch.arange(12)[None] * 7 % 250
+
+
+def llama(size: Any = SMALL, **options: Any) -> transformers.LlamaConfig:
+    """The config of a built-in size."""
+    return transformers.LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        num_hidden_layers=size.num_blocks,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_kv_heads,
+        intermediate_size=size.mlp_width,
+        max_position_embeddings=size.max_sequence,
+        rms_norm_eps=size.norm_eps,
+        tie_word_embeddings=size.is_tied,
+        rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
+        **options,
+    )
+
+
+def gpt2() -> transformers.GPT2Config:
+    return transformers.GPT2Config(
+        vocab_size=260, n_embd=24, n_layer=2, n_head=3, n_positions=16, resid_pdrop=0.5
+    )
+
+
+KINDS = {"llama": lambda: llama(dataclasses.replace(SMALL, is_tied=False)), "tied": llama}
+KINDS["gpt2"] = gpt2
+KINDS["scaled"] = lambda: transformers.LlamaConfig(
+    **{
+        **llama().to_dict(),
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    }
+)
+
+
+def saved(folder: Path, config: Any, dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.05)  # norms and biases, too
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+def original(folder: Path) -> nn.Module:
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    )
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each kind."""
+    base = tmp_path_factory.mktemp("folders")
+    return {kind: saved(base / kind, config()) for kind, config in KINDS.items()}
+
+
+@pytest.fixture
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["llama"]
+
+
+# The built-in transformer against Llama.
+
+
+@pytest.mark.parametrize("size", [SMALL, UNEVEN], ids=["tied", "untied"])
+def test_the_built_in_transformer_computes_what_llama_does(size: Any, tmp_path: Path) -> None:
+    size = dataclasses.replace(size, vocabulary=300)
+    architecture = BuiltinArchitecture(size)
+    model = filled(architecture)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(4.0)  # so that attention is far from even
+    export_safetensors(tmp_path / "exported", model)
+    llama(size).save_pretrained(tmp_path / "exported")
+    with torch.no_grad():
+        expected = original(tmp_path / "exported")(TOKENS).logits
+        found = architecture.logits(model, TOKENS)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# Folders.
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_folder_streams_into_shards(
+    rank: Rank, folders: dict[str, Path], kind: str, door: str
+) -> None:
+    architecture = architecture_of(str(folders[kind]))
+    model = sharded(rank, architecture, door).eval()
+    with torch.no_grad():
+        found = architecture.logits(model, TOKENS)
+        expected = original(folders[kind])(TOKENS).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_says_what_its_model_is(folders: dict[str, Path], kind: str) -> None:
+    architecture = architecture_of(str(folders[kind]))
+    config = KINDS[kind]()
+    assert architecture.name == str(folders[kind])
+    assert architecture.vocabulary == config.vocab_size
+    assert architecture.max_sequence == 16
+    blocks = [each.__name__ for each in architecture.block_classes()]
+    assert blocks == ["GPT2Block" if kind == "gpt2" else "LlamaDecoderLayer"]
+    model = architecture.build()
+    assert all(param.is_meta for param in model.parameters())
+    assert model.config.use_cache is False
+    ties = {id(param) for param in model.parameters()}
+    assert len(ties) == sum(1 for _ in original(folders[kind]).parameters())
+
+
+def test_a_folder_of_low_precision_is_trained_in_float32(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "low", llama(), torch.bfloat16)
+    assert {each.dtype for each in load_of(folder).values()} == {torch.bfloat16}
+    model = filled(architecture_of(str(folder)))
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert_same(whole(model), {n: p.detach() for n, p in original(folder).named_parameters()})
+
+
+def test_a_sample_of_a_folder_is_what_transformers_generates(folder: Path) -> None:
+    architecture = architecture_of(str(folder))
+    found = sample(
+        architecture,
+        filled(architecture),
+        [1, 2, 3],
+        8,
+        temperature=0.0,
+        top_k=0,
+        seed=0,
+        end=None,
+        device=CPU,
+    )
+    prompt = torch.tensor([[1, 2, 3]])
+    expected = original(folder).generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    assert found == expected[0, 3:].tolist()
+
+
+def load_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def copied(folder: Path, to: Path, *, weights: dict[str, torch.Tensor] | None) -> Path:
+    to.mkdir()
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    if weights is not None:
+        save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_names_that_a_model_ignores_may_be_in_its_files(folder: Path, tmp_path: Path) -> None:
+    weights = {**load_of(folder), "model.rotary_emb.inv_freq": torch.zeros(2)}
+    architecture = architecture_of(str(copied(folder, tmp_path / "more", weights=weights)))
+    assert_same(whole(filled(architecture)), whole(filled(architecture_of(str(folder)))))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"model.norm.weight": None}, "missing in the files: model.norm.weight"),
+        ({"model.other.weight": torch.zeros(2)}, "not in the model: model.other.weight"),
+        ({"model.norm.weight": torch.zeros(7)}, r"model.norm.weight: shape \[24\] is expected"),
+    ],
+    ids=["missing", "unexpected", "misfit"],
+)
+@pytest.mark.parametrize("lora", [None, LORA], ids=["plain", "lora"])
+def test_files_of_another_model_are_refused(
+    folder: Path, tmp_path: Path, change: dict[str, Any], said: str, lora: LoraSettings | None
+) -> None:
+    weights = {k: v for k, v in {**load_of(folder), **change}.items() if v is not None}
+    architecture = architecture_of(str(copied(folder, tmp_path / "f", weights=weights)), lora)
+    with pytest.raises(ConfigError, match=said):
+        filled(architecture)
+
+
+def test_a_folder_without_config_or_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match=r"found no config\.json in it"):
+        architecture_of(str(empty))
+    with pytest.raises(ConfigError, match=r"weights as safetensors files were expected"):
+        architecture_of(str(copied(folder, tmp_path / "unweighted", weights=None)))
+
+
+@pytest.mark.parametrize("model_type", ["vit", "t5"])
+def test_a_model_that_predicts_no_tokens_is_refused(
+    folder: Path, tmp_path: Path, model_type: str
+) -> None:
+    broken = copied(folder, tmp_path / "other", weights=load_of(folder))
+    (broken / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError, match="a causal language model was expected") as raised:
+        architecture_of(str(broken)).build()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "no such"}', "{}"])
+def test_a_config_that_cannot_be_read_is_refused_in_a_sentence(
+    folder: Path, tmp_path: Path, text: str
+) -> None:
+    broken = copied(folder, tmp_path / "broken", weights=load_of(folder))
+    (broken / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"that transformers can read was expected") as raised:
+        architecture_of(str(broken))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_without_transformers_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'fullshard\[huggingface\]'"):
+        architecture_of(str(folder))
+
+
+# Adapters.
+
+
+def first_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: v for n, v in whole(model).items() if "lora" in n}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", ["llama", "tied"])
+@on_ranks(2)
+def test_adapters_train_as_pefts_own(
+    rank: Rank, folders: dict[str, Path], kind: str, door: str
+) -> None:
+    architecture = architecture_of(str(folders[kind]), LORA)
+    model = sharded(rank, architecture, door)
+    before = whole(model)
+    reference = peft.get_peft_model(
+        original(folders[kind]).train(),
+        peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear"),
+    )
+    named = {f"base_model.model.{name}": value for name, value in before.items()}
+    missing = reference.load_state_dict(named, strict=False)
+    assert missing.unexpected_keys == []
+
+    losses = train(architecture, model)
+    assert losses == pytest.approx(train(architecture, reference), rel=1e-5)
+    after = whole(model)
+    expected = {n.removeprefix("base_model.model."): p for n, p in reference.named_parameters()}
+    assert_same(after, {n: p.detach() for n, p in expected.items()}, rtol=1e-4, atol=1e-6)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {name for name in after if "lora" in name}
+
+
+def test_first_adapters_are_drawn_as_peft_does(folder: Path) -> None:
+    settings = LoraSettings(64, 6.0)
+    values = first_adapters(filled(architecture_of(str(folder), settings)))
+    again = first_adapters(filled(architecture_of(str(folder), settings)))
+    assert_same(again, values)
+    for name, value in values.items():
+        if ".lora_B." in name:
+            assert not value.any()
+        else:
+            bound = value.shape[1] ** -0.5
+            assert value.abs().max() <= bound
+            assert value.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+
+
+def test_layers_that_are_no_nn_linear_get_adapters_too(folders: dict[str, Path]) -> None:
+    model = filled(architecture_of(str(folders["gpt2"]), LORA))
+    names = {n.partition(".lora_")[0] for n, p in model.named_parameters() if p.requires_grad}
+    assert len(names) == 2 * 4
+    with torch.no_grad():
+        found = model.eval()(TOKENS).logits
+        torch.testing.assert_close(found, original(folders["gpt2"])(TOKENS).logits)
+
+
+def test_an_unknown_target_is_answered_with_those_of_the_folder(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'c_attn'; choose among down_proj, .*, v_proj"):
+        architecture_of(str(folder), LoraSettings(2, 4.0, ("c_attn",))).build()
+
+
+# Tokenizers.
+
+
+def write_tokenizer(folder: Path, words: int = 40, **options: Any) -> None:
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=words,
+        special_tokens=["<end>"],
+        show_progress=False,
+    )
+    model.train_from_iterator([TEXT] * 3, trainer)
+    own = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, **{"eos_token": "<end>", "model_max_length": 4, **options}
+    )
+    own.save_pretrained(folder)
+
+
+@pytest.fixture
+def with_tokenizer(folder: Path, tmp_path: Path) -> Path:
+    made = copied(folder, tmp_path / "with tokenizer", weights=load_of(folder))
+    write_tokenizer(made)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["auto", "model"])
+def test_a_folder_with_a_tokenizer_reads_with_it(with_tokenizer: Path, kind: str) -> None:
+    tokenizer = architecture_of(str(with_tokenizer)).tokenizer(kind)
+    assert isinstance(tokenizer, FolderTokenizer)
+    tokens = tokenizer.encode(TEXT)
+    assert len(tokens) < len(TEXT)
+    assert tokenizer.end not in tokens
+    assert max(tokens) < tokenizer.vocabulary
+    assert tokenizer.decode([*tokens, tokenizer.end]) == TEXT
+
+
+def test_the_fingerprint_of_a_tokenizer_follows_its_files(tmp_path: Path) -> None:
+    fingerprints = []
+    for name, words in [("a", 40), ("b", 40), ("c", 22)]:
+        write_tokenizer(tmp_path / name, words)
+        fingerprints.append(FolderTokenizer(tmp_path / name).fingerprint)
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    assert fingerprints[0] != ByteTokenizer().fingerprint
+
+
+def test_a_folder_without_a_tokenizer_reads_bytes(folder: Path) -> None:
+    architecture = architecture_of(str(folder))
+    assert isinstance(architecture.tokenizer("auto"), ByteTokenizer)
+    with pytest.raises(ConfigError, match="tokenizer files were expected in the folder"):
+        architecture.tokenizer("model")
+    with pytest.raises(ConfigError, match="'auto', 'bytes' or 'model' was expected"):
+        architecture.tokenizer("words")
+
+
+def test_bytes_need_a_model_that_knows_them(tmp_path: Path) -> None:
+    few = dataclasses.replace(SMALL, vocabulary=100)
+    architecture = architecture_of(str(saved(tmp_path / "few", llama(few))))
+    with pytest.raises(ConfigError, match="at least 257 was expected for bytes, found 100"):
+        architecture.tokenizer("auto")
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "endless", eos_token=None)
+    with pytest.raises(ConfigError, match="a token that ends a text"):
+        FolderTokenizer(tmp_path / "endless")
+    write_tokenizer(tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="tokenizer files that transformers can read"):
+        FolderTokenizer(tmp_path / "broken")

@@ -1,0 +1,493 @@
+"""What a run is said to need, against what it holds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, auto_shard
+from fullshard.api import MixedPrecision, ShardingStrategy
+from fullshard.errors import ConfigError, TopologyError
+from fullshard.models.architecture import Architecture
+from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
+from fullshard.plan import (
+    MemoryPlan,
+    ParameterShape,
+    Sharding,
+    UnitShapes,
+    Work,
+    plan_memory,
+    readable,
+    saved_activation_bytes,
+)
+from fullshard.runtime.runner import runner_of
+from fullshard.testing import Rank, fake_world, on_ranks
+from fullshard.training.config import (
+    ModelSection,
+    OptimizerSection,
+    ShardingSection,
+    TrainConfig,
+)
+from fullshard.training.fitting import capacity_of, predicted, require_fit
+from fullshard.wrap import ModuleWrapPolicy
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WIDTH, VOCABULARY = 12, 19
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width - 1)
+        self.down = nn.Linear(4 * width - 1, width)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Sizes that divide by nothing, a scalar in each block, a head of its own."""
+
+    def __init__(self, width: int = WIDTH, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class SmallArchitecture(Architecture):
+    name = "small"
+    vocabulary = VOCABULARY
+    max_sequence = None
+
+    def __init__(self, width: int = WIDTH, num_blocks: int = 3, is_adapted: bool = False) -> None:
+        self.width, self.num_blocks, self.is_adapted = width, num_blocks, is_adapted
+
+    def build(self) -> nn.Module:
+        with torch.device("meta"):
+            model = Model(self.width, self.num_blocks)
+        if self.is_adapted:
+            for name, param in model.named_parameters():
+                param.requires_grad_("up" in name)
+        return model
+
+    def block_classes(self) -> tuple[type[nn.Module], ...]:
+        return (Block,)
+
+    def fill(self, model: nn.Module, seed: int) -> None:
+        raise NotImplementedError
+
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        logits: Tensor = model(tokens)
+        return logits
+
+    def tokenizer(self, kind: str) -> Tokenizer:
+        return ByteTokenizer()
+
+
+def units_of(*numels: int, is_trainable: bool = True) -> list[UnitShapes]:
+    """Units of one parameter each; the last is the root."""
+    return [
+        UnitShapes(str(i), (ParameterShape("weight", (numel,), is_trainable=is_trainable),))
+        for i, numel in enumerate(numels)
+    ]
+
+
+def config_of(**sharding: object) -> TrainConfig:
+    return TrainConfig(
+        model=ModelSection(sequence=8),
+        sharding=ShardingSection(**sharding),  # type: ignore[arg-type]
+        optimizer=OptimizerSection(batch=2),
+    )
+
+
+# Shards, gradients and optimizer state, as the engine holds them
+
+
+def held(model: nn.Module) -> dict[str, int]:
+    """What this rank holds after a step."""
+    homes = gradients = 0
+    for unit in {
+        id(u): u for m in model.modules() if (r := runner_of(m)) for u in r.units
+    }.values():
+        for lane, home in zip(unit.layout.lanes, unit.homes.lanes, strict=True):
+            homes += home.numel() * home.element_size()
+            if lane.is_trainable:
+                gradients += home.numel() * home.element_size()
+    return {"parameters": homes, "gradients": gradients}
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> int:
+    found = 0
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            local = state[name]
+            local = local.to_local() if hasattr(local, "to_local") else local
+            found += local.numel() * local.element_size()
+    return found
+
+
+def sharded(rank: Rank, section: ShardingSection, is_adapted: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not is_adapted or "up" in name)
+    policy = ModuleWrapPolicy({Block})
+    low = torch.bfloat16 if section.precision == "bf16" else None
+    reduced = torch.float32 if low else None
+    mesh = rank.mesh(rank.size)
+    if section.door == "wrapper":
+        strategy = {
+            "full": ShardingStrategy.FULL_SHARD,
+            "grad-op": ShardingStrategy.SHARD_GRAD_OP,
+            "none": ShardingStrategy.NO_SHARD,
+        }[section.strategy]
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=mesh,
+            sharding_strategy=strategy,
+            auto_wrap_policy=policy,
+            use_orig_params=True,
+            mixed_precision=MixedPrecision(low, reduced),
+        )
+    if section.strategy == "none":
+        mesh = rank.mesh((rank.size, 1), ("replicate", "shard"))
+    options = {"offload_policy": CPUOffloadPolicy()} if section.offload else {}
+    policies = MixedPrecisionPolicy(low, reduced)
+    return auto_shard(model, policy, mesh=mesh, mp_policy=policies, **options)
+
+
+SECTIONS = [
+    ShardingSection(),
+    ShardingSection(precision="bf16"),
+    ShardingSection(strategy="none"),
+    ShardingSection(offload=True),
+    ShardingSection(door="wrapper"),
+    ShardingSection(door="wrapper", strategy="grad-op", precision="bf16"),
+    ShardingSection(door="wrapper", strategy="none"),
+]
+
+
+@pytest.mark.parametrize("is_adapted", [False, True], ids=["all trained", "a part trained"])
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.door} {s.strategy} {s.precision}")
+@on_ranks(2)
+def test_a_plan_says_what_a_sharded_model_holds(
+    rank: Rank, section: ShardingSection, is_adapted: bool
+) -> None:
+    config = replace(config_of(), sharding=section)
+    plan = predicted(config, SmallArchitecture(is_adapted=is_adapted), rank.size, CPU)
+    model = sharded(rank, section, is_adapted)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(torch.arange(8).view(2, 4)).float().sum().backward()
+    optimizer.step()
+    found = held(model)
+    assert plan.parameter_shards == found["parameters"]
+    assert plan.gradient_shards == found["gradients"]
+    if rank.rank == 0:  # which has the most
+        assert plan.optimizer_state == moments_of(optimizer)
+    else:
+        assert plan.optimizer_state >= moments_of(optimizer)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 64])
+def test_a_plan_fits_any_number_of_ranks(size):
+    with fake_world(size) as rank:
+        model = sharded(rank, ShardingSection(), False)
+        found = held(model)
+    plan = predicted(config_of(), SmallArchitecture(), size, CPU)
+    assert (plan.parameter_shards, plan.gradient_shards) == (
+        found["parameters"],
+        found["gradients"],
+    )
+
+
+# What a plan is made of
+
+
+@given(
+    numels=st.lists(st.integers(0, 5000), min_size=1, max_size=6),
+    num_shards=st.integers(1, 16),
+    is_flat=st.booleans(),
+)
+def test_shards_of_all_ranks_hold_every_parameter_and_little_else(numels, num_shards, is_flat):
+    plan = plan_memory(units_of(*numels), Sharding(num_shards=num_shards, is_flat=is_flat))
+    assert plan.num_parameters == sum(numels)
+    all_shards = plan.parameter_shards * num_shards
+    assert 4 * sum(numels) <= all_shards <= 4 * sum(numels) + (4 * num_shards * 8) * len(numels)
+    assert plan.gradient_shards == plan.parameter_shards
+    assert 2 * plan.parameter_shards >= plan.optimizer_state >= 8 * sum(numels) / num_shards
+
+
+def test_the_two_largest_neighbours_and_the_root_are_full_at_a_time():
+    sizes = (1024, 4096, 2048, 8192, 512, 256)
+    plan = plan_memory(units_of(*sizes), Sharding(num_shards=2, is_flat=True))
+    assert plan.moving_full == plan.kept_full == 4 * (2048 + 8192 + 256)
+
+
+def test_grad_op_keeps_all_units_full_until_backward_has_had_them():
+    full = Sharding(num_shards=2, is_flat=True)
+    kept = replace(full, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    sizes = (1024, 1024, 1024, 1024, 256)
+    plan = plan_memory(units_of(*sizes), kept)
+    assert plan.kept_full == 4 * sum(sizes)
+    assert plan.moving_full == plan_memory(units_of(*sizes), full).moving_full
+
+
+def test_what_is_not_sharded_needs_no_second_copy_unless_it_is_cast():
+    whole = Sharding(num_shards=4, strategy=ShardingStrategy.NO_SHARD, is_flat=True)
+    plan = plan_memory(units_of(1024, 1024), whole)
+    assert plan.parameter_shards == 4 * 2048
+    assert plan.kept_full == plan.moving_full == 0
+    cast = plan_memory(units_of(1024, 1024), replace(whole, param_dtype=torch.bfloat16))
+    assert cast.moving_full == 2 * 2048
+
+
+def test_low_precision_halves_what_is_full_and_not_what_is_kept():
+    sharding = Sharding(num_shards=2, is_flat=True)
+    high = plan_memory(units_of(1024, 1024), sharding)
+    low = plan_memory(units_of(1024, 1024), replace(sharding, param_dtype=torch.bfloat16))
+    assert low.parameter_shards == high.parameter_shards
+    assert 2 * low.moving_full == high.moving_full
+    assert 2 * low.gradient_messages == high.gradient_messages
+
+
+def test_a_frozen_parameter_takes_no_gradient_memory():
+    plan = plan_memory(units_of(1024, 1024, is_trainable=False), Sharding(num_shards=2))
+    assert plan.gradient_shards == plan.optimizer_state == plan.gradient_messages == 0
+    assert plan.num_trainable == 0
+    assert plan.parameter_shards == 4096
+
+
+def test_offloading_moves_shards_to_host_memory_where_that_is_another():
+    on_cpu = Sharding(num_shards=2, is_offloaded=True)
+    on_gpu = replace(on_cpu, device_type="cuda")
+    assert plan_memory(units_of(1024), on_cpu).host_bytes == 0
+    plan = plan_memory(units_of(1024), on_gpu)
+    assert plan.host_bytes == 4 * 4 * 512
+    assert plan.device_bytes == plan.moving_full + plan.gradient_messages
+
+
+def test_replicas_do_not_change_what_a_rank_holds():
+    one, two = (
+        plan_memory(units_of(1024, 100), Sharding(num_shards=4, num_replicas=n)) for n in (1, 2)
+    )
+    assert one.device_bytes == two.device_bytes
+    assert "on 2x4 ranks" in repr(two)
+
+
+def test_the_highest_of_two_moments_counts():
+    sharding = Sharding(num_shards=2, is_flat=True)
+    quiet = plan_memory(units_of(1024), sharding)
+    busy = plan_memory(units_of(1024), sharding, Work(activation_bytes=10**6, logits_bytes=10))
+    assert busy.after_backward_bytes == quiet.after_backward_bytes == quiet.device_bytes
+    assert busy.device_bytes == quiet.device_bytes - quiet.gradient_shards + 10**6 + 10
+    again = Work(activation_bytes=10**6, logits_bytes=10, accumulates=True)
+    accumulating = plan_memory(units_of(1024), sharding, again)
+    assert accumulating.device_bytes == busy.device_bytes + quiet.gradient_shards
+
+
+def test_a_plan_prints_as_a_table():
+    sharding = Sharding(num_shards=2, is_offloaded=True, device_type="cuda")
+    lines = repr(plan_memory(units_of(2**20), sharding)).splitlines()
+    assert lines[0] == "1,048,576 parameters, 1,048,576 trainable, on 1x2 ranks"
+    assert lines[1].split() == ["on", "each", "rank", "before", "backward", "after", "backward"]
+    assert lines[-1] == "and 8.0 MiB of host memory"
+    assert len({len(line) for line in lines[1:-1]}) == 1
+
+
+def test_a_plan_without_units_or_ranks_is_refused():
+    with pytest.raises(ConfigError, match="at least the root unit"):
+        plan_memory([], Sharding(num_shards=2))
+    with pytest.raises(ConfigError, match="found 1x0"):
+        Sharding(num_shards=0)
+
+
+def test_bytes_are_readable():
+    found = [readable(n) for n in (0, 1023, 1024, 3 * 2**29, 5 * 2**40)]
+    assert found == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "5.0 TiB"]
+
+
+# Activations
+
+
+def test_what_a_small_mlp_saves_is_counted_by_hand():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+        batch = torch.empty(5, 8)
+    # The input of the first layer; the result of ReLU, once, though two layers save it.
+    assert saved_activation_bytes(lambda: model(batch)) == 4 * 5 * (8 + 32)
+    model.requires_grad_(False)
+    assert saved_activation_bytes(lambda: model(batch)) == 0
+
+
+def test_checkpointed_blocks_save_their_inputs_only():
+    with torch.device("meta"):
+        blocks = nn.ModuleList(Block() for _ in range(3))
+        batch = torch.empty(5, WIDTH, requires_grad=True)
+
+    def run() -> Tensor:
+        x = batch
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    assert saved_activation_bytes(run) == 3 * 4 * 5 * WIDTH
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_attention_is_counted_as_it_is_on_a_real_device(dtype, has_mask):
+    def run(device: str) -> Tensor:
+        q, k, v = (
+            torch.zeros(2, 4, 16, 8, device=device, dtype=dtype, requires_grad=True).sin()
+            for _ in range(3)
+        )
+        mask = torch.zeros(16, 16, device=device, dtype=dtype) if has_mask else None
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=not has_mask)
+
+    real: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        real[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept = run("cpu")
+    assert kept.grad_fn is not None
+    assert saved_activation_bytes(lambda: run("meta")) == sum(s.nbytes() for s in real.values())
+
+
+# Whether a run fits
+
+
+def test_checkpointing_is_predicted_to_save_activations():
+    architecture = SmallArchitecture(num_blocks=8)
+    usual = predicted(config_of(), architecture, 2, CPU).work
+    again = predicted(config_of(activation_checkpointing=True), architecture, 2, CPU).work
+    hidden = 4 * 2 * 8 * WIDTH
+    assert usual.activation_bytes > 8 * 5 * hidden
+    assert 8 * hidden < again.activation_bytes < usual.activation_bytes / 2
+    assert again.logits_bytes == usual.logits_bytes == 2 * 8 * VOCABULARY * 16
+
+
+def test_activations_are_predicted_in_the_dtype_that_is_computed_in():
+    low = predicted(config_of(precision="bf16"), SmallArchitecture(), 2, CPU).work
+    high = predicted(config_of(), SmallArchitecture(), 2, CPU).work
+    assert low.activation_bytes < 0.6 * high.activation_bytes
+    assert low.logits_bytes == 2 * 8 * VOCABULARY * 14
+
+
+def test_units_of_other_classes_can_be_asked_for():
+    usual = predicted(config_of(), SmallArchitecture(), 2, CPU)
+    finer = predicted(config_of(units=("Linear",)), SmallArchitecture(), 2, CPU)
+    assert finer.num_parameters == usual.num_parameters
+    assert finer.moving_full < usual.moving_full
+
+
+def test_a_mesh_of_other_ranks_is_refused():
+    with pytest.raises(TopologyError, match="2x4 needs 8 ranks, found 4"):
+        predicted(config_of(mesh="2x4"), SmallArchitecture(), 4, CPU)
+    plan = predicted(config_of(mesh="2x4"), SmallArchitecture(), 8, CPU)
+    assert (
+        plan.parameter_shards
+        == predicted(config_of(), SmallArchitecture(), 4, CPU).parameter_shards
+    )
+
+
+def refusal(config: TrainConfig, share: float, device: torch.device, **shape: int) -> str:
+    architecture = SmallArchitecture(**shape)
+    needed = predicted(config, architecture, 2, device).device_bytes
+    with pytest.raises(ConfigError) as found:
+        require_fit(config, architecture, 2, device, int(needed * share))
+    return str(found.value)
+
+
+def test_a_run_that_fits_is_let_through():
+    needed = predicted(config_of(), SmallArchitecture(), 2, CPU).device_bytes
+    plan = require_fit(config_of(), SmallArchitecture(), 2, CPU, needed)
+    assert isinstance(plan, MemoryPlan)
+    assert plan.device_bytes == needed
+
+
+def test_a_refusal_says_what_is_needed_and_what_would_fit():
+    words = refusal(config_of(), 0.8, CUDA, width=256)
+    assert words.startswith("small: training on 2 ranks needs ")
+    assert " on each, found " in words
+    assert "--offload would need " in words
+    assert " of host memory" in words
+    assert "4 ranks would need " in words
+    # Parameters are what takes memory here: recomputing would not be enough.
+    assert "checkpointing" not in words
+
+
+def test_where_activations_take_the_memory_recomputing_is_offered():
+    config = replace(config_of(), optimizer=OptimizerSection(batch=64))
+    words = refusal(config, 0.6, CPU, num_blocks=8)
+    assert "--activation-checkpointing would need " in words
+    assert "--batch 1 would need " in words
+    assert "--offload" not in words
+    assert "ranks would need" not in words
+
+
+def test_changes_are_offered_together_where_none_is_enough():
+    architecture = SmallArchitecture(width=256, num_blocks=8)
+    config = replace(config_of(), optimizer=OptimizerSection(batch=32))
+    both = config_of(offload=True, activation_checkpointing=True)
+    both = replace(both, optimizer=config.optimizer)
+    capacity = predicted(both, architecture, 2, CUDA).device_bytes
+    with pytest.raises(ConfigError) as found:
+        require_fit(config, architecture, 2, CUDA, capacity)
+    words = str(found.value)
+    assert f"; --offload --activation-checkpointing would need {readable(capacity)} and" in words
+    assert "ranks with --activation-checkpointing --batch 1 would need" in words
+
+
+def test_where_nothing_would_be_enough_a_smaller_model_is_advised():
+    words = refusal(config_of(), 0.001, CUDA)
+    assert words.endswith("; choose a smaller model or a shorter --sequence.")
+
+
+def test_an_offer_needs_what_it_says():
+    config = config_of()
+    words = refusal(config, 0.8, CUDA, width=256)
+    offloaded = replace(config, sharding=replace(config.sharding, offload=True))
+    plan = predicted(offloaded, SmallArchitecture(width=256), 2, CUDA)
+    assert f"--offload would need {readable(plan.device_bytes)}" in words
+    wider = predicted(config, SmallArchitecture(width=256), 4, CUDA)
+    assert f"4 ranks would need {readable(wider.device_bytes)}" in words
+
+
+def test_ranks_of_a_machine_share_its_memory():
+    available = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    alone, shared = capacity_of(CPU, 1), capacity_of(CPU, 4)
+    assert 0 < alone <= available * 1.2
+    assert shared == pytest.approx(alone / 4, rel=0.2)
+
+
+def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr("fullshard.training.fitting.CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{100 * 2**20}\n")
+    (tmp_path / "memory.current").write_text(f"{50 * 2**20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 3\ninactive_file {10 * 2**20}\n")
+    assert capacity_of(CPU, 2) == 30 * 2**20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert capacity_of(CPU, 2) > 30 * 2**20

@@ -1,0 +1,385 @@
+"""The page of a run: what is on it, and what cannot break it."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import plotly.graph_objects
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.errors import ConfigError
+from fullshard.report import RunRecord, StepMetrics, write_report
+from fullshard.report.curves import curves_of
+from fullshard.report.headline import headline
+from fullshard.report.palette import KEYS, PALETTES
+from fullshard.report.stepping import MOST_RANKS, choices, kept_ranks, short_labels, step_picture
+from fullshard.report.thinning import MOST_POINTS, smoothed, thinned
+from fullshard.report.unit_rows import unit_table
+from fullshard.report.wording import plain, shown_bytes, shown_number, shown_time
+from fullshard.report.writing import page_of
+from fullshard.trace.timeline import Timeline
+from tests.made_up_run import MIB, Sizes, made_up_run
+
+NAN, INF = float("nan"), float("inf")
+NASTY = (
+    "</script><script>alert('x')</script><!-- & \u202e\u2028 \x00\x1b[31m \ud800 日本 🙂 {{ 7*7 }}"
+)
+
+
+class Page(HTMLParser):
+    """A page taken apart: its text, its scripts, its tables and what it refers to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._inside: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self._inside.append(tag)
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("script", "style"):
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+    @property
+    def content(self) -> dict:
+        return json.loads(next(each for each in self.scripts if each.startswith("{")))
+
+    def num(self, tag: str) -> int:
+        return sum(found == tag for found, _ in self.tags)
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return Page(page_of(made_up_run()))
+
+
+def empty_run() -> RunRecord:
+    return RunRecord("nothing", [], [], None, [], {}, {})
+
+
+# The page
+
+
+def test_the_page_has_the_headline_and_every_section(page):
+    for heading in ("Training", "Step 60 in detail", "Units", "Sample", "Environment"):
+        assert heading in page.text
+    for fact in headline(made_up_run()):
+        assert fact.value in page.text
+    assert "corpus/a.txt, corpus/b.jsonl" in page.text
+    assert "cpu, 8 cores" in page.text
+    assert "return path.open()" in page.text
+
+
+def test_the_page_refers_to_nothing_outside(page):
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "img")
+        for name in ("src", "srcset", "action", "data", "poster", "background"):
+            assert name not in attributes
+        assert (attributes.get("href") or "#").startswith("#")
+    own = [each for each in page.scripts if "plotly.js v" not in each[:200]]
+    assert len(own) == 3  # the style, the content and the page's own script
+    for each in own:
+        assert not re.search(r"https?:|@import|url\(|\bfetch\b|XMLHttpRequest", each)
+    policy = next(a["content"] for _, a in page.tags if a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'; ")
+
+
+def test_figures_and_tables_can_be_read_without_eyes(page):
+    figures = [attributes for _, attributes in page.tags if attributes.get("role") == "img"]
+    assert len(figures) == 7
+    assert all(len(each["aria-label"]) > 20 for each in figures)
+    headings = [attributes for tag, attributes in page.tags if tag == "th"]
+    assert all(each["scope"] in ("col", "row", "rowgroup") for each in headings)
+    assert page.num("h1") == 1
+
+
+def test_figures_are_what_plotly_knows(page):
+    assert next(iter(page.content["curves"])) == "loss"
+    for figure in page.content["curves"].values():
+        coloured = re.sub(r'"\$[a-z-]+"', '"#123456"', json.dumps(figure))
+        plotly.graph_objects.Figure(json.loads(coloured))
+
+
+def test_every_colour_that_is_asked_for_is_in_both_palettes(page):
+    style, script = page.scripts[0], page.scripts[-1]
+    asked = {*re.findall(r'"\$([a-z-]+)"', json.dumps(page.content["curves"]))}
+    asked |= {*re.findall(r'"\$([a-z-]+)"', script), *re.findall(r"var\(--([a-z-]+)\)", style)}
+    asked |= {f"{key}{tone}" for key in KEYS.values() for tone in ("", "-next", "-ink")}
+    for palette in PALETTES.values():
+        assert asked <= set(palette)
+
+
+def test_a_text_on_a_bar_can_be_read():
+    def luminance(colour: str) -> float:
+        parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+        red, green, blue = (
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for palette in PALETTES.values():
+        for key in KEYS.values():
+            if key.startswith("await"):
+                continue  # has no text
+            for tone in (key, f"{key}-next"):
+                dim, bright = sorted(luminance(palette[c]) for c in (tone, f"{key}-ink"))
+                assert (bright + 0.05) / (dim + 0.05) >= 4.5, tone
+
+
+def test_names_and_samples_cannot_break_out_of_the_page():
+    record = made_up_run(Sizes(3, 1, 3))
+    nasty = replace(
+        record,
+        title=NASTY,
+        sample=f"def {NASTY}",
+        units=[replace(record.units[0], name=NASTY), *record.units[1:]],
+        timelines=[
+            replace(each, spans=tuple(replace(span, unit=NASTY) for span in each.spans))
+            for each in record.timelines
+        ],
+        config={NASTY: {NASTY: NASTY}, "run": {"prompt": "def "}},
+        environment={NASTY: NASTY},
+    )
+    page, ordinary = Page(page_of(nasty)), Page(page_of(record))
+    assert page.num("script") == ordinary.num("script") == 3
+    shown = plain(NASTY)
+    assert all(each in shown for each in ("alert('x')", "{{ 7*7 }}", "日本 🙂"))
+    # The title of the window and of the page, the unit to choose and in the table, the sample,
+    # three times in the configuration, twice in the environment.
+    assert page.text.count(shown) == 10
+    assert shown in page.content["step"]["units"]
+
+
+def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "report.html"
+    assert write_report(empty_run(), path) == path
+    before = path.read_text()
+
+    def torn(self, *args, **options):
+        self.touch()
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", torn)
+        with pytest.raises(OSError, match="no space left"):
+            write_report(made_up_run(), path)
+    assert path.read_text() == before
+    assert [each.name for each in path.parent.iterdir()] == ["report.html"]
+
+
+def test_the_same_run_gives_the_same_page():
+    assert page_of(made_up_run(Sizes(5, 2, 3))) == page_of(made_up_run(Sizes(5, 2, 3)))
+
+
+@pytest.mark.parametrize("missing", ["plotly", "jinja2"])
+def test_without_the_extra_the_error_says_what_to_install(missing, monkeypatch):
+    for name in [each for each in sys.modules if each.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=rf"no {missing}; run: pip install 'fullshard\[report\]'"):
+        page_of(empty_run())
+
+
+def test_importing_the_package_needs_no_extra():
+    code = "import sys, fullshard.report; print({'plotly', 'jinja2'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# Runs of every kind
+
+
+def test_a_run_that_left_nothing_has_a_page():
+    page = Page(page_of(empty_run()))
+    assert "No step was recorded." in page.text
+    assert "No step was traced" in page.text
+    assert "No unit was recorded." in page.text
+    assert page.content["step"] is None
+    assert page.content["curves"] == {}
+
+
+def test_a_run_of_one_step_has_marks_and_a_tick_at_the_step():
+    page = Page(page_of(made_up_run(Sizes(1, 1, 2))))
+    loss = page.content["curves"]["loss"]
+    assert loss["data"][0]["mode"] == "lines+markers"
+    assert loss["layout"]["xaxis"]["dtick"] == 1
+    assert "Step 1 in detail" in page.text
+
+
+def test_without_a_time_line_the_table_of_units_has_no_times():
+    record = made_up_run(Sizes(3, 2, 4), timelines=[], traced_step=None)
+    table = unit_table(record)
+    assert table is not None
+    assert [cell.value for cell in table.rows[1].cells[-3:]] == [None, None, None]
+    assert "No step was traced" in Page(page_of(record)).text
+
+
+def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross():
+    metrics = list(made_up_run(Sizes(steps=20)).metrics)
+    metrics[7] = replace(metrics[7], loss=NAN)
+    metrics[19] = replace(metrics[19], loss=INF, grad_norm=-INF)
+    page = Page(page_of(made_up_run(metrics=metrics)))
+    line, crosses = page.content["curves"]["loss"]["data"]
+    assert (line["y"][7], line["y"][19], line["y"].count(None)) == (None, None, 2)
+    assert (crosses["x"], crosses["text"]) == ([8, 20], ["NaN", "∞"])
+    assert "∞" in page.text
+    assert "crosses: not finite (2 of 20 steps)" in page.text
+
+
+def test_a_run_without_one_finite_number_has_a_page():
+    nothing = StepMetrics(1, NAN, NAN, INF, 0, 0.0, NAN, 0)
+    text = Page(page_of(made_up_run(Sizes(1, 1, 2), metrics=[nothing]))).text
+    assert "NaN" in text
+
+
+def test_many_steps_are_thinned_but_their_spike_is_seen():
+    metrics = list(made_up_run(Sizes(steps=30_000, ranks=1, units=2)).metrics)
+    metrics[17_345] = replace(metrics[17_345], loss=99.5)
+    metrics[17_349] = replace(metrics[17_349], loss=NAN)
+    loss, *others = curves_of(metrics)
+    each_step, mean, crosses = loss.figure["data"]
+    assert max(value for value in each_step["y"] if value is not None) == 99.5
+    assert crosses["x"] == [17_350]
+    for trace in [each_step, mean, *(each.figure["data"][0] for each in others)]:
+        assert len(trace["x"]) == len(trace["y"]) <= MOST_POINTS
+
+
+def test_many_ranks_and_units_stay_a_page_of_a_few_megabytes():
+    record = made_up_run(Sizes(steps=5, ranks=64, units=200))
+    picture = step_picture(record)
+    assert picture is not None
+    assert len(picture.content["ranks"]) == len(picture.singles) == 64
+    assert len(picture.groups[0].places) <= 5
+    assert len(json.dumps(picture.content)) < 4 * MIB
+
+
+# Its parts
+
+
+def test_the_opening_choice_shows_the_first_ranks_and_the_slowest():
+    timelines = [Timeline(rank, 1.0 + (rank == 11), (), ()) for rank in range(16)]
+    found = choices(timelines)
+    assert found[0].places == (0, 1, 2, 3, 11)
+    assert found[1].places[0] == 11
+    assert {place for choice in found[2:] for place in choice.places} == set(range(16))
+    assert choices(timelines[:5])[0].places == (0, 1, 2, 3, 4)
+
+
+def test_of_thousands_of_ranks_the_first_and_the_slowest_are_kept():
+    timelines = [Timeline(rank, 1.0 + (rank == 1777), (), ()) for rank in range(4096)]
+    kept = [each.rank for each in kept_ranks(timelines)]
+    assert {0, 1, 2, 3, 1777} <= set(kept)
+    assert len(kept) <= MOST_RANKS
+    assert kept == sorted(kept)
+    picture = step_picture(replace(empty_run(), timelines=timelines))
+    assert picture is not None
+    assert picture.left_out.startswith("Of 4,096 ranks, ")
+
+
+def test_a_unit_is_labelled_by_the_end_of_its_name_that_no_other_has():
+    names = ["", "embed", "encoder.0", "encoder.1", "decoder.0", "decoder.2"]
+    labels = ["root", "embed", "encoder.0", "1", "decoder.0", "2"]
+    assert short_labels(names) == labels
+    assert short_labels(["layer", "a.layer"]) == ["layer", "a.layer"]
+
+
+def test_the_sums_of_the_table_are_those_of_its_rows():
+    record = made_up_run(Sizes(3, 4, 6))
+    table = unit_table(record)
+    assert table is not None
+    for index, column in enumerate(table.columns):
+        if column.heading == "Padding %":
+            continue
+        values = [row.cells[index].value or 0.0 for row in table.rows]
+        assert table.total.cells[index].value == pytest.approx(sum(values)), column.heading
+    exposed = sum(each.exposed_s() for each in record.timelines) / 4
+    assert table.total.cells[-1].value == pytest.approx(exposed)
+
+
+def test_every_moment_of_the_time_line_reaches_the_page():
+    record = made_up_run(Sizes(3, 2, 6))
+    picture = step_picture(record)
+    assert picture is not None
+    for timeline, found in zip(record.timelines, picture.content["ranks"], strict=True):
+        for index, activity in enumerate(KEYS):
+            asked = sum(s.duration_s for s in timeline.on(activity.track) if s.activity is activity)
+            drawn = sum(span[3] for span in found["spans"] if span[0] == index) / 1e6
+            assert drawn == pytest.approx(asked, abs=1e-5)
+
+
+def test_a_prompt_is_told_from_what_the_model_wrote(page):
+    assert any(tag == "u" for tag, _ in page.tags)
+    without = made_up_run(Sizes(1, 1, 2), sample="class A: ...")
+    assert not any(tag == "u" for tag, _ in Page(page_of(without)).tags)
+
+
+@pytest.mark.parametrize(
+    "shown, expected",
+    [
+        (shown_bytes(0), "0 bytes"),
+        (shown_bytes(1536), "1.50 KiB"),
+        (shown_bytes(5 * 2**50), "5,120 TiB"),
+        (shown_time(0.0812), "81.2 ms"),
+        (shown_time(1.2344), "1.23 s"),
+        (shown_time(0.0), "0.00 µs"),
+        (shown_number(2.14729), "2.1473"),
+        (shown_number(1.5e9), "1.5e+09"),
+        (shown_number(-INF), "\N{MINUS SIGN}∞"),
+    ],
+)
+def test_numbers_are_short_and_have_their_unit(shown, expected):
+    assert shown.replace("\N{NARROW NO-BREAK SPACE}", " ") == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(), max_size=300), st.integers(5, 60))
+def test_thinning_keeps_the_ends_and_the_extremes(values, most):
+    kept = thinned(values, most)
+    assert len(kept) <= max(most, 5)
+    assert kept == sorted(set(kept))
+    if values:
+        assert (kept[0], kept[-1]) == (0, len(values) - 1)
+    finite = [value for value in values if abs(value) < INF]
+    left = [values[index] for index in kept if abs(values[index]) < INF]
+    if finite:
+        assert (min(left), max(left)) == (min(finite), max(finite))
+    assert any(not abs(values[index]) < INF for index in kept) == (len(finite) < len(values))
+
+
+@given(st.lists(st.floats(-1e6, 1e6) | st.just(NAN), max_size=60), st.integers(1, 30))
+def test_a_mean_lies_between_what_it_is_the_mean_of(values, window):
+    for index, mean in enumerate(smoothed(values, window)):
+        near = values[max(0, index - window // 2) : index + window // 2 + 1]
+        finite = [value for value in near if value == value]
+        if finite:
+            assert min(finite) - 1e-6 <= mean <= max(finite) + 1e-6
+        else:
+            assert mean != mean
+
+
+@given(st.text(st.characters()))
+def test_any_text_can_be_written_and_stays_one_line_if_it_was(text):
+    shown = plain(text)
+    shown.encode("utf-8")
+    assert all(each >= " " or each in "\n\t" for each in shown)
+    assert shown.count("\n") == text.count("\n")

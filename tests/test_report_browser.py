@@ -1,0 +1,246 @@
+"""The page in the browser that a reader has: drawn, readable, and alone with itself."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from fullshard.report import RunRecord, write_report
+from fullshard.report.palette import PALETTES
+from fullshard.report.stepping import step_picture
+from tests.made_up_run import Sizes, made_up_run
+
+WIDE, NARROW = 1400, 420
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+)
+NASTY = "<b>layers</b>.<a href='https://example.invalid'>0</a></script>"
+
+# Every text that is seen, with its contrast against the nearest background behind it. The texts
+# on bars lie on bars, not on a background: their colours are compared without a browser.
+CONTRASTS = """
+const parts = (colour) => (colour.match(/[\\d.]+/g) || []).map(Number);
+const luminance = (rgb) => rgb.slice(0, 3)
+  .map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+const behind = (element) => {
+  for (let each = element; each; each = each.parentElement) {
+    const found = parts(getComputedStyle(each).backgroundColor);
+    if (found.length === 3 || found[3] > 0) return found;
+  }
+  return [255, 255, 255];
+};
+const found = [];
+for (const element of document.querySelectorAll("body *")) {
+  const own = [...element.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+  const style = getComputedStyle(element);
+  if (!own || !element.getClientRects().length || style.visibility === "hidden") continue;
+  if (element.closest(".bars, script, style")) continue;
+  const svg = element instanceof SVGElement;
+  const text = luminance(parts(svg ? style.fill : style.color));
+  const ground = luminance(behind(svg ? element.closest(".plot") : element));
+  const contrast = (Math.max(text, ground) + 0.05) / (Math.min(text, ground) + 0.05);
+  found.push([contrast, element.textContent.slice(0, 40)]);
+}
+return found;
+"""
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    options.binary_location = shutil.which("chromium") or ""
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    try:
+        driver.execute_cdp_cmd("Network.enable", {})
+        offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+        driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+        yield driver
+    finally:
+        driver.quit()
+
+
+def show(driver: webdriver.Chrome, scheme: str, width: int) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == NARROW}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+
+def wait_for_colours(driver: webdriver.Chrome, scheme: str) -> None:
+    """Until the figures, which are drawn again one after another, have the colours of a scheme."""
+    ink = PALETTES[scheme]["muted"]
+    asked = "rgb({}, {}, {})".format(*(int(ink[start : start + 2], 16) for start in (1, 3, 5)))
+    last = "return getComputedStyle(document.querySelector('#memory .ytick text')).fill"
+    WebDriverWait(driver, 20).until(lambda found: found.execute_script(last) == asked)
+
+
+def run_to_show() -> RunRecord:
+    """Two ranks, and a unit with a name that would like to be a tag."""
+    record = made_up_run(Sizes(steps=120, ranks=2, units=6))
+    old = record.units[1].name
+    timelines = [
+        replace(
+            each,
+            spans=tuple(replace(s, unit=NASTY) if s.unit == old else s for s in each.spans),
+        )
+        for each in record.timelines
+    ]
+    units = [replace(each, name=NASTY) if each.name == old else each for each in record.units]
+    return replace(record, timelines=timelines, units=units)
+
+
+def num_bars(record: RunRecord) -> int:
+    picture = step_picture(record)
+    assert picture is not None
+    return sum(len(rank["spans"]) for rank in picture.content["ranks"])
+
+
+def assert_drawn(driver: webdriver.Chrome, record: RunRecord) -> None:
+    def count(selector: str) -> int:
+        return len(driver.find_elements(By.CSS_SELECTOR, selector))
+
+    assert count("#timeline .bars .point path") == num_bars(record)
+    assert count("#memory .scatterlayer .trace") == 2 * len(record.timelines)
+    assert count("#curve-loss .scatterlayer .trace") == 2
+    assert count(".curve .main-svg .scatterlayer .trace path.js-line") == 9
+
+
+def assert_readable(driver: webdriver.Chrome, scheme: str, width: int) -> None:
+    contrasts = driver.execute_script(CONTRASTS)
+    assert len(contrasts) > 150
+    assert [each for each in contrasts if each[0] < 4.5] == [], (scheme, width)
+    wide = driver.execute_script("return document.documentElement.scrollWidth")
+    assert wide <= width, (scheme, width)
+
+
+def assert_hover_tells(driver: webdriver.Chrome) -> None:
+    """Of the unit whose name would like to be a tag."""
+    bar = driver.execute_script(
+        "return [...document.querySelectorAll('#timeline .bars .point')]"
+        ".find((each) => each.querySelector('text')?.textContent.includes('0</a>'))"
+        ".querySelector('path')"
+    )
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", bar)
+    ActionChains(driver).move_to_element(bar).perform()
+    shown = "return document.querySelector('#timeline .hoverlayer .hovertext')?.textContent"
+    label = WebDriverWait(driver, 10).until(lambda found: found.execute_script(shown))
+    assert NASTY in label
+    assert "forward: " in label
+    assert "rank 0, from " in label
+
+
+def fills(driver: webdriver.Chrome) -> list[str]:
+    return driver.execute_script(
+        "return [...document.querySelectorAll('#timeline .bars .point path')]"
+        ".map((each) => each.style.opacity)"
+    )
+
+
+def time_axis(driver: webdriver.Chrome, plot: str) -> list[float]:
+    return driver.execute_script(
+        "return document.getElementById(arguments[0])._fullLayout.xaxis.range.map(Number)", plot
+    )
+
+
+def assert_zoom_is_shared(driver: webdriver.Chrome) -> None:
+    whole = time_axis(driver, "timeline")
+    assert time_axis(driver, "memory") == pytest.approx(whole)
+    driver.find_element(By.CSS_SELECTOR, "[data-zoom=in]").click()
+    near = time_axis(driver, "timeline")
+    assert near[1] - near[0] == pytest.approx((whole[1] - whole[0]) / 2)
+    assert time_axis(driver, "memory") == pytest.approx(near)
+    driver.find_element(By.CSS_SELECTOR, "[data-zoom=all]").click()
+    assert time_axis(driver, "timeline") == pytest.approx(whole)
+
+
+def assert_choices_work(driver: webdriver.Chrome, record: RunRecord) -> None:
+    units = Select(driver.find_element(By.ID, "unit-choice"))
+    assert {each.text for each in units.options} >= {NASTY, "All units", "(root)"}
+    units.select_by_visible_text(NASTY)
+    assert 0 < fills(driver).count("1") < num_bars(record)
+    units.select_by_visible_text("All units")
+    assert fills(driver).count("1") == num_bars(record)
+    ranks = Select(driver.find_element(By.ID, "rank-choice"))
+    ranks.select_by_visible_text("Rank 1")
+    assert len(fills(driver)) == num_bars(replace(record, timelines=record.timelines[1:]))
+    ranks.select_by_index(0)
+
+
+def assert_table_sorts(driver: webdriver.Chrome) -> None:
+    def column(index: int) -> list[str]:
+        return driver.execute_script(
+            "return [...document.querySelectorAll('#unit-table tbody tr')]"
+            ".map((row) => row.cells[arguments[0]].dataset.value || row.cells[0].textContent)",
+            index,
+        )
+
+    before = column(0)
+    headings = driver.find_elements(By.CSS_SELECTOR, "#unit-table thead th")
+    exposed = len(headings) - 1
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", headings[exposed])
+    headings[exposed].find_element(By.TAG_NAME, "button").click()
+    falling = [float(value) for value in column(exposed)]
+    assert falling == sorted(falling, reverse=True)
+    assert headings[exposed].get_attribute("aria-sort") == "descending"
+    headings[exposed].find_element(By.TAG_NAME, "button").click()
+    assert [float(value) for value in column(exposed)] == falling[::-1]
+    assert column(0) != before
+    assert sorted(column(0)) == sorted(before)
+
+
+def assert_alone(driver: webdriver.Chrome) -> None:
+    """Nothing was asked of the network, and nothing went wrong."""
+    entries: list[dict[str, Any]] = driver.get_log("browser")
+    assert [json.dumps(entry) for entry in entries] == []
+    loaded = driver.execute_script(
+        "return performance.getEntriesByType('resource').map((each) => each.name)"
+    )
+    assert loaded == []
+    links = driver.execute_script("return document.querySelectorAll('svg a').length")
+    assert links == 0
+
+
+def test_the_report_opens_in_a_real_browser(tmp_path):
+    if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
+        pytest.skip("no Chromium on this machine")
+    record = run_to_show()
+    page = write_report(record, tmp_path / "a run" / "report.html")
+    with browser(tmp_path / "profile") as driver:
+        for width in (WIDE, NARROW):
+            show(driver, "light", width)
+            driver.get(page.as_uri())
+            assert_drawn(driver, record)
+            assert_readable(driver, "light", width)
+            if width == WIDE:
+                assert_hover_tells(driver)
+                assert_zoom_is_shared(driver)
+                assert_choices_work(driver, record)
+                assert_table_sorts(driver)
+            show(driver, "dark", width)
+            wait_for_colours(driver, "dark")
+            assert_drawn(driver, record)
+            assert_readable(driver, "dark", width)
+            assert_alone(driver)

@@ -1,0 +1,264 @@
+"""`fullshard train` as processes: a rank that is killed, Ctrl-C, several hosts, bad input."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "fullshard"]
+TEXT = "".join(f"line {n}: the quick brown fox jumps over {n * n % 97} dogs\n" for n in range(400))
+TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("texts") / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("runs") / "undisturbed"
+    ended = finished(options(text, folder))
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def options(text: str, out: Path, *more: str) -> list[str]:
+    """A tiny run of 20 steps with a checkpoint after every third."""
+    run = ["--model", "tiny", "--sequence", "32", "--batch", "2", "--steps", "20", "--warmup", "2"]
+    run += ["--save-every", "3", "--sample-tokens", "0", "--no-report", "--device", "cpu"]
+    return ["train", *run, "--data", text, "--out", str(out), *more]
+
+
+@contextmanager
+def started(arguments: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def finished(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int, there: Path | None = None) -> None:
+    """Read what the run says until it has done this step, and something is there."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if not line.startswith("step") or int(line.split()[1].split("/")[0]) < step:
+            continue
+        if there is None or there.exists():
+            return
+    raise AssertionError(f"the run ended too early: {process.communicate()}")
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The ranks that a launcher has started: its child processes."""
+    tasks = Path(f"/proc/{launcher}/task").glob("*/children")
+    return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    steps = {each["step"]: each["loss"] for each in found}
+    assert len(steps) == len(found)  # no step twice
+    return steps
+
+
+def test_runs_that_are_killed_or_left_have_the_losses_of_an_undisturbed_one(
+    text: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    expected = losses(undisturbed)
+    assert sorted(expected) == list(range(1, 21))
+
+    with started(options(text, tmp_path / "killed")) as process:
+        wait_for_step(process, 5, tmp_path / "killed" / "checkpoints" / "step_3")
+        os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
+        said, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    assert "going on from step" in said
+    assert "lost its connection to another rank" in errors
+    assert "Traceback" not in errors
+    assert losses(tmp_path / "killed") == expected
+
+    left = tmp_path / "left"
+    with started(options(text, left)) as process:
+        wait_for_step(process, 4)
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "--resume" in said
+    done = len(losses(left))
+    assert 4 <= done < 20
+    assert (left / "checkpoints" / f"step_{done}").is_dir()
+    resumed = finished(["train", "--config", str(left / "config.toml"), "--resume"])
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"going on from step {done}" in resumed.stdout
+    assert losses(left) == expected
+
+
+def test_a_second_ctrl_c_leaves_at_once(text: str, tmp_path: Path) -> None:
+    with started(options(text, tmp_path / "run", "--steps", "100000")) as process:
+        wait_for_step(process, 1)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[0], signal.SIGSTOP)  # so that it cannot save
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        while "once more to leave at once" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert not any(is_running(pid) for pid in ranks)
+
+
+def test_a_rank_that_keeps_failing_ends_the_run_with_its_traceback(
+    text: str, tmp_path: Path
+) -> None:
+    """Its memory runs out, say: here its compiler, which is not there."""
+    arguments = options(text, tmp_path / "run", "--compile", "--max-restarts", "0")
+    with started(arguments, CXX="/nonexistent", TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as process:
+        said, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, said
+    assert "Traceback" in errors
+    assert "failed (exit status 1); what it said is above" in errors.splitlines()[-1]
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[list[list[str]], str]]:
+    """What to put before a command to run it on either host, and the address of the first.
+
+    Network namespaces where the machine allows it, otherwise this host twice.
+    """
+    names = [f"fullshard-{os.getpid()}-{index}" for index in range(2)]
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        inner = [f"fs{os.getpid() % 100000}{side}" for side in "ab"]
+        ip("link", "add", inner[0], "type", "veth", "peer", "name", inner[1])
+        for index, name in enumerate(names):
+            ip("link", "set", inner[index], "netns", name)
+            ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", inner[index])
+            ip("-n", name, "link", "set", inner[index], "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        prefixes = [
+            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={inner[index]}"]
+            for index, name in enumerate(names)
+        ]
+        yield prefixes, "10.77.0.1"
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        yield [[], []], "127.0.0.1"
+    finally:
+        if shutil.which("ip"):
+            for name in names:
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_hosts_under_torchrun_have_the_losses_of_one(
+    text: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    with two_hosts() as (prefixes, address):
+        port = free_port()
+        hosts = [
+            subprocess.Popen(
+                [
+                    *prefix,
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes=2",
+                    "--nproc-per-node=1",
+                    f"--node-rank={index}",
+                    f"--master-addr={address}",
+                    f"--master-port={port}",
+                    "-m",
+                    "fullshard",
+                    *options(text, tmp_path / "two"),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for index, prefix in enumerate(prefixes)
+        ]
+        try:
+            ends = [host.communicate(timeout=TIMEOUT_S) for host in hosts]
+        finally:
+            for host in hosts:
+                host.kill()
+    assert [host.returncode for host in hosts] == [0, 0], ends
+    assert "step 20/20" in ends[0][0]
+    assert "step 20/20" not in ends[1][0]  # one display, on the first rank
+    assert losses(tmp_path / "two") == losses(undisturbed)
+
+
+def test_what_cannot_be_done_is_one_sentence_and_status_2(text: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        cases = {
+            "in use": options(text, tmp_path / "a", "--port", port),
+            "8b": ["train", "--model", "8b", "--device", "cpu", "--out", str(tmp_path / "b")],
+        }
+        for words, arguments in cases.items():
+            ended = finished(arguments)
+            assert ended.returncode == 2, (words, ended)
+            assert words in ended.stderr
+            assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    debugged = finished([*options(str(tmp_path / "missing.txt"), tmp_path / "c"), "--debug"])
+    assert debugged.returncode == 2
+    assert "Traceback" in debugged.stderr
+    assert "missing.txt" in debugged.stderr.splitlines()[-1]
+
+
+def test_a_checkpoint_of_another_model_is_refused(text: str, undisturbed: Path) -> None:
+    other = finished(options(text, undisturbed, "--resume", "--model", "10m"))
+    assert other.returncode == 2
+    assert len(other.stderr.splitlines()) == 1
+    assert "found" in other.stderr
+    assert "Traceback" not in other.stderr

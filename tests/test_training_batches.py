@@ -1,0 +1,201 @@
+"""Which sequences each rank is given, and at what learning rate."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.errors import ConfigError
+from fullshard.training.batches import Batches, Permutation
+from fullshard.training.config import OptimizerSection
+from fullshard.training.corpus import Corpus
+from fullshard.training.learning_rate import learning_rate
+
+SEQUENCE = 3
+
+
+def corpus_of(num_sequences: int, fingerprint: str = "corpus") -> Corpus:
+    """Sequence i begins with the token SEQUENCE * i."""
+    tokens = torch.arange(num_sequences * SEQUENCE + 1, dtype=torch.int32)
+    return Corpus(fingerprint, tokens, 1)
+
+
+def batches_of(
+    corpus: Corpus, *, batch: int, rank: int = 0, num_ranks: int = 1, seed: int = 0
+) -> Batches:
+    return Batches(
+        corpus, sequence=SEQUENCE, batch=batch, rank=rank, num_ranks=num_ranks, seed=seed
+    )
+
+
+def world(corpus: Corpus, batch: int, num_ranks: int, seed: int = 0) -> list[Batches]:
+    return [
+        batches_of(corpus, batch=batch, rank=rank, num_ranks=num_ranks, seed=seed)
+        for rank in range(num_ranks)
+    ]
+
+
+def step(ranks: list[Batches]) -> list[int]:
+    """The sequences of a micro-batch, of all ranks in their order."""
+    found = []
+    for rank in ranks:
+        inputs, _ = rank.next()
+        found += [first // SEQUENCE for first in inputs[:, 0].tolist()]
+    return found
+
+
+@given(size=st.integers(1, 300), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
+def test_a_permutation_has_every_number_once(size, seed, epoch):
+    order = Permutation.of(size, seed, epoch)
+    assert sorted(order(index) for index in range(size)) == list(range(size))
+
+
+def test_a_permutation_of_many_takes_no_memory():
+    order = Permutation.of(10**12, 0, 0)
+    found = [order(index) for index in range(1000)]
+    assert len(set(found)) == 1000
+    assert all(0 <= each < 10**12 for each in found)
+    # Spread over the whole range, not along it.
+    assert max(found) > 0.95 * 10**12
+    assert min(found) < 0.05 * 10**12
+
+
+def test_orders_differ_between_epochs_and_seeds():
+    orders = {
+        tuple(map(Permutation.of(50, seed, epoch), range(50)))
+        for seed in range(5)
+        for epoch in range(5)
+    }
+    assert len(orders) == 25
+
+
+def test_small_numbers_come_in_all_orders():
+    orders = Counter(tuple(map(Permutation.of(3, seed, 0), range(3))) for seed in range(600))
+    assert len(orders) == 6
+    assert min(orders.values()) > 50
+
+
+def test_targets_are_the_next_tokens():
+    inputs, targets = batches_of(corpus_of(5), batch=2).next()
+    assert inputs.shape == targets.shape == (2, SEQUENCE)
+    assert inputs.dtype is targets.dtype is torch.int64
+    assert inputs.is_contiguous()
+    assert targets.is_contiguous()
+    assert torch.equal(targets, inputs + 1)
+
+
+@settings(deadline=None)
+@given(
+    num_sequences=st.integers(1, 40),
+    batch=st.integers(1, 5),
+    num_ranks=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+def test_every_sequence_comes_once_an_epoch(num_sequences, batch, num_ranks, seed):
+    ranks = world(corpus_of(num_sequences), batch, num_ranks, seed)
+    found: list[int] = []
+    while len(found) < 3 * num_sequences:
+        found += step(ranks)
+    for epoch in range(3):
+        part = found[epoch * num_sequences : (epoch + 1) * num_sequences]
+        assert sorted(part) == list(range(num_sequences))
+
+
+@settings(deadline=None)
+@given(
+    num_sequences=st.integers(1, 40),
+    sizes=st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]),
+    seed=st.integers(0, 1000),
+)
+def test_the_order_does_not_depend_on_the_number_of_ranks(num_sequences, sizes, seed):
+    corpus = corpus_of(num_sequences)
+    alone, many = world(corpus, 6, 1, seed), world(corpus, *sizes, seed)
+    for _ in range(8):
+        assert step(many) == step(alone)
+
+
+@settings(deadline=None)
+@given(
+    num_sequences=st.integers(1, 60),
+    worlds=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=5
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_a_run_that_is_resumed_on_other_ranks_repeats_and_skips_nothing(
+    num_sequences, worlds, seed
+):
+    corpus = corpus_of(num_sequences)
+    found: list[int] = []
+    state = None
+    for batch, num_ranks, num_steps in worlds:
+        ranks = world(corpus, batch, num_ranks, seed)
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+        for _ in range(num_steps):
+            found += step(ranks)
+        states = [rank.state_dict() for rank in ranks]
+        assert all(each == states[0] for each in states)
+        state = states[0]
+    uninterrupted = world(corpus, 1, 1, seed)
+    assert found == [step(uninterrupted)[0] for _ in found]
+    assert state is not None
+    assert state["position"] == len(found)
+
+
+def test_another_corpus_seed_or_length_cannot_go_on():
+    corpus = corpus_of(8)
+    state = batches_of(corpus, batch=1).state_dict()
+    with pytest.raises(ConfigError, match="the corpus that it was begun with, 'corpus', found 'o'"):
+        batches_of(corpus_of(8, "o"), batch=1).load_state_dict(state)
+    with pytest.raises(ConfigError, match="--seed"):
+        batches_of(corpus, batch=1, seed=1).load_state_dict(state)
+    longer = Batches(corpus, sequence=4, batch=1, rank=0, num_ranks=1, seed=0)
+    with pytest.raises(ConfigError, match="--sequence"):
+        longer.load_state_dict(state)
+
+
+# Learning rate
+
+
+def rates(**keys: float) -> list[float]:
+    section = OptimizerSection(**keys)
+    return [learning_rate(step, section) for step in range(section.steps)]
+
+
+def test_the_learning_rate_rises_in_a_line_and_falls_along_a_cosine():
+    found = rates(steps=9, warmup=4, lr=1.0, min_lr=0.2)
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[-1] == 0.2
+    assert found[3:] == sorted(found[3:], reverse=True)
+    middle = rates(steps=8, warmup=4, lr=1.0, min_lr=0.2)[5]
+    assert middle == pytest.approx(0.6)
+
+
+def test_without_a_warm_up_the_first_step_has_the_whole_rate():
+    assert rates(steps=3, warmup=0, lr=1.0, min_lr=0.0) == [1.0, pytest.approx(0.5), 0.0]
+
+
+def test_a_run_shorter_than_the_warm_up_reaches_the_rate_at_its_end():
+    assert rates(steps=4, warmup=10, lr=1.0, min_lr=0.1) == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_after_the_last_step_the_rate_stays():
+    section = OptimizerSection(steps=5, warmup=1, lr=1.0, min_lr=0.1)
+    assert learning_rate(100, section) == 0.1
+
+
+@given(
+    steps=st.integers(1, 200),
+    warmup=st.integers(0, 300),
+    step=st.integers(0, 400),
+    share=st.floats(0, 1),
+)
+def test_a_rate_is_positive_and_never_above_the_largest(steps, warmup, step, share):
+    section = OptimizerSection(steps=steps, warmup=warmup, lr=1.0, min_lr=share)
+    found = learning_rate(step, section)
+    assert 0 <= found <= 1 + 1e-12
+    assert found > 0 or share == 0

@@ -1,0 +1,141 @@
+"""What decays and what does not, whichever door has sharded the model."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard import FullyShardedDataParallel, auto_shard
+from fullshard.errors import ConfigError
+from fullshard.state.sites import sites_of
+from fullshard.testing import Rank, on_ranks
+from fullshard.training.config import OptimizerSection
+from fullshard.training.optimizing import build_optimizer
+from fullshard.wrap import ModuleWrapPolicy
+
+CPU = torch.device("cpu")
+SECTION = OptimizerSection(lr=0.05, weight_decay=0.2, beta1=0.8, beta2=0.9)
+WIDTH = 6
+
+
+class OwnNorm(nn.Module):
+    """Of the model's own, and with a shape that matrices have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.own_norm = OwnNorm()
+        self.bias = nn.Parameter(torch.zeros(1, WIDTH))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.own_norm(self.linear(self.norm(x))) + self.bias
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.tied = nn.Linear(WIDTH, 7, bias=False)
+        self.tied.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.frozen(x)) + self.tied(x)
+
+
+DECAYED = {"blocks.0.linear.weight", "blocks.1.linear.weight", "head.weight"}
+OTHERS = {
+    "embedding.weight",
+    *(
+        f"blocks.{index}.{name}"
+        for index in range(2)
+        for name in (
+            "norm.weight", "norm.bias", "linear.bias", "own_norm.weight", "bias", "scale",
+        )
+    ),
+}  # fmt: skip
+
+
+def built(rank: Rank | None, door: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model()
+    policy = ModuleWrapPolicy({Block})
+    if rank is None or door == "none":
+        return model
+    if door == "rows":
+        return auto_shard(model, policy, mesh=rank.mesh(rank.size))
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=rank.mesh(rank.size),
+        auto_wrap_policy=policy,
+        use_orig_params=door == "slices",
+    )
+
+
+def names_by_decay(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[float, set[str]]:
+    names = {id(site.tensor): site.name for site in sites_of(model)}
+    return {
+        group["weight_decay"]: {names[id(param)] for param in group["params"]}
+        for group in optimizer.param_groups
+    }
+
+
+def trained(model: nn.Module, num_steps: int) -> list[float]:
+    optimizer = build_optimizer(model, SECTION, CPU)
+    tokens, losses = torch.arange(6).view(2, 3), []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(tokens).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("door", ["none", "rows", "slices"])
+@on_ranks(2)
+def test_matrices_decay_whichever_door_has_cut_them(rank: Rank, door: str) -> None:
+    model = built(rank, door)
+    optimizer = build_optimizer(model, SECTION, rank.device)
+    assert names_by_decay(model, optimizer) == {0.2: DECAYED, 0.0: OTHERS}
+    assert optimizer.defaults["fused"]
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("door", ["rows", "slices"])
+@on_ranks(2)
+def test_either_door_trains_as_the_model_alone_does(rank: Rank, door: str) -> None:
+    expected = trained(built(None, "none"), 4)
+    assert trained(built(rank, door), 4) == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0]
+
+
+@on_ranks(2)
+def test_a_flat_parameter_of_both_kinds_is_refused(rank: Rank) -> None:
+    with pytest.raises(ConfigError, match="use_orig_params=True"):
+        build_optimizer(built(rank, "flat"), SECTION, rank.device)
+
+
+def test_a_frozen_model_is_refused():
+    with pytest.raises(ConfigError, match="no parameter that takes a gradient"):
+        build_optimizer(Model().requires_grad_(False), SECTION, CPU)
+
+
+def test_a_model_without_matrices_has_one_group():
+    optimizer = build_optimizer(nn.LayerNorm(3), SECTION, CPU)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]

@@ -1,0 +1,302 @@
+"""From files of text to tokens in a file."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.errors import ConfigError
+from fullshard.models.tokenizers import ByteTokenizer
+from fullshard.training import corpus as corpus_module
+from fullshard.training.corpus import Corpus, prepare_corpus
+from fullshard.training.documents import Documents
+
+END = ByteTokenizer.end
+
+
+class WideTokenizer(ByteTokenizer):
+    """Has more tokens than fit into two bytes."""
+
+    vocabulary = 70_000
+    end = 69_999
+
+    def encode(self, text: str) -> list[int]:
+        return [1000 + byte for byte in text.encode()]
+
+    @property
+    def fingerprint(self) -> str:
+        return "wide"
+
+
+def texts(*paths: Path, text_field: str = "text") -> list[str]:
+    return list(Documents.of([str(path) for path in paths], text_field))
+
+
+def fingerprint(*paths: Path, text_field: str = "text") -> str:
+    return Documents.of([str(path) for path in paths], text_field).fingerprint
+
+
+def prepared(paths: list[Path], folder: Path, sequence: int = 2) -> Corpus:
+    documents = Documents.of([str(path) for path in paths], "text")
+    return prepare_corpus(documents, ByteTokenizer(), folder, sequence=sequence, vocabulary=257)
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+# Documents
+
+
+def test_a_text_file_is_one_document_and_each_line_of_a_jsonl_file_is_one(tmp_path):
+    write(tmp_path / "b.txt", "one\ntwo\r\n")
+    lines = [json.dumps({"text": text, "id": 1}) for text in ("three", "", "four\nfive")]
+    write(tmp_path / "a.jsonl", "\n".join([*lines, "", ""]))
+    assert texts(tmp_path / "b.txt", tmp_path / "a.jsonl") == [
+        "three",
+        "four\nfive",
+        "one\ntwo\r\n",
+    ]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    assert texts(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello")) == ["hello"]
+    assert texts(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "hello"}')) == ["hello"]
+
+
+def test_a_folder_is_walked_in_order_without_hidden_and_other_files(tmp_path):
+    root = tmp_path / "root"
+    for name in ("b/x.txt", "a/z.py", "a/b.md", "c.txt"):
+        write(root / name, name)
+    write(root / ".hidden/x.txt", "hidden")
+    write(root / ".x.txt", "hidden")
+    write(root / "empty.txt", "")
+    write(root / "latin.txt", "caf\xe9".encode("latin-1"))
+    write(root / "image.bin", b"PNG\0\1\2")
+    (root / "broken").symlink_to(root / "nowhere")
+    documents = Documents.of([str(root)], "text")
+    assert list(documents) == ["a/b.md", "a/z.py", "b/x.txt", "c.txt"]
+    assert documents.num_skipped == 2
+    assert documents.num_bytes == sum(
+        len(name) for name in ("b/x.txt", "a/z.py", "a/b.md", "c.txt")
+    )
+    assert documents.files[0].name == "root/a/b.md"
+
+
+def test_a_file_that_is_given_twice_is_read_once(tmp_path):
+    file = write(tmp_path / "a.txt", "hello")
+    assert texts(file, tmp_path, file) == ["hello"]
+
+
+def test_a_character_that_the_first_mebibyte_cuts_is_text(tmp_path):
+    folder = tmp_path / "folder"
+    write(folder / "a.txt", "x" * (2**20 - 1) + "\xe9" * 3)
+    assert texts(folder)[0][-3:] == "\xe9\xe9\xe9"
+
+
+def test_without_paths_the_source_of_the_standard_library_is_read():
+    documents = Documents.of([], "text")
+    names = {file.name for file in documents.files}
+    assert {"argparse.py", "json/decoder.py"} <= names
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"site-packages", "test", "tests", "idle_test"}
+    assert documents.num_bytes > 5_000_000
+    assert next(iter(documents)).strip()
+
+
+def test_a_fingerprint_depends_on_content_and_names_and_not_on_place_or_time(tmp_path):
+    first = write(tmp_path / "one/data/a.txt", "hello")
+    second = write(tmp_path / "two/data/a.txt", "hello")
+    assert fingerprint(first) == fingerprint(second)
+    assert fingerprint(first.parent) == fingerprint(second.parent)
+    before = fingerprint(first)
+    write(first, "hellO")
+    assert fingerprint(first) != before
+    assert fingerprint(second.rename(second.with_name("b.txt"))) != before
+    lines = write(tmp_path / "a.jsonl", '{"text": "a", "body": "b"}')
+    assert fingerprint(lines) != fingerprint(lines, text_field="body")
+
+
+def test_a_large_input_is_told_apart_by_the_ends_of_its_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("fullshard.training.documents.HASHED_BYTES", 10)
+    path = write(tmp_path / "a.txt", "x" * 5_000_000)
+    before = fingerprint(path)
+    write(path, "x" * 4_999_999 + "y")
+    assert fingerprint(path) != before
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("missing.txt", None, "found nothing there; correct the path"),
+        ("empty.txt", "", "found an empty file"),
+        ("latin.txt", b"caf\xe9", "UTF-8 text is expected"),
+        ("zeros.bin", b"a\0b", "UTF-8 text is expected"),
+    ],
+)
+def test_a_named_file_that_cannot_be_read_as_text_is_an_error(tmp_path, name, content, words):
+    path = tmp_path / name
+    if content is not None:
+        write(path, content)
+    with pytest.raises(ConfigError, match=words) as found:
+        texts(path)
+    assert str(path) in str(found.value)
+
+
+def test_the_error_for_a_missing_file_names_the_nearest_there_is(tmp_path):
+    write(tmp_path / "corpus.txt", "text")
+    with pytest.raises(ConfigError, match=r"the nearest there is .*corpus\.txt"):
+        texts(tmp_path / "corpsu.txt")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        texts(tmp_path / "nowhere" / "corpus.txt")
+
+
+def test_a_folder_without_text_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="found no file"):
+        texts(tmp_path)
+    write(tmp_path / "x.bin", b"\0")
+    with pytest.raises(ConfigError, match="found 1 files that are none"):
+        texts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ('{"text": ', "a JSON object is expected, found what cannot be read"),
+        ('["text"]', "found a list"),
+        ('{"body": "x", "id": 3}', "found the fields 'body', 'id'"),
+        ("{}", "found the fields none"),
+        ('{"text": 3}', "must be text, found int"),
+        (b'{"text": "\xe9"}', "found what cannot be read"),
+    ],
+)
+def test_a_broken_line_is_an_error_that_names_it(tmp_path, line, words):
+    content = line if isinstance(line, bytes) else line.encode()
+    # Far from the beginning, which is looked at before.
+    good = b'{"text": "%s"}\n' % (b"x" * 2**20)
+    path = write(tmp_path / "a.jsonl", good * 2 + content)
+    with pytest.raises(ConfigError, match=words) as found:
+        texts(path)
+    assert str(found.value).startswith(f"{path}, line 3: ")
+
+
+def test_text_that_turns_into_something_else_is_an_error(tmp_path):
+    path = write(tmp_path / "a.txt", b"x" * 2**20 + b"\xff")
+    with pytest.raises(ConfigError, match="found other bytes at 1048576"):
+        texts(path)
+
+
+# Corpus
+
+
+def test_documents_lie_one_after_another_each_followed_by_its_end(tmp_path):
+    first, second = write(tmp_path / "a.txt", "ab"), write(tmp_path / "b.txt", "c")
+    corpus = prepared([first, second], tmp_path / "tokens")
+    assert corpus.tokens.tolist() == [97, 98, END, 99, END]
+    assert corpus.tokens.dtype is torch.uint16
+    assert corpus.num_documents == 2
+
+
+def test_rows_share_one_token_so_that_each_is_predicted_once(tmp_path):
+    corpus = prepared([write(tmp_path / "a.txt", "abcdef")], tmp_path)
+    assert corpus.num_tokens == 7
+    assert corpus.num_sequences(3) == 2
+    assert corpus.row(0, 3).tolist() == [97, 98, 99, 100]
+    assert corpus.row(1, 3).tolist() == [100, 101, 102, END]
+    assert corpus.row(0, 3).dtype is torch.int64
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
+    documents = Documents.of([str(write(tmp_path / "a.txt", "ab"))], "text")
+    corpus = prepare_corpus(
+        documents, WideTokenizer(), tmp_path / "t", sequence=2, vocabulary=70_000
+    )
+    assert corpus.tokens.tolist() == [1097, 1098, 69_999]
+    assert corpus.tokens.dtype is torch.int32
+
+
+def test_tokens_are_written_once(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.txt", "hello")
+    first = prepared([path], tmp_path / "t")
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: pytest.fail("encoded again"))
+    again = prepared([path], tmp_path / "t")
+    assert again.tokens.tolist() == first.tokens.tolist()
+    assert again.fingerprint == first.fingerprint
+    assert len(list((tmp_path / "t").iterdir())) == 2
+
+
+def test_tokens_of_another_tokenizer_have_a_file_of_their_own(tmp_path):
+    documents = Documents.of([str(write(tmp_path / "a.txt", "hello"))], "text")
+    found = {
+        prepare_corpus(
+            documents, tokenizer, tmp_path / "t", sequence=2, vocabulary=70_000
+        ).fingerprint
+        for tokenizer in (ByteTokenizer(), WideTokenizer())
+    }
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no sizes", "broken sizes", "gone", "old sizes"])
+def test_a_damaged_file_of_tokens_is_written_anew(tmp_path, damage):
+    path, folder = write(tmp_path / "a.txt", "hello"), tmp_path / "t"
+    expected = prepared([path], folder).tokens.tolist()
+    (tokens,), (sizes,) = folder.glob("*.bin"), folder.glob("*.json")
+    if damage == "cut short":
+        tokens.write_bytes(tokens.read_bytes()[:-1])
+    elif damage == "no sizes":
+        sizes.unlink()
+    elif damage == "broken sizes":
+        sizes.write_text('{"num_tokens"')
+    elif damage == "old sizes":
+        sizes.write_text('{"tokens": 3}')
+    else:
+        tokens.unlink()
+    assert prepared([path], folder).tokens.tolist() == expected
+    assert tokens.stat().st_size == 2 * len(expected)
+
+
+def test_an_error_while_encoding_leaves_nothing_behind(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "good"}\n{"text": 3}')
+    with pytest.raises(ConfigError, match="line 2"):
+        prepared([path], tmp_path / "t")
+    assert list((tmp_path / "t").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    path = write(tmp_path / "a.txt", "hello")
+    with pytest.raises(ConfigError, match="room for the tokens"):
+        prepared([path], path / "tokens")
+
+
+def test_text_shorter_than_a_sequence_is_an_error(tmp_path):
+    path = write(tmp_path / "a.txt", "hello")
+    assert prepared([path], tmp_path / "t", sequence=5).num_sequences(5) == 1
+    with pytest.raises(ConfigError, match=r"more than 6 tokens is expected.*found 6"):
+        prepared([path], tmp_path / "t", sequence=6)
+
+
+def test_a_token_that_the_model_does_not_know_is_an_error(tmp_path):
+    documents = Documents.of([str(write(tmp_path / "a.txt", "hello"))], "text")
+    with pytest.raises(ConfigError, match="vocabulary of 256 are expected, found 256"):
+        prepare_corpus(documents, ByteTokenizer(), tmp_path / "t", sequence=2, vocabulary=256)
+
+
+def test_a_tokenizer_that_breaks_its_promise_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: [3, 257])
+    with pytest.raises(ConfigError, match="tokens from 0 to 256 are expected, found 3 to 257"):
+        prepared([write(tmp_path / "a.txt", "hello")], tmp_path / "t")
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(st.sampled_from("ab\n"), min_size=1), num_chars=st.integers(1, 5))
+def test_a_text_in_pieces_has_the_same_tokens(tmp_path_factory, text, num_chars):
+    folder = tmp_path_factory.mktemp("pieces")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_module, "PIECE_CHARS", num_chars)
+        corpus = prepared([write(folder / "a.txt", text)], folder, sequence=1)
+    assert corpus.tokens.tolist() == [*text.encode(), END]
