@@ -69,7 +69,7 @@ def test_every_key_has_an_option_that_sets_it(tmp_path):
     fitting = {
         ("sharding", "mesh"): "1x7",
         ("optimizer", "lr"): 0.5,
-        ("optimizer", "min_lr"): 0.25,
+        ("optimizer", "lr_end"): 0.25,
     }
     for at, key in KEYS.items():
         value = fitting.get(at, others.get(key.kind))

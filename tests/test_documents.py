@@ -14,8 +14,10 @@ import pytest
 from click import ClickException, Command, Context, Group
 
 import fullshard
+import fullshard.report
 import fullshard.state
 import fullshard.testing
+import fullshard.trace
 import fullshard.wrap
 from fullshard.cli.commands import fullshard as command
 from fullshard.testing import pool
@@ -198,8 +200,11 @@ def check_command(words: list[str]) -> None:
     elif program == "torchrun":
         from torch.distributed.run import get_args_parser
 
-        script = get_args_parser().parse_args(arguments).training_script
-        assert script == "train.py" or (ROOT / script).is_file()
+        asked = get_args_parser().parse_args(arguments)
+        if asked.module and asked.training_script == "fullshard":
+            parse_as_click(command, asked.training_script_args)
+        else:
+            assert asked.training_script == "train.py" or (ROOT / asked.training_script).is_file()
     elif program == "pip":
         wanted = re.fullmatch(r"fullshard(?:\[([\w,]+)\])?", arguments[-1])
         assert wanted is not None
@@ -258,7 +263,14 @@ def test_code_is_fenced_so_that_it_is_tested(path):
 
 PUBLIC = {
     module.__name__: module.__all__
-    for module in (fullshard, fullshard.state, fullshard.wrap, fullshard.testing)
+    for module in (
+        fullshard,
+        fullshard.report,
+        fullshard.state,
+        fullshard.testing,
+        fullshard.trace,
+        fullshard.wrap,
+    )
 }
 INDEX = ROOT / "docs" / "keyword_index.md"
 

@@ -39,7 +39,7 @@ LEVELS = [
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # They work without a process group, so they see what works without one.
 SEES_ONLY = {room: {room, "api", "errors", "layout"} for room in ("plan", "trace")}
-SEES_ONLY["report"] = {"report", "api", "errors", "trace"}
+SEES_ONLY["report"] = {"report", "api", "errors", "trace", "runtime"}
 SEES_ONLY["__main__"] = {"cli"}
 SEEN_BY_NOBODY = {"testing"}
 # Users of the package like any other: they may take what the package itself offers.

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import fullshard
+import fullshard.report
 import fullshard.state
+import fullshard.trace
 
 API = Path(__file__).parent.parent / "docs" / "api.md"
 # The first cell of a table row: | `name` | what it is |
@@ -36,3 +38,15 @@ def test_the_names_of_checkpoints_are_the_documented_ones():
     documented = re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)
     assert sorted(fullshard.state.__all__) == sorted(documented)
     assert all(inspect.getdoc(getattr(fullshard.state, name)) for name in documented)
+
+
+def test_the_names_of_traces_and_reports_are_the_documented_ones():
+    text = (API.parent / "tracing.md").read_text()
+    traces, reports = (
+        re.findall(r"^\| `(\w+)` \|", part, flags=re.MULTILINE)
+        for part in text.split("In `fullshard.report`:")
+    )
+    assert sorted(fullshard.trace.__all__) == sorted(traces)
+    assert sorted(fullshard.report.__all__) == sorted(reports)
+    assert all(inspect.getdoc(getattr(fullshard.trace, name)) for name in traces)
+    assert all(inspect.getdoc(getattr(fullshard.report, name)) for name in reports)

@@ -159,7 +159,7 @@ def test_a_run_that_was_resumed_has_the_losses_of_one_that_was_not(
 def test_a_run_goes_on_with_the_other_door_and_other_memory(rank: Rank, tmp_path: Path) -> None:
     if rank.rank == 0:
         written(tmp_path)
-    steady = {"lr": 1e-3, "min_lr": 1e-3, "warmup": 0}
+    steady = {"lr": 1e-3, "lr_end": 1.0, "warmup": 0}
     whole = trained(rank, configured(tmp_path, "whole", optimizer=steady))
     trained(rank, configured(tmp_path, "parts", optimizer=steady | {"steps": 3}))
     other = {"door": "wrapper", "offload": True}

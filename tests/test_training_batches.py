@@ -167,24 +167,24 @@ def rates(**keys: float) -> list[float]:
 
 
 def test_the_learning_rate_rises_in_a_line_and_falls_along_a_cosine():
-    found = rates(steps=9, warmup=4, lr=1.0, min_lr=0.2)
+    found = rates(steps=9, warmup=4, lr=1.0, lr_end=0.2)
     assert found[:4] == [0.25, 0.5, 0.75, 1.0]
     assert found[-1] == 0.2
     assert found[3:] == sorted(found[3:], reverse=True)
-    middle = rates(steps=8, warmup=4, lr=1.0, min_lr=0.2)[5]
+    middle = rates(steps=8, warmup=4, lr=1.0, lr_end=0.2)[5]
     assert middle == pytest.approx(0.6)
 
 
 def test_without_a_warm_up_the_first_step_has_the_whole_rate():
-    assert rates(steps=3, warmup=0, lr=1.0, min_lr=0.0) == [1.0, pytest.approx(0.5), 0.0]
+    assert rates(steps=3, warmup=0, lr=1.0, lr_end=0.0) == [1.0, pytest.approx(0.5), 0.0]
 
 
 def test_a_run_shorter_than_the_warm_up_reaches_the_rate_at_its_end():
-    assert rates(steps=4, warmup=10, lr=1.0, min_lr=0.1) == [0.25, 0.5, 0.75, 1.0]
+    assert rates(steps=4, warmup=10, lr=1.0, lr_end=0.1) == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_after_the_last_step_the_rate_stays():
-    section = OptimizerSection(steps=5, warmup=1, lr=1.0, min_lr=0.1)
+    section = OptimizerSection(steps=5, warmup=1, lr=1.0, lr_end=0.1)
     assert learning_rate(100, section) == 0.1
 
 
@@ -195,7 +195,7 @@ def test_after_the_last_step_the_rate_stays():
     share=st.floats(0, 1),
 )
 def test_a_rate_is_positive_and_never_above_the_largest(steps, warmup, step, share):
-    section = OptimizerSection(steps=steps, warmup=warmup, lr=1.0, min_lr=share)
+    section = OptimizerSection(steps=steps, warmup=warmup, lr=1.0, lr_end=share)
     found = learning_rate(step, section)
     assert 0 <= found <= 1 + 1e-12
     assert found > 0 or share == 0

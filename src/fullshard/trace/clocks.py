@@ -22,7 +22,10 @@ class Clock(Protocol):
         """Wait until every stamp has passed."""
 
     def seconds(self, stamp: Any) -> float:
-        """When a stamp was, after `settle`."""
+        """When a stamp was, once it has passed."""
+
+    def between(self, first: Any, second: Any) -> float:
+        """Seconds from one stamp to another, once both have passed."""
 
     def allocated_bytes(self) -> int:
         """What is in use now, as the host sees it."""
@@ -45,6 +48,9 @@ class HostClock:
 
     def seconds(self, stamp: float) -> float:
         return stamp - self._zero_s
+
+    def between(self, first: float, second: float) -> float:
+        return second - first
 
     def allocated_bytes(self) -> int:
         return resident_bytes()
@@ -71,7 +77,10 @@ class StreamClock:
         self._module.synchronize(self._device)
 
     def seconds(self, stamp: Any) -> float:
-        return float(self._zero.elapsed_time(stamp)) / 1000
+        return self.between(self._zero, stamp)
+
+    def between(self, first: Any, second: Any) -> float:
+        return float(first.elapsed_time(second)) / 1000
 
     def allocated_bytes(self) -> int:
         return int(self._module.memory_allocated(self._device))

@@ -26,6 +26,7 @@ from fullshard.models.adapters import LoraSettings
 from fullshard.models.architecture import Architecture
 from fullshard.models.choosing_model import architecture_of
 from fullshard.state.materializing import give_memory
+from fullshard.training.checking import mesh_of
 from fullshard.training.config import ModelSection, ShardingSection
 from fullshard.training.world import World
 from fullshard.wrap import ModuleWrapPolicy
@@ -113,18 +114,22 @@ def _wrapped(
     )
 
 
-def mesh_for(section: ShardingSection, world: World) -> DeviceMesh:
-    """One axis that shards, or two: replicas, and what shards in each."""
-    replicas, shards = 1, world.size
-    if section.mesh != "auto":
-        replicas, shards = (int(size) for size in section.mesh.split("x"))
-    elif section.strategy == "none":
-        replicas, shards = world.size, 1
-    if replicas * shards != world.size:
+def mesh_shape(section: ShardingSection, num_ranks: int) -> tuple[int, int]:
+    """Replicas, and ranks that share one."""
+    replicas, shards = mesh_of(section.mesh) or (1, num_ranks)
+    if replicas * shards != num_ranks:
         raise TopologyError(
-            f"--mesh: {section.mesh} needs {replicas * shards} ranks, found {world.size}; pass a "
+            f"--mesh: {section.mesh} needs {replicas * shards} ranks, found {num_ranks}; pass a "
             "mesh of replicas x shards whose product is the number of ranks."
         )
+    return replicas, shards
+
+
+def mesh_for(section: ShardingSection, world: World) -> DeviceMesh:
+    """One axis that shards, or two: replicas, and what shards in each."""
+    replicas, shards = mesh_shape(section, world.size)
+    if section.strategy == "none" and section.mesh == "auto":
+        replicas, shards = world.size, 1
     if replicas == 1:
         return init_device_mesh(world.device.type, (shards,))
     names = ("replicate", "shard")

@@ -40,7 +40,7 @@ _RULES: dict[tuple[str, str], _Rule] = {
     ("optimizer", "batch"): _COUNT,
     ("optimizer", "accumulate"): _COUNT,
     ("optimizer", "lr"): _POSITIVE,
-    ("optimizer", "min_lr"): _AMOUNT,
+    ("optimizer", "lr_end"): ("0 to 1", lambda value: 0 <= value <= 1),
     ("optimizer", "warmup"): _COUNT_OR_NONE,
     ("optimizer", "weight_decay"): _AMOUNT,
     ("optimizer", "beta1"): _FRACTION,
@@ -116,11 +116,6 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"{named('sharding', 'mesh')}: {mesh[0] * mesh[1]} ranks in {sharding.mesh} must be "
             f"those of whole machines, found {run.ranks} on each; change it or "
             f"{named('run', 'ranks')}."
-        )
-    if optimizer.min_lr > optimizer.lr:
-        yield (
-            f"{named('optimizer', 'min_lr')}: at most the learning rate {optimizer.lr!r} is "
-            f"expected, found {optimizer.min_lr!r}; lower it, or raise {named('optimizer', 'lr')}."
         )
     if run.trace_step > optimizer.steps:
         yield (

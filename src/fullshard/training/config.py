@@ -83,7 +83,7 @@ class OptimizerSection:
     batch: int = _key(4, "Sequences on each rank in a micro-batch.")
     accumulate: int = _key(1, "Micro-batches in a step.")
     lr: float = _key(2e-3, "Learning rate after the warm-up.")
-    min_lr: float = _key(2e-4, "Learning rate at the end.")
+    lr_end: float = _key(0.1, "Learning rate at the end, as a share of lr.")
     warmup: int = _key(10, "Steps until the learning rate is reached.")
     weight_decay: float = _key(0.1, "Of matrices; vectors and embeddings take none.")
     beta1: float = _key(0.9, "Decay of the mean of gradients.")

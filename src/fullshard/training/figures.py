@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import resource
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fullshard.report.record import StepMetrics
+from fullshard.trace.clocks import clock_for
 from fullshard.trace.recording import Exposure, Waits
 from fullshard.training.world import World
 
@@ -22,6 +22,7 @@ class Figures:
     lr: float
     tokens: int
     loss_and_norm: torch.Tensor
+    began: Any
     ended: Any
     waits: Waits
     wants_to_leave: bool
@@ -45,7 +46,8 @@ class Meter:
         self._world = world
         self._device = world.device
         self.exposure = Exposure(world.device)
-        self._ended_s = time.perf_counter()
+        self._clock = clock_for(world.device)
+        self._ended = self._clock.stamp()
 
     @property
     def num_under_way(self) -> int:
@@ -64,21 +66,18 @@ class Meter:
     ) -> Figures:
         """The figures of a step whose work has been issued."""
         both = torch.stack([loss.detach().double(), norm.detach().double()])
-        ended = None
         if self._device.type != "cpu":
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             both = host.copy_(both, non_blocking=True)
-            ended = torch.get_device_module(self._device).Event()
-            ended.record()
+        began, self._ended = self._ended, self._clock.stamp()
         waits = self.exposure.taken()
-        return Figures(step, lr, tokens, both, ended, waits, wants_to_leave)
+        return Figures(step, lr, tokens, both, began, self._ended, waits, wants_to_leave)
 
     def settled(self, figures: Figures) -> Settled:
         """The step, over all ranks: the mean loss, the longest times, the most memory."""
-        if figures.ended is not None:
+        if self._device.type != "cpu":
             figures.ended.synchronize()
-        now_s = time.perf_counter()
-        step_s, self._ended_s = now_s - self._ended_s, now_s
+        step_s = self._clock.between(figures.began, figures.ended)
         loss, norm = figures.loss_and_norm.tolist()
         own = [loss, norm, step_s, figures.waits.seconds(), self._memory(), figures.wants_to_leave]
         columns = list(zip(*self._world.told(own), strict=True))
@@ -97,7 +96,7 @@ class Meter:
 
     def pause(self) -> None:
         """What happens from now until the next step is no part of it."""
-        self._ended_s = time.perf_counter()
+        self._ended = self._clock.stamp()
 
     def _memory(self) -> int:
         if self._device.type == "cpu":

@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard.api import ShardingStrategy
 from fullshard.choosing import choose
-from fullshard.errors import ConfigError, TopologyError
+from fullshard.errors import ConfigError
 from fullshard.models.architecture import Architecture
 from fullshard.plan import (
     MemoryPlan,
@@ -27,8 +27,12 @@ from fullshard.plan import (
     readable,
     saved_activation_bytes,
 )
-from fullshard.training.assembling import Dtypes, prepare_blocks, unit_classes
-from fullshard.training.checking import mesh_of
+from fullshard.training.assembling import (
+    Dtypes,
+    mesh_shape,
+    prepare_blocks,
+    unit_classes,
+)
 from fullshard.training.config import TrainConfig
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -110,12 +114,7 @@ def _units(config: TrainConfig, architecture: Architecture) -> list[UnitShapes]:
 
 def _sharding(config: TrainConfig, num_ranks: int, device: torch.device) -> Sharding:
     section = config.sharding
-    num_replicas, num_shards = mesh_of(section.mesh) or (1, num_ranks)
-    if num_replicas * num_shards != num_ranks:
-        raise TopologyError(
-            f"--mesh: {section.mesh} needs {num_replicas * num_shards} ranks, found {num_ranks}; "
-            "pass a mesh of replicas x shards whose product is the number of ranks."
-        )
+    num_replicas, num_shards = mesh_shape(section, num_ranks)
     dtypes = Dtypes.of(section.precision, device)
     dtypes = Dtypes.of(section.precision, device)
     return Sharding(

@@ -141,6 +141,8 @@ def _alone(device_type: str) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         store = Path(folder) / "store"
+        if device_type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
         try:
             yield World(0, 1, 0, 1, device)

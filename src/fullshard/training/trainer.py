@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -21,6 +20,7 @@ from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.runtime.describing import unit_facts
+from fullshard.state.crew import Crew
 from fullshard.state.restoring import load
 from fullshard.state.saving import save, save_async
 from fullshard.trace import seam
@@ -202,11 +202,11 @@ class Trainer:
         if not is_traced:
             yield
             return
-        dist.barrier()  # so that the clocks of all ranks begin together
+        crew = Crew()
+        crew.told(None)  # so that the clocks of all ranks begin together
         with record(self._world.device, self._world.rank) as recording:
             yield
-        timelines: list[Any] = [None] * self._world.size
-        dist.all_gather_object(timelines, recording.timeline.as_json())
+        timelines = crew.told(recording.timeline.as_json())
         if self._world.is_first:
             found = {
                 "step": self.step,

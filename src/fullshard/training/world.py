@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import TopologyError
+from fullshard.state.crew import Crew
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,9 @@ class World:
     def told(self, figures: Sequence[float]) -> list[list[float]]:
         """The figures of every rank, on every rank; host memory only, so that no device waits."""
         own = torch.tensor(figures, dtype=torch.float64)
-        everyone = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(everyone, own)
+        everyone = [own] + [torch.empty_like(own) for _ in range(self.size - 1)]
+        if self.size > 1:
+            dist.all_gather(everyone, own.clone(), group=Crew().group)
         return [each.tolist() for each in everyone]
 
 
@@ -68,7 +70,7 @@ def joined(asked_device: str) -> Iterator[World]:
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    # Numbers for the host travel beside what devices exchange.
+    # With offload, norms of gradients are summed over ranks in host memory.
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device_type == "cuda" else None)
     yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)

@@ -1,0 +1,151 @@
+"""`fullshard train` on CUDA: its loop over NCCL, its timeline, what it predicts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard.report import read_record
+from fullshard.testing import Rank, on_ranks
+from fullshard.trace import Activity, Span, Timeline
+from fullshard.training.assembling import architecture_for
+from fullshard.training.config import TrainConfig
+from fullshard.training.fitting import predicted
+from fullshard.training.leaving import Leaving
+from fullshard.training.run import Run
+from fullshard.training.world import World
+
+TEXT = "".join(f"line {n}: the quick brown fox jumps over {n * n % 97} dogs\n" for n in range(800))
+
+
+def configured(folder: Path, out: str, **changes: dict[str, Any]) -> TrainConfig:
+    base = TrainConfig()
+    base = replace(
+        base,
+        model=replace(base.model, name="10m", sequence=128),
+        data=replace(base.data, paths=(str(folder / "text.txt"),)),
+        sharding=replace(base.sharding, precision="float32"),
+        optimizer=replace(base.optimizer, steps=6, batch=4, warmup=2),
+        run=replace(base.run, out=str(folder / out), save_every=0, sample_tokens=8, report=False),
+    )
+    return replace(
+        base, **{name: replace(getattr(base, name), **some) for name, some in changes.items()}
+    )
+
+
+def trained(rank: Rank, config: TrainConfig) -> list[float]:
+    folder = Path(config.run.out)
+    if rank.rank == 0:
+        Path(config.data.paths[0]).write_text(TEXT)
+    world = World(rank.rank, rank.size, rank.rank, rank.size, rank.device)
+    assert Run(config, world).run(Leaving()) is True
+    torch.distributed.barrier()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+VARIANTS = {
+    "wrapper": {"sharding": {"precision": "float32", "door": "wrapper"}},
+    "recomputed": {"sharding": {"precision": "float32", "activation_checkpointing": True}},
+    "accumulated": {"optimizer": {"accumulate": 2, "batch": 2}},
+}
+LOWER = {
+    "bf16": {"sharding": {"precision": "bf16"}},
+    "fp16": {"sharding": {"precision": "fp16"}},
+    "bf16 wrapper": {"sharding": {"precision": "bf16-reduce", "door": "wrapper"}},
+}
+
+
+@on_ranks(2, backend="nccl", timeout_s=200)
+def test_doors_and_precisions_train_alike(rank: Rank, tmp_path: Path) -> None:
+    expected = trained(rank, configured(tmp_path, "reference"))
+    assert expected[-1] < expected[0] - 0.5
+    for name, changes in VARIANTS.items():
+        found = trained(rank, configured(tmp_path, name, **changes))
+        assert found == pytest.approx(expected, rel=2e-3), name
+    for name, changes in LOWER.items():
+        found = trained(rank, configured(tmp_path, name.replace(" ", "-"), **changes))
+        assert found == pytest.approx(expected, rel=0.05), name
+
+
+@on_ranks(2, backend="nccl")
+def test_a_run_resumes_where_it_was(rank: Rank, tmp_path: Path) -> None:
+    steady = {"lr": 1e-3, "lr_end": 1.0, "warmup": 0}
+    whole = trained(rank, configured(tmp_path, "whole", optimizer=steady))
+    trained(rank, configured(tmp_path, "parts", optimizer=steady | {"steps": 3}))
+    rest = configured(tmp_path, "parts", optimizer=steady, run={"resume": True})
+    assert trained(rank, rest) == pytest.approx(whole, rel=1e-4)
+
+
+def overlaps(a: Span, b: Span) -> bool:
+    return a.start_s < b.end_s and b.start_s < a.end_s
+
+
+@on_ranks(2, backend="nccl", timeout_s=200)
+def test_a_timeline_shows_gathers_behind_compute(rank: Rank, tmp_path: Path) -> None:
+    big = {"sequence": 1024}
+    config = configured(
+        tmp_path,
+        "traced",
+        model=big,
+        sharding={"precision": "bf16"},
+        optimizer={"batch": 16},
+        run={"report": True, "trace_step": 5, "prompt": "line "},
+    )
+    # The text is short of sequences of that length.
+    trained(rank, config)
+    record = read_record(Path(config.run.out))
+    assert record.traced_step == 5
+    assert len(record.timelines) == 2
+    for timeline in record.timelines:
+        check(timeline)
+    assert all(each.exposed_s >= 0 for each in record.metrics)
+    assert any(each.exposed_s > 0 for each in record.metrics)
+
+
+def check(timeline: Timeline) -> None:
+    by_activity = {
+        activity: [span for span in timeline.spans if span.activity is activity]
+        for activity in Activity
+    }
+    for activity in (Activity.GATHER, Activity.FORWARD, Activity.BACKWARD, Activity.REDUCE):
+        assert len(by_activity[activity]) >= 6, activity
+    assert all(-1e-3 <= span.start_s <= span.end_s for span in timeline.spans)
+    computing = [*by_activity[Activity.FORWARD], *by_activity[Activity.BACKWARD]]
+    behind = [
+        gather
+        for gather in by_activity[Activity.GATHER]
+        if any(overlaps(gather, span) and span.unit != gather.unit for span in computing)
+    ]
+    assert len(behind) >= 4
+    assert max(sample.full_bytes for sample in timeline.memory) > 0
+    assert max(sample.allocated_bytes for sample in timeline.memory) > 0
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@on_ranks(2, backend="nccl", timeout_s=200)
+def test_the_memory_that_a_run_takes_was_predicted(
+    rank: Rank, tmp_path: Path, recomputes: bool
+) -> None:
+    config = configured(
+        tmp_path,
+        "run",
+        model={"name": "150m", "sequence": 64},
+        data={"paths": (str(tmp_path / "text.txt"),), "tokenizer": "bytes"},
+        sharding={"precision": "bf16", "activation_checkpointing": recomputes},
+        optimizer={"batch": 8, "steps": 3},
+        run={"sample_tokens": 0},
+    )
+    plan = predicted(config, architecture_for(config.model), 2, rank.device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    trained(rank, config)
+    taken = torch.cuda.max_memory_allocated() - before
+    print(f"recomputed {recomputes}: predicted {plan.device_bytes >> 20}, taken {taken >> 20} MiB")
+    assert plan.device_bytes == pytest.approx(taken, rel=0.2)
