@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.report import read_record
@@ -72,7 +73,8 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(
 ) -> None:
     if rank.rank == 0:
         written(tmp_path)
-    config = configured(tmp_path, "run", run={"report": True, "save_every": 2, "keep": 2})
+    run = {"report": True, "save_every": 2, "keep": 2, "tensorboard": True}
+    config = configured(tmp_path, "run", run=run)
     found = trained(rank, config)
     folder = Path(config.run.out)
     assert len(found) == 6
@@ -87,6 +89,7 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(
     assert list(verify(folder / "checkpoints" / "step_6")) == []
     assert (folder / "sample.txt").read_text().startswith("def ")
     assert "</html>" in (folder / "report.html").read_text()
+    assert len(list((folder / "tensorboard").glob("events.out.tfevents.*"))) == 1
 
 
 SAME_LOSSES = {
@@ -189,6 +192,32 @@ def test_lora_trains_adapters_and_saves_only_them(rank: Rank, tmp_path: Path) ->
         if path.is_file()
     )
     assert small < large / 3
+
+
+@on_ranks(2)
+def test_a_folder_of_hugging_face_is_fine_tuned_by_either_door(rank: Rank, tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    if rank.rank == 0:
+        written(tmp_path)
+        shape = LlamaConfig(
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        torch.manual_seed(0)
+        LlamaForCausalLM(shape).save_pretrained(folder)
+    dist.barrier()
+    model = {"name": str(folder)}
+    found = trained(rank, configured(tmp_path, "tuned", model=model))
+    assert found[-1] < found[0] - 0.3
+    wrapper = configured(tmp_path, "wrapped", model=model, sharding={"door": "wrapper"})
+    assert trained(rank, wrapper) == pytest.approx(found, rel=2e-4)
+    # Adapters begin as nothing: the first loss is that of the model itself.
+    adapted = configured(tmp_path, "adapted", model=model | {"lora_rank": 4})
+    assert trained(rank, adapted)[0] == pytest.approx(found[0], rel=1e-6)
 
 
 @on_ranks(2)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -30,10 +34,25 @@ def saved_activation_bytes(run: Callable[[], torch.Tensor]) -> int:
             saved[storage._cdata] = storage  # held, so that its address stays its own
         return tensor
 
-    with saved_tensors_hooks(note, _as_it_is), _FusedAttention():
+    with _fake(), saved_tensors_hooks(note, _as_it_is), _FusedAttention():
         output = run()
     del output
     return sum(storage.nbytes() for storage in saved.values())
+
+
+@contextmanager
+def _fake() -> Iterator[None]:
+    """Models that look at values do not where tensors are fake, and fail where they are on meta."""
+    with warnings.catch_warnings(), _fake_mode():
+        # torch, of inputs of a part of a model, which it makes fake.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
+@functools.cache
+def _fake_mode() -> FakeTensorMode:
+    """One for all: what one made fake is not for another."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
