@@ -225,7 +225,7 @@ def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, v
         ({("sharding", "precision"): "fp16", ("run", "device"): "cpu"}, "fp16 needs a GPU"),
         ({("sharding", "strategy"): "none", ("sharding", "offload"): True}, "--offload"),
         ({("sharding", "mesh"): "2x4", ("run", "ranks"): 3}, "8 ranks in 2x4"),
-        ({("run", "trace_step"): 121}, "one of 120 steps"),
+        ({("run", "trace_step"): 201}, "one of 200 steps"),
         ({("run", "resume"): True}, "name it with run.out (--out)"),
     ],
 )

@@ -53,6 +53,8 @@ VARIANTS = {
     "wrapper": {"sharding": {"precision": "float32", "door": "wrapper"}},
     "recomputed": {"sharding": {"precision": "float32", "activation_checkpointing": True}},
     "accumulated": {"optimizer": {"accumulate": 2, "batch": 2}},
+    "compiled": {"sharding": {"precision": "float32", "compile": True}},
+    "offloaded": {"sharding": {"precision": "float32", "door": "wrapper", "offload": True}},
 }
 LOWER = {
     "bf16": {"sharding": {"precision": "bf16"}},

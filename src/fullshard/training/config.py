@@ -28,7 +28,7 @@ class ModelSection:
     name: str = _key(
         "10m", "A built-in size, or a folder in Hugging Face's layout.", option="model"
     )
-    sequence: int = _key(256, "Tokens in a sequence.")
+    sequence: int = _key(128, "Tokens in a sequence.")
     lora_rank: int = _key(0, "Train low-rank adapters of this rank; 0 trains all weights.")
     lora_alpha: float = _key(32.0, "Scale of the adapters.")
     lora_targets: tuple[str, ...] = _key(
@@ -79,12 +79,12 @@ class ShardingSection:
 class OptimizerSection:
     """[optimizer]: AdamW, with a warm-up and a cosine."""
 
-    steps: int = _key(120, "Steps in all.")
-    batch: int = _key(4, "Sequences on each rank in a micro-batch.")
+    steps: int = _key(200, "Steps in all.")
+    batch: int = _key(2, "Sequences on each rank in a micro-batch.")
     accumulate: int = _key(1, "Micro-batches in a step.")
-    lr: float = _key(2e-3, "Learning rate after the warm-up.")
+    lr: float = _key(1e-3, "Learning rate after the warm-up.")
     lr_end: float = _key(0.1, "Learning rate at the end, as a share of lr.")
-    warmup: int = _key(10, "Steps until the learning rate is reached.")
+    warmup: int = _key(20, "Steps until the learning rate is reached.")
     weight_decay: float = _key(0.1, "Of matrices; vectors and embeddings take none.")
     beta1: float = _key(0.9, "Decay of the mean of gradients.")
     beta2: float = _key(0.95, "Decay of the mean of their squares.")

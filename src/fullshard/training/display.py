@@ -1,9 +1,10 @@
-"""What a run shows while it runs: one live line on a terminal, plain lines anywhere else."""
+"""What a run shows while it runs: two live lines on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 from fullshard.report.record import StepMetrics
 
@@ -20,11 +21,11 @@ class Display:
         self._is_shown = is_shown
         self._every = max(1, (num_steps - first_step) // _NUM_PLAIN_LINES)
         self._step_s = 0.0
-        self._live: _LiveLine | None = None
+        self._live: _LiveLines | None = None
 
     def __enter__(self) -> Display:
         if self._is_shown and sys.stdout.isatty():
-            self._live = _LiveLine(self._num_steps, self._first_step)
+            self._live = _LiveLines(self._num_steps, self._first_step)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -62,31 +63,40 @@ class Display:
             )
 
 
-class _LiveLine:
-    """A progress bar with the facts of the last step below it."""
+class _LiveLines:
+    """A progress bar, and the facts of the last step below it: narrow enough for any terminal."""
 
     def __init__(self, num_steps: int, first_step: int) -> None:
+        from rich.console import Console
+        from rich.live import Live
         from rich.progress import BarColumn, Progress, TextColumn
 
+        console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[facts]}"),
+            BarColumn(),
             TextColumn("{task.fields[left]} left"),
+            console=console,
         )
-        self._task = self._progress.add_task(
-            "", total=num_steps, completed=first_step, facts="", left="?"
-        )
-        self._progress.start()
+        self._task = self._progress.add_task("", total=num_steps, completed=first_step, left="?")
+        self._live = Live(self._shown(""), console=console, refresh_per_second=4)
+        self._live.start()
+
+    def _shown(self, facts: str) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self._progress, Text(facts))
 
     def show(self, step: int, facts: str, left: str) -> None:
-        self._progress.update(self._task, completed=step, facts=facts, left=left)
+        self._progress.update(self._task, completed=step, left=left)
+        self._live.update(self._shown(facts))
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._live.console.print(text)
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
 
 
 def facts_of(metrics: StepMetrics) -> str:
