@@ -1,6 +1,5 @@
 """`fullshard train` as processes: a rank that is killed, Ctrl-C, several hosts, bad input."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_run import TEXT, losses
+
 COMMAND = [sys.executable, "-m", "fullshard"]
-TEXT = "".join(f"line {n}: the quick brown fox jumps over {n * n % 97} dogs\n" for n in range(400))
 TIMEOUT_S = 240
 
 
@@ -84,19 +84,11 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def losses(folder: Path) -> dict[int, float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    steps = {each["step"]: each["loss"] for each in found}
-    assert len(steps) == len(found)  # no step twice
-    return steps
-
-
 def test_runs_that_are_killed_or_left_have_the_losses_of_an_undisturbed_one(
     text: str, undisturbed: Path, tmp_path: Path
 ) -> None:
     expected = losses(undisturbed)
-    assert sorted(expected) == list(range(1, 21))
+    assert len(expected) == 20
 
     with started(options(text, tmp_path / "killed")) as process:
         wait_for_step(process, 5, tmp_path / "killed" / "checkpoints" / "step_3")

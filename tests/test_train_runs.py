@@ -1,10 +1,8 @@
 """`fullshard train` in one piece: what a run leaves behind, and that settings change no losses."""
 
-import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +17,7 @@ from fullshard.training.config import TrainConfig
 from fullshard.training.leaving import Leaving
 from fullshard.training.run import Run
 from fullshard.training.world import World
-
-TEXT = "".join(
-    f"line {n}: the quick brown fox jumps over {n * n % 97} lazy dogs\n" for n in range(400)
-)
+from tests.tiny_run import TEXT, configured, losses
 
 
 def written(folder: Path) -> str:
@@ -32,39 +27,11 @@ def written(folder: Path) -> str:
     return str(path)
 
 
-def configured(folder: Path, out: str, **changes: dict[str, Any]) -> TrainConfig:
-    """A tiny run; `changes` by section."""
-    base = TrainConfig()
-    base = replace(
-        base,
-        model=replace(base.model, name="tiny", sequence=32),
-        data=replace(base.data, paths=(str(folder / "text.txt"),)),
-        optimizer=replace(base.optimizer, steps=6, batch=2, warmup=2),
-        run=replace(
-            base.run,
-            out=str(folder / out),
-            device="cpu",
-            save_every=0,
-            sample_tokens=4,
-            report=False,
-        ),
-    )
-    return replace(
-        base,
-        **{name: replace(getattr(base, name), **values) for name, values in changes.items()},
-    )
-
-
 def trained(rank: Rank, config: TrainConfig) -> list[float]:
     world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
     assert Run(config, world).run(Leaving()) is True
     dist.barrier()  # the first rank writes when the others are done
     return losses(Path(config.run.out))
-
-
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
 
 
 @on_ranks(2)

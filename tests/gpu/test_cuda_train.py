@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +18,29 @@ from fullshard.training.fitting import predicted
 from fullshard.training.leaving import Leaving
 from fullshard.training.run import Run
 from fullshard.training.world import World
+from tests import tiny_run
 
-TEXT = "".join(f"line {n}: the quick brown fox jumps over {n * n % 97} dogs\n" for n in range(800))
+SMALL: dict[str, dict[str, Any]] = {
+    "model": {"name": "10m", "sequence": 128},
+    "sharding": {"precision": "float32"},
+    "optimizer": {"batch": 4},
+    "run": {"device": "auto", "sample_tokens": 8},
+}
 
 
 def configured(folder: Path, out: str, **changes: dict[str, Any]) -> TrainConfig:
-    base = TrainConfig()
-    base = replace(
-        base,
-        model=replace(base.model, name="10m", sequence=128),
-        data=replace(base.data, paths=(str(folder / "text.txt"),)),
-        sharding=replace(base.sharding, precision="float32"),
-        optimizer=replace(base.optimizer, steps=6, batch=4, warmup=2),
-        run=replace(base.run, out=str(folder / out), save_every=0, sample_tokens=8, report=False),
-    )
-    return replace(
-        base, **{name: replace(getattr(base, name), **some) for name, some in changes.items()}
-    )
+    both = {name: SMALL.get(name, {}) | changes.get(name, {}) for name in {*SMALL, *changes}}
+    return tiny_run.configured(folder, out, **both)
 
 
 def trained(rank: Rank, config: TrainConfig) -> list[float]:
     folder = Path(config.run.out)
     if rank.rank == 0:
-        Path(config.data.paths[0]).write_text(TEXT)
+        Path(config.data.paths[0]).write_text(tiny_run.TEXT)
     world = World(rank.rank, rank.size, rank.rank, rank.size, rank.device)
     assert Run(config, world).run(Leaving()) is True
     torch.distributed.barrier()
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return tiny_run.losses(folder)
 
 
 VARIANTS = {
@@ -68,7 +62,10 @@ def test_doors_and_precisions_train_alike(rank: Rank, tmp_path: Path) -> None:
     expected = trained(rank, configured(tmp_path, "reference"))
     assert expected[-1] < expected[0] - 0.5
     for name, changes in VARIANTS.items():
-        found = trained(rank, configured(tmp_path, name, **changes))
+        with warnings.catch_warnings():
+            if name == "compiled":
+                warnings.simplefilter("ignore")  # torch's compiler has advice of its own
+            found = trained(rank, configured(tmp_path, name, **changes))
         assert found == pytest.approx(expected, rel=2e-3), name
     for name, changes in LOWER.items():
         found = trained(rank, configured(tmp_path, name.replace(" ", "-"), **changes))
@@ -150,4 +147,4 @@ def test_the_memory_that_a_run_takes_was_predicted(
     trained(rank, config)
     taken = torch.cuda.max_memory_allocated() - before
     print(f"recomputed {recomputes}: predicted {plan.device_bytes >> 20}, taken {taken >> 20} MiB")
-    assert plan.device_bytes == pytest.approx(taken, rel=0.2)
+    assert 0.9 * taken < plan.device_bytes < 1.3 * taken

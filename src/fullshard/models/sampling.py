@@ -56,11 +56,15 @@ def sample(
 
 @contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Without dropout, until the end of the block."""
+    """Without dropout, until the end of the block.
+
+    And without the compiler: every length would be compiled anew.
+    """
     was_training = model.training
     model.eval()
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         model.train(was_training)
 

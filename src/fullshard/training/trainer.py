@@ -182,8 +182,9 @@ class Trainer:
         """The norm of the gradients, which is limited from here on."""
         model, limit = self._parts.model, self._config.optimizer.clip or math.inf
         if isinstance(model, FullyShardedDataParallel):
-            return model.clip_grad_norm_(limit)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+            norm = model.clip_grad_norm_(limit)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         return norm.to(self._world.device)

@@ -35,6 +35,7 @@ class ExtensionGatherer:
         outs: list[torch.Tensor] = []
         ins: list[torch.Tensor] = []
         num_bytes: list[int] = []
+        flow.await_all_releases()  # what extensions make is allocated here, too (rule 2)
         mesh = self._topology.mesh
         shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         for member in self._members:
@@ -49,8 +50,6 @@ class ExtensionGatherer:
             num_bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in sent))
             ins += sent
             outs += extension.outputs(sent, axis.size)
-            for address_range in extension.address_ranges:
-                flow.await_releases(address_range)
         transfers = []
         if not self._is_compared:
             self._compare(num_bytes, axis, flow.device.torch_device)

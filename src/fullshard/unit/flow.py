@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,10 @@ class Flow:
         """Make the current (gather) stream wait for compute that may still use this memory."""
         for event in self._releases.take(address_range):
             self.device.wait(event)
+
+    def await_all_releases(self) -> None:
+        """The same for memory that is still to be allocated, by code that is not ours."""
+        self.await_releases((0, sys.maxsize))
 
     def gather_issued(self, owner: object) -> None:
         """A gather is under way for which nobody has waited yet."""

@@ -154,7 +154,7 @@ class Gatherer:
                 continue
             sends: Sequence[torch.Tensor] = views.sends
             if self._is_offloaded:
-                arrived = home.to(flow.device.torch_device, non_blocking=True)
+                arrived = _arrived(home, flow)
                 staged.append(arrived)
                 sends = arrived.split([send.numel() for send in sends])
             if isinstance(collectives, Brought) and collectives.gather_comm is not None:
@@ -186,6 +186,7 @@ class Gatherer:
         assert collectives.gather_comm is not None
         assert self._axis.group is not None
         device = flow.device.torch_device
+        flow.await_all_releases()
         for out, send in zip(views.outs, sends, strict=True):
             dtype = lane.stages.computed
             theirs = collectives.gather_comm.allocate((out.numel(),), dtype=dtype, device=device)
@@ -245,6 +246,14 @@ class Gatherer:
         address_range = self._slab.address_range
         self._slab.empty()
         return [address_range]
+
+
+def _arrived(home: torch.Tensor, flow: Flow) -> torch.Tensor:
+    """A home on the device, in memory that nobody reads any more (rule 2)."""
+    arrived = torch.empty_like(home, device=flow.device.torch_device)
+    start = arrived.data_ptr()
+    flow.await_releases((start, start + arrived.nbytes))
+    return arrived.copy_(home, non_blocking=True)
 
 
 def permuted_pairs(

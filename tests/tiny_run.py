@@ -1,0 +1,35 @@
+"""A run of `fullshard train` that takes seconds, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fullshard.training.config import TrainConfig
+
+TEXT = "".join(f"line {n}: the quick brown fox jumps over {n * n % 97} dogs\n" for n in range(800))
+
+_TINY: dict[str, dict[str, Any]] = {
+    "model": {"name": "tiny", "sequence": 32},
+    "optimizer": {"steps": 6, "batch": 2, "lr": 2e-3, "warmup": 2},
+    "run": {"device": "cpu", "save_every": 0, "sample_tokens": 4, "report": False},
+}
+
+
+def configured(folder: Path, out: str, **changes: dict[str, Any]) -> TrainConfig:
+    """On the text in a folder, into another one beside it; `changes` by section."""
+    config = TrainConfig()
+    places = {"data": {"paths": (str(folder / "text.txt"),)}, "run": {"out": str(folder / out)}}
+    for values in (_TINY, places, changes):
+        sections = {name: replace(getattr(config, name), **some) for name, some in values.items()}
+        config = replace(config, **sections)
+    return config
+
+
+def losses(folder: Path) -> list[float]:
+    """Of every step, each of which is there once."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in found] == list(range(1, len(found) + 1))
+    return [each["loss"] for each in found]
