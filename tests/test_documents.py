@@ -63,12 +63,18 @@ def test_a_block_is_in_a_language_that_is_tested(block):
 @pytest.mark.parametrize("program", pages_programs(), ids=where)
 def test_a_program_on_a_page_runs_and_prints_what_the_page_shows(program, tmp_path):
     if program.starts_its_own_ranks:
-        printed = [launched(program, tmp_path)]
+        # The same program may stand on several pages.
+        if program.source not in _launched:
+            _launched[program.source] = launched(program, tmp_path)
+        printed = [_launched[program.source]]
     else:
         arguments = (program.source, program.where, str(tmp_path))
         printed = pool(2).run(run_on_rank, *arguments)
     if program.output is not None:
         assert printed[0] == program.output.strip()
+
+
+_launched: dict[str, str] = {}
 
 
 def launched(program: Program, folder: Path) -> str:
