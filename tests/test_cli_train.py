@@ -20,6 +20,7 @@ from fullshard.training import launching, worker
 from fullshard.training.assembling import assembled
 from fullshard.training.config import ModelSection, RunSection, ShardingSection, TrainConfig
 from fullshard.training.config_file import config_as_toml, config_of
+from fullshard.training.debugging import DEBUG, wants_tracebacks
 from fullshard.training.generating import GenerateRequest, find_checkpoint, launch_generation
 from fullshard.training.keys import KEYS, value_of
 from fullshard.training.world import World
@@ -292,3 +293,15 @@ def test_a_checkpoint_without_the_configuration_of_its_run_is_refused(made, tmp_
         find_checkpoint(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="found a file"):
         find_checkpoint(made / "config.toml")
+
+
+@pytest.mark.parametrize(
+    "value, is_wanted", [(None, False), ("", False), ("0", False), ("1", True)]
+)
+def test_the_command_and_its_ranks_agree_on_whether_tracebacks_are_wanted(
+    monkeypatch, value, is_wanted
+):
+    monkeypatch.delenv(DEBUG, raising=False)
+    if value is not None:
+        monkeypatch.setenv(DEBUG, value)
+    assert wants_tracebacks() is is_wanted

@@ -318,7 +318,7 @@ def test_a_plan_without_units_or_ranks_is_refused():
 
 def test_bytes_are_readable():
     found = [readable(n) for n in (0, 1023, 1024, 3 * 2**29, 5 * 2**40)]
-    assert found == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "5.0 TiB"]
+    assert found == ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "5.0 TiB"]
 
 
 # Activations

@@ -23,7 +23,6 @@ from fullshard.cli.generating import generate
 from fullshard.cli.group import Commands
 from fullshard.cli.reporting import report
 from fullshard.cli.screen import (
-    bytes_in_words,
     counted,
     progress,
     say,
@@ -32,6 +31,7 @@ from fullshard.cli.screen import (
 )
 from fullshard.cli.training import train
 from fullshard.errors import CheckpointError
+from fullshard.plan.memory import readable
 from fullshard.state.folder import located
 from fullshard.state.opened import open_checkpoint
 from fullshard.state.verifying import verify as find_problems
@@ -194,7 +194,7 @@ def export(path: Path, out: Path, dtype: str | None, max_bytes: int, prefix: str
     asked = Export(None if dtype is None else getattr(torch, dtype), max_bytes, prefix)
     with progress("exporting") as report:
         written = write_exported(path, out, asked, progress=report)
-    total = bytes_in_words(sum(plan.nbytes for plan in written))
+    total = readable(sum(plan.nbytes for plan in written))
     say(f"{out}: {counted(len(written), 'file')}, {total}")
 
 
@@ -219,4 +219,4 @@ def import_(path: Path, out: Path, num_files: int, key: str | None) -> None:
 def _say_written(out: Path) -> None:
     found = contents_of(out)
     what = f"{counted(len(found.tensors), 'tensor')}, {counted(len(found.files), 'file')}"
-    say(f"{out}: {what}, {bytes_in_words(found.num_bytes)}")
+    say(f"{out}: {what}, {readable(found.num_bytes)}")

@@ -8,7 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.screen import bytes_in_words, counted
+from fullshard.cli.screen import counted
+from fullshard.plan.memory import readable
 from fullshard.state.dcp_format import read_index
 from fullshard.state.inventory import MODEL, OPTIMIZER
 from fullshard.state.manifest import INDEX, MANIFEST, Manifest
@@ -60,11 +61,11 @@ class Contents:
             yield "tied", ", ".join(f"{name} = {to}" for name, to in manifest.aliases.items())
         yield "tensors", self._totals()
         yield "no tensors", _listed(self.others)
-        total = bytes_in_words(sum(self.files.values()))
+        total = readable(sum(self.files.values()))
         yield "files", f"{counted(len(self.files), 'file')}, {total}"
 
     def _totals(self) -> str:
-        words = f"{counted(len(self.tensors), 'tensor')}, {bytes_in_words(self.num_bytes)}"
+        words = f"{counted(len(self.tensors), 'tensor')}, {readable(self.num_bytes)}"
         parts = {"model": MODEL, "optimizer": OPTIMIZER}
         sizes = {
             name: sum(t.num_bytes for t in self.tensors if t.name.startswith(prefix))
@@ -72,7 +73,7 @@ class Contents:
         }
         if self.manifest is None or not sizes["optimizer"]:
             return words
-        split = ", ".join(f"{name} {bytes_in_words(size)}" for name, size in sizes.items())
+        split = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items())
         return f"{words} ({split})"
 
     def as_json(self) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fullshard.cli.screen import bytes_in_words, counted, say, say_facts, say_table
+from fullshard.cli.screen import counted, say, say_facts, say_table
 from fullshard.errors import TopologyError
+from fullshard.plan.memory import readable
 
 if TYPE_CHECKING:
     from fullshard.training.diagnosing import Finding
@@ -57,7 +58,7 @@ def _lines(facts: MachineFacts) -> Iterator[tuple[str, str]]:
     yield "NCCL", software.nccl or "none"
     yield "backends", ", ".join(software.backends)
     for index, gpu in enumerate(facts.gpus):
-        free, total = bytes_in_words(gpu.free_bytes), bytes_in_words(gpu.memory_bytes)
+        free, total = readable(gpu.free_bytes), readable(gpu.memory_bytes)
         capability = ".".join(map(str, gpu.capability))
         yield f"GPU {index}", f"{gpu.name}, {free} of {total} free, capability {capability}"
     if len(facts.gpus) > 1:
@@ -70,16 +71,16 @@ def _lines(facts: MachineFacts) -> Iterator[tuple[str, str]]:
     yield "OMP_NUM_THREADS", facts.variables.get("OMP_NUM_THREADS", "not set")
     if limits.cores is not None:
         yield "cores allowed", f"{limits.cores:g}"
-    free, total = bytes_in_words(facts.free_memory_bytes), bytes_in_words(facts.memory_bytes)
+    free, total = readable(facts.free_memory_bytes), readable(facts.memory_bytes)
     yield "memory", f"{free} of {total} free"
     if limits.memory_bytes is not None:
-        yield "memory allowed", bytes_in_words(limits.memory_bytes)
-    yield "/dev/shm", bytes_in_words(facts.shared_memory_bytes)
-    yield "disk", f"{bytes_in_words(facts.free_disk_bytes)} free in this folder"
+        yield "memory allowed", readable(limits.memory_bytes)
+    yield "/dev/shm", readable(facts.shared_memory_bytes)
+    yield "disk", f"{readable(facts.free_disk_bytes)} free in this folder"
     yield "host", f"{network.hostname}, {network.address or 'without an address'}"
     yield "interfaces", ", ".join(network.interfaces)
     yield "open files", _limit(limits.files, str)
-    yield "locked memory", _limit(limits.locked_bytes, bytes_in_words)
+    yield "locked memory", _limit(limits.locked_bytes, readable)
     have = (f"{name} {version}" for name, version in software.packages.items() if version)
     yield "packages", ", ".join(have)
     yield from ((name, value) for name, value in facts.variables.items() if name[:4] != "OMP_")

@@ -16,8 +16,7 @@ import click
 
 from fullshard.cli.screen import note
 from fullshard.errors import FullshardError
-
-_DEBUG = "FULLSHARD_DEBUG"
+from fullshard.training.debugging import DEBUG, wants_tracebacks
 
 
 class Refusal(click.ClickException):
@@ -27,7 +26,7 @@ class Refusal(click.ClickException):
 
     def __init__(self, message: str, error: BaseException | None = None) -> None:
         super().__init__(message)
-        is_wanted = error is not None and os.environ.get(_DEBUG, "0") not in ("", "0")
+        is_wanted = error is not None and wants_tracebacks()
         self._trace = "".join(traceback.format_exception(error)) if is_wanted else ""
 
     def show(self, file: Any = None) -> None:
@@ -39,13 +38,13 @@ def _debugging(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     """Until the command ends; in the environment, so that ranks hear of it as well."""
     if not value:
         return
-    before = os.environ.get(_DEBUG)
-    os.environ[_DEBUG] = "1"
+    before = os.environ.get(DEBUG)
+    os.environ[DEBUG] = "1"
 
     def restore() -> None:
-        del os.environ[_DEBUG]
+        del os.environ[DEBUG]
         if before is not None:
-            os.environ[_DEBUG] = before
+            os.environ[DEBUG] = before
 
     ctx.find_root().call_on_close(restore)
 
@@ -57,7 +56,7 @@ def debug_option() -> click.Option:
         is_eager=True,
         expose_value=False,
         callback=_debugging,
-        help=f"Show tracebacks of errors; {_DEBUG}=1 does, too.",
+        help=f"Show tracebacks of errors; {DEBUG}=1 does, too.",
     )
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from fullshard.cli.screen import bytes_in_words, say
+from fullshard.cli.screen import say
+from fullshard.plan.memory import readable
 from fullshard.report import read_record, write_report
 
 
@@ -24,4 +25,4 @@ def report(run: Path, out: Path | None) -> None:
     shows what it has left so far.
     """
     written = write_report(read_record(run), out or run / "report.html")
-    say(f"{written}: {bytes_in_words(written.stat().st_size)}")
+    say(f"{written}: {readable(written.stat().st_size)}")

@@ -25,6 +25,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.plan.memory import readable
+
 Report = Callable[[int, int], None]
 
 _ANY_WIDTH = 100_000
@@ -80,16 +82,6 @@ def _shown(cell: str | int) -> str:
     return f"{cell:,}" if isinstance(cell, int) else cell
 
 
-def bytes_in_words(num_bytes: int) -> str:
-    """As in "1.5 GiB"."""
-    size = float(num_bytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("the last unit takes every size")
-
-
 def counted(number: int, what: str) -> str:
     """As in "1 tensor" and "2 tensors"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
@@ -100,7 +92,7 @@ def progress(what: str, *, in_bytes: bool = False) -> Iterator[Report]:
     """A function to be told (done, total) as work goes on."""
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
-        yield _PlainProgress(what, bytes_in_words if in_bytes else str)
+        yield _PlainProgress(what, readable if in_bytes else str)
         return
     amount = DownloadColumn(binary_units=True) if in_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())

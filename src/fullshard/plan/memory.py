@@ -322,10 +322,10 @@ def _copied_bytes(layout: UnitLayout) -> int:
 
 
 def readable(num_bytes: int) -> str:
-    """A number of bytes, for people."""
+    """As in "1.5 GiB"."""
     size = float(num_bytes)
-    for word in ("B", "KiB", "MiB", "GiB"):
+    for word in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
-            return f"{size:.0f} {word}" if word == "B" else f"{size:.1f} {word}"
+            return f"{size:.0f} {word}" if word == "bytes" else f"{size:.1f} {word}"
         size /= 1024
     return f"{size:.1f} TiB"

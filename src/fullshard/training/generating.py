@@ -34,6 +34,7 @@ from fullshard.state.sites import sites_of
 from fullshard.training.assembling import architecture_for, assembled
 from fullshard.training.config import ShardingSection, TrainConfig
 from fullshard.training.config_file import config_of
+from fullshard.training.debugging import wants_tracebacks
 from fullshard.training.launching import local_launch, prepare_environment
 from fullshard.training.run_folder import RunFolder
 from fullshard.training.signs import Signs
@@ -231,7 +232,7 @@ def _be_a_rank(folder: Path) -> int:
             if world.is_first:
                 (folder / _TEXT).write_text(json.dumps(text))
     except (FullshardError, OSError) as error:
-        if "FULLSHARD_DEBUG" in os.environ:
+        if wants_tracebacks():
             traceback.print_exc()
         Signs(folder).refuse(str(error))
         return 2

@@ -14,6 +14,7 @@ from fullshard.errors import FullshardError
 from fullshard.state.crew import OtherRankError
 from fullshard.training.config import TrainConfig
 from fullshard.training.config_file import config_of
+from fullshard.training.debugging import wants_tracebacks
 from fullshard.training.leaving import Leaving
 from fullshard.training.run import Run
 from fullshard.training.signs import Signs
@@ -33,11 +34,11 @@ def run_rank(config: TrainConfig) -> int:
             with joined(config.run.device) as world:
                 is_done = Run(config, world).run(leaving)
         except (FullshardError, OSError) as error:
-            if "FULLSHARD_DEBUG" in os.environ:
+            if wants_tracebacks():
                 traceback.print_exc()
             return _refused(error, signs)
         except RuntimeError as error:
-            if not _is_lost_connection(error) or "FULLSHARD_DEBUG" in os.environ:
+            if not _is_lost_connection(error) or wants_tracebacks():
                 raise
             rank = os.environ.get("RANK", "?")
             print(f"rank {rank}: lost its connection to another rank", file=sys.stderr, flush=True)
