@@ -5,17 +5,15 @@ reported is the most memory that a rank held beyond what it had before, over the
 (parameters and moments). `full` gathers the model on every rank, `rank0_only` on the first.
 
     python benchmarks/bench_checkpoint.py [--ranks 4] [--blocks 54] [--width 1700]
-        [--ways save load ...]
+        [--ways save load ...] [--json PATH]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,24 +25,18 @@ from fullshard import FullyShardedDataParallel
 from fullshard.state import export_safetensors, load, load_safetensors, save
 from fullshard.testing import Rank, RankPool
 from fullshard.wrap import ModuleWrapPolicy
+from measuring import Table, parser_for, result_for
+from memory import ProcessMemory
 
 MIB = 2**20
 
 
-def memory_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {name}")
-
-
 def measured(deed: Callable[[], object]) -> tuple[float, float]:
     """MiB beyond what was there, and seconds."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, start = memory_bytes("VmRSS"), time.perf_counter()
+    memory, start = ProcessMemory(), time.perf_counter()
     kept = deed()
     seconds = time.perf_counter() - start
-    peak = memory_bytes("VmHWM") - before
+    peak = memory.peak_bytes()
     del kept
     return peak / MIB, seconds
 
@@ -101,27 +93,32 @@ def run(rank: Rank, way: str, folder: str, num_blocks: int, width: int) -> tuple
 WAYS = ["save", "load", "export_safetensors", "load_safetensors", "torch full", "torch rank0_only"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_for(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=54)
     parser.add_argument("--width", type=int, default=1700)
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    result = result_for("checkpoint", arguments)
     model_mib = options.blocks * (options.width + 1) * options.width * 4 / MIB
-    print(f"model {model_mib:.0f} MiB; a rank's parameters and moments: ", end="")
-    print(f"{3 * model_mib / options.ranks:.0f} MiB")
-    print(f"{'':22}{'MiB, first rank':>18}{'MiB, others':>14}{'seconds':>10}")
-    rows = {}
+    share_mib = 3 * model_mib / options.ranks
+    rows: list[list[str | float | None]] = []
     with tempfile.TemporaryDirectory() as folder:
         for way in options.ways:
             with RankPool(options.ranks, timeout_s=600) as ranks:
                 found = ranks.run(run, way, folder, options.blocks, options.width)
-            first, others = found[0][0], max(peak for peak, _ in found[1:])
-            rows[way] = found
-            seconds = max(seconds for _, seconds in found)
-            print(f"{way:22}{first:18.0f}{others:14.0f}{seconds:10.1f}", flush=True)
-    print(json.dumps({"model_mib": model_mib, "mib_and_seconds_by_rank": rows}))
+            others = max((peak for peak, _ in found[1:]), default=None)
+            rows.append([way, found[0][0], others, max(seconds for _, seconds in found)])
+            result.details[way] = found
+    result.add(
+        Table(
+            f"Model of {model_mib:.0f} MiB, {share_mib:.0f} MiB of parameters and moments a rank",
+            ["way", "MiB, first rank", "MiB, other ranks", "seconds"],
+            rows,
+        )
+    )
+    result.write(options.json)
 
 
 if __name__ == "__main__":

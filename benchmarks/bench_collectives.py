@@ -1,78 +1,165 @@
-"""What a message costs: one against several of the same bytes, composed against native.
+"""What a message costs: its size, several in one call, and who moves it.
 
-The numbers behind `layout/cost.py`. Real ranks on this machine over gloo (or, with
-`--backend nccl`, several ranks on one GPU). Medians, in milliseconds.
+Gathers and reduces of 64 KB to 256 MB (the full message, over all ranks), as one message or eight
+of the same bytes together: as gloo brings them (native), composed of what gloo does well, and
+through memory that ranks on one host share. With `--backend nccl`, native on ranks that share one
+GPU. Every way must deliver the right values before it is timed. Medians, in milliseconds.
 
-    python benchmarks/bench_collectives.py [--backend nccl] [--ranks 2]
+The last table has the constants that `CostModel` in `layout/cost.py` takes from such a run.
+
+    python benchmarks/bench_collectives.py [--ranks 2 4] [--backend nccl] [--sizes-kb 64 1024]
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collectives import Native, Transfer, collectives_for
-from fullshard.testing import Rank, RankPool
+from fullshard.comm.collectives import Collectives, Composed, Native
+from fullshard.comm.shared_memory import SharedMemory
+from fullshard.testing import Rank, pool
+from measuring import (
+    Table,
+    interleaved,
+    medians,
+    parser_for,
+    result_for,
+    synchronize,
+    undisturbed,
+    without_known_warnings,
+)
 
-SIZES = [64 << 10, 1 << 20, 8 << 20, 32 << 20]
-NUM_MESSAGES = [1, 4, 8]
+SIZES_KB = [64, 256, 1024, 4096, 16 << 10, 64 << 10, 256 << 10]
+NUM_MESSAGES = [1, 8]
+COPY = "copy"
+NATIVE, COMPOSED, SHARED = "native", "composed", "shared memory"
+TIMEOUT_S = 900.0
 
 
-def median_ms(rank: Rank, run: Callable[[], object]) -> float:
-    spent = []
-    for _ in range(9):
-        dist.barrier()
-        if rank.device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if rank.device.type == "cuda":
-            torch.cuda.synchronize()
-        spent.append(time.perf_counter() - start)
-    return statistics.median(spent[2:]) * 1e3
+def ways_for(group: dist.ProcessGroup, device: torch.device) -> dict[str, Collectives]:
+    if device.type != "cpu":
+        return {NATIVE: Native()}
+    composed = Composed()
+    return {NATIVE: Native(), COMPOSED: composed, SHARED: SharedMemory(group, otherwise=composed)}
 
 
-def measure(rank: Rank) -> list[tuple[str, int, int, float]]:
-    """(collective, bytes of the full message, number of messages, milliseconds)."""
+def check(rank: Rank, name: str, way: Collectives, group: dist.ProcessGroup) -> None:
+    """Two messages arrive, in the order of ranks, and are summed."""
+    own = [torch.arange(4.0, device=rank.device) + 10 * rank.rank + 100 * i for i in range(2)]
+    fulls = [torch.empty(4 * rank.size, device=rank.device) for _ in own]
+    way.gather(fulls, own, group).wait()
+    sums = [torch.empty(4, device=rank.device) for _ in own]
+    way.reduce(sums, fulls, group, average=False).wait()
+    for i in range(2):
+        offsets = 10.0 * torch.arange(rank.size, device=rank.device).repeat_interleave(4)
+        expected = torch.arange(4.0, device=rank.device).repeat(rank.size) + offsets + 100 * i
+        if not torch.equal(fulls[i], expected) or not torch.equal(sums[i], rank.size * own[i]):
+            raise RuntimeError(f"{name}: delivers wrong values; its times would mean nothing.")
+
+
+def timed(rank: Rank, deed: Callable[[], object]) -> dict[str, float]:
+    dist.barrier()
+    synchronize(rank.device)
+    start = time.perf_counter()
+    deed()
+    synchronize(rank.device)
+    return {"seconds": time.perf_counter() - start}
+
+
+def waited_for(collective: Callable[..., Any], *arguments: object) -> None:
+    collective(*arguments).wait()
+
+
+def measure(rank: Rank, sizes_kb: list[int], num_rounds: int) -> list[tuple[str, int, int, float]]:
+    """(what, KB of the full message, number of messages, median seconds) on one rank."""
     group = rank.mesh().get_group()
-    rows = []
-    for num_bytes in SIZES:
-        full = torch.randn(num_bytes // 4, device=rank.device)
-        piece = torch.empty(full.numel() // rank.size, device=rank.device)
+    ways = ways_for(group, rank.device)
+    for name, way in ways.items():
+        check(rank, name, way, group)
+    found = []
+    for size_kb in sizes_kb:
+        full = torch.randn(size_kb * 256, device=rank.device)
+        own = torch.empty(full.numel() // rank.size, device=rank.device)
+        other = torch.empty_like(full)
         for count in NUM_MESSAGES:
-            fulls, pieces = list(full.chunk(count)), list(piece.chunk(count))
-            chosen = collectives_for(group, rank.device)
-            for name, ways in {"chosen": chosen, "native": Native()}.items():
-                gather = median_ms(rank, partial(run, ways.gather, fulls, pieces, group))
-                reduce = partial(ways.reduce, average=False)
-                rows.append((f"gather {name}", num_bytes, count, gather))
-                spent = median_ms(rank, partial(run, reduce, pieces, fulls, group))
-                rows.append((f"reduce {name}", num_bytes, count, spent))
-        copy = partial(torch.empty_like(full).copy_, full)
-        rows.append(("copy", num_bytes, 1, median_ms(rank, copy)))
-    return rows
+            fulls, owns = list(full.chunk(count)), list(own.chunk(count))
+            runs: dict[str, Callable[[], object]] = {}
+            for name, way in ways.items():
+                reduce = partial(way.reduce, average=False)
+                runs[f"gather, {name}"] = partial(waited_for, way.gather, fulls, owns, group)
+                runs[f"reduce, {name}"] = partial(waited_for, reduce, owns, fulls, group)
+            if count == 1:
+                runs[COPY] = partial(other.copy_, full)
+            timed_runs = {name: partial(timed, rank, run) for name, run in runs.items()}
+            with undisturbed():
+                # Sums of sums overflow to infinity after many rounds; that takes no longer.
+                spent = interleaved(timed_runs, num_rounds)
+            found += [
+                (name, size_kb, count, medians(samples)["seconds"])
+                for name, samples in spent.items()
+            ]
+    return found
 
 
-def run(collective: Callable[..., Transfer], *args: object) -> None:
-    collective(*args).wait()
+def constants(rows: Sequence[tuple[str, int, int, float]], way: str) -> list[Any]:
+    """What one more message costs, where bytes cost little, and how fast memory is copied."""
+    seconds = {(what, size, count): spent for what, size, count, spent in rows}
+    sizes = sorted({size for _, size, _, _ in rows})
+    few, many = NUM_MESSAGES
+    more = seconds[f"gather, {way}", sizes[0], many] - seconds[f"gather, {way}", sizes[0], few]
+    middle = sizes[len(sizes) // 2]  # the smallest are in caches
+    copied = 2 * middle * 1024 / seconds[COPY, middle, 1]
+    return [max(more, 0.0) / (many - few) * 1e6, copied / 1e9]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def tables_of(
+    rows: Sequence[tuple[str, int, int, float]], names: list[str], where: str
+) -> list[Table]:
+    """One table for each number of messages, one row for each size."""
+    seconds = {(what, size, count): spent for what, size, count, spent in rows}
+    sizes = sorted({size for _, size, _, _ in rows})
+    found = []
+    for count in NUM_MESSAGES:
+        shown = [name for name in names if (name, sizes[0], count) in seconds]
+        cells: list[list[Any]] = []
+        for size in sizes:
+            label = f"{size} KB" if size < 1024 else f"{size >> 10} MB"
+            cells.append([label, *(seconds[name, size, count] * 1e3 for name in shown)])
+        title = f"{where}, {count} message{'s' * (count > 1)}: milliseconds"
+        found.append(Table(title, ["size", *shown], cells))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--backend", default="gloo")
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
-    with RankPool(options.ranks, options.backend) as ranks:
-        rows = ranks.run(measure)[0]
-    print(f"{'what':18}{'KiB':>10}{'messages':>10}{'ms':>10}")
-    for what, num_bytes, count, spent in sorted(rows):
-        print(f"{what:18}{num_bytes >> 10:10}{count:10}{spent:10.3f}")
+    parser.add_argument("--sizes-kb", type=int, nargs="+", default=SIZES_KB)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args(arguments)
+    device = "cuda" if "nccl" in options.backend else "cpu"
+    result = result_for("collectives", arguments, device)
+    models: list[list[Any]] = []
+    with without_known_warnings():
+        for num_ranks in options.ranks:
+            ranks = pool(num_ranks, options.backend)
+            rows = ranks.run(measure, options.sizes_kb, options.rounds, timeout_s=TIMEOUT_S)[0]
+            result.details[f"ranks_{num_ranks}"] = rows
+            names = list(dict.fromkeys(what for what, _, _, _ in rows))
+            for table in tables_of(rows, names, f"{num_ranks} {options.backend} ranks"):
+                result.add(table)
+            for name in names:
+                if name.startswith("gather, "):
+                    way = name.removeprefix("gather, ")
+                    models.append([f"{num_ranks} ranks, {way}", *constants(rows, way)])
+    columns = ["measured on", "message_s, microseconds", "copy_bytes_per_s, GB/s"]
+    result.add(Table("Constants of the cost model", columns, models))
+    result.write(options.json)
 
 
 if __name__ == "__main__":

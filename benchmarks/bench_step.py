@@ -1,175 +1,238 @@
-"""Step time on real ranks: unsharded, torch's two doors, ours, in one run.
+"""Step time on real gloo ranks: unsharded, DDP, torch's two doors, ours, and the floor.
 
-A byte-level transformer on gloo ranks of this machine (or, with `--backend nccl`, on ranks that
-share one GPU). Variants are interleaved and medians taken; the losses of all must agree before
-any time is printed. The unsharded model runs this rank's batch with no communication at all: the
-time that sharding adds to.
+A byte-level GPT of 10 M and of 150 M parameters on 2 and on 4 ranks of this machine, in float32 and
+in bf16 (parameters and gathers; sums in float32), trained with SGD. All ranks have the same batch,
+so all variants, the unsharded model too, must have the same losses before any time is printed.
 
-    python benchmarks/bench_step.py [--ranks 2] [--blocks 6] [--width 384] [--bf16] [--backend nccl]
+The floor is the compute of the unsharded model and the collectives that no sharding can do without,
+as gloo brings them: two gathers of the parameters and one reduce of the gradients, unit by unit,
+and an optimizer step on a rank's share. A library can beat it by moving bytes in a better way than
+gloo, or while it computes. "over gloo" are our doors with shared memory switched off.
+
+    python benchmarks/bench_step.py [--ranks 2 4] [--sizes 10m 150m] [--dtypes float32 bf16]
+
+DeepSpeed is measured where it is installed (and FairScale on CUDA, `--backend nccl`).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
+import gc
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.fsdp import wrap as torch_wrap
-from torch.nn import functional as F
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
-import fullshard
-from fullshard import wrap as own_wrap
-from fullshard.testing import Rank, RankPool
+from fullshard.comm.collectives import Native
+from fullshard.testing import Rank, pool
+from measuring import (
+    Result,
+    Table,
+    check_losses,
+    interleaved,
+    medians,
+    parser_for,
+    result_for,
+    synchronize,
+    undisturbed,
+    without_known_warnings,
+)
+from models import GPT, GPT_SIZES, GPTBlock, num_parameters, tokens_for
+from peers import DEEPSPEED, FAIRSCALE, DeepSpeedStep, fairscale_wrapped, installed
+from variants import BASE, OURS, TORCH_FSDP1, TORCH_FSDP2, UNSHARDED, WRAPPER, Sharding, shard
 
-VOCABULARY = 256
-
-
-@dataclass(frozen=True)
-class Size:
-    num_blocks: int
-    width: int
-    length: int
-    batch: int
-    bf16: bool
-    steps: int
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(self.norm_1(x)).view(batch, length, 3, width // 64, 64)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
-
-
-class Transformer(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, size.width)
-        self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.num_blocks))
-        self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).flatten(0, 1).float()
-        return F.cross_entropy(logits, tokens.flatten())
+DDP = "torch DDP"
+FLOOR = "floor"
+OVER_GLOO = ", over gloo"
+SWITCH = "FULLSHARD_SHARED_MEMORY"
+LEARNING_RATE = 0.01
+TIMEOUT_S = 1500.0
+ALL = [UNSHARDED, FLOOR, DDP, TORCH_FSDP1, TORCH_FSDP2, OURS, WRAPPER]
+ALL += [OURS + OVER_GLOO, WRAPPER + OVER_GLOO]
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Variant:
-    """A model with its optimizer, and the times and losses of its steps."""
+    """A model and how it is stepped; `step` returns seconds."""
 
-    def __init__(
-        self, rank: Rank, size: Size, shard: Callable[[Transformer], nn.Module] | None
-    ) -> None:
-        torch.manual_seed(0)
-        self.model: nn.Module = Transformer(size).to(rank.device)
-        if shard is not None:
-            self.model = shard(self.model)
-        elif size.bf16:
-            self.model.bfloat16()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.losses: list[float] = []
-        self.times: list[float] = []
+    def __init__(self, train: Callable[[Tensor], Tensor], tokens: Tensor) -> None:
+        self._train = train
+        self._tokens = tokens
+        self.loss = torch.zeros(())
 
-    def step(self, tokens: torch.Tensor) -> None:
+    def step(self) -> dict[str, float]:
+        synchronize(self._tokens.device)
         start = time.perf_counter()
-        loss = self.model(tokens)
+        self.loss = self._train(self._tokens).detach()
+        synchronize(self._tokens.device)
+        return {"step": time.perf_counter() - start}
+
+    def losses(self, num_steps: int) -> list[float]:
+        found = []
+        for _ in range(num_steps):
+            self.step()
+            found.append(self.loss.item())
+        return found
+
+
+def stepped_by_sgd(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def train(tokens: Tensor) -> Tensor:
+        loss: Tensor = model(tokens)
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())
-        self.times.append(time.perf_counter() - start)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return train
 
 
-def measure(rank: Rank, numbers: dict[str, int]) -> dict[str, tuple[float, float]]:
-    """For each variant, the median seconds of a step and the last loss."""
-    size = Size(**numbers)
+class Floor:
+    """The unsharded model's compute, and what has to be moved."""
 
-    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if size.bf16 else {}
+    def __init__(self, model: nn.Module, rank: Rank, dtype: torch.dtype) -> None:
+        self._model = model
+        blocks = [module for module in model.modules() if isinstance(module, GPTBlock)]
+        sizes = [num_parameters(block) for block in blocks]
+        sizes.append(num_parameters(model) - sum(sizes))
+        self._share = [-(-size // rank.size) for size in sizes]
+        self._native, self._group = Native(), rank.mesh().get_group()
+        self._num_ranks, self._device, self._dtype = rank.size, rank.device, dtype
+        shares = [torch.zeros(n, device=rank.device, requires_grad=True) for n in self._share]
+        self._optimizer = torch.optim.SGD(shares, lr=LEARNING_RATE)
+        self._shares = shares
 
-    def fully_sharded(package: Any) -> Callable[[Transformer], nn.Module]:
-        def shard(model: Transformer) -> nn.Module:
-            policy = package.MixedPrecisionPolicy(**types)
-            for block in model.blocks:
-                package.fully_shard(block, mesh=rank.mesh(), mp_policy=policy)
-            package.fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
-            return model
+    def __call__(self, tokens: Tensor) -> Tensor:
+        for _ in range(2):
+            for numel in self._share:
+                own = torch.zeros(numel, dtype=self._dtype, device=self._device)
+                full = own.new_empty(numel * self._num_ranks)
+                self._native.gather([full], [own], self._group).wait()
+        loss: Tensor = self._model(tokens)
+        loss.backward()
+        for share in self._shares:
+            share.grad = torch.empty_like(share)
+            full = torch.zeros(share.numel() * self._num_ranks, device=self._device)
+            self._native.reduce([share.grad], [full], self._group, average=False).wait()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._model.zero_grad()
+        return loss
 
-        return shard
 
-    def wrapped(package: Any, wrap: Any) -> Callable[[Transformer], nn.Module]:
-        def shard(model: Transformer) -> nn.Module:
-            wrapper: nn.Module = package.FullyShardedDataParallel(
-                model,
-                auto_wrap_policy=wrap.ModuleWrapPolicy({Block}),
-                mixed_precision=package.MixedPrecision(**types),
-                device_id=rank.device,
-                use_orig_params=True,
-            )
-            return wrapper
+@contextmanager
+def shared_memory_off() -> Iterator[None]:
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before
 
-        return shard
 
-    variants = {
-        "unsharded": Variant(rank, size, None),
-        "torch fully_shard": Variant(rank, size, fully_sharded(torch_fsdp)),
-        "fullshard": Variant(rank, size, fully_sharded(fullshard)),
-        "torch wrapper": Variant(rank, size, wrapped(torch_fsdp, torch_wrap)),
-        "fullshard wrapper": Variant(rank, size, wrapped(fullshard, own_wrap)),
-    }
-    tokens = torch.randint(0, VOCABULARY, (size.batch, size.length), device=rank.device)
-    for _ in range(size.steps + 2):
-        for variant in variants.values():
-            variant.step(tokens)
-    theirs = variants["torch fully_shard"].losses
-    for name in ("fullshard", "torch wrapper", "fullshard wrapper"):
-        found = variants[name].losses
-        torch.testing.assert_close(found, theirs, rtol=5e-2 if size.bf16 else 1e-4, atol=1e-4)
+def sharding_over(rank: Rank, name: str, dtype: torch.dtype) -> Sharding:
+    """Variants over gloo have a group of their own: the switch counts when one is first used."""
+    mesh = rank.mesh()
+    if name.endswith(OVER_GLOO):
+        mesh = DeviceMesh.from_group(dist.new_group(), rank.device.type)
+    return Sharding(GPTBlock, mesh, rank.device, dtype)
+
+
+def build(name: str, rank: Rank, numbers: dict[str, Any], made: dict[str, nn.Module]) -> Variant:
+    dtype = DTYPES[numbers["dtype"]]
+    size = GPT_SIZES[numbers["size"]]
+    tokens = tokens_for(numbers["batch"], numbers["length"], size.vocabulary, rank.device)
+    if name == FLOOR:
+        return Variant(Floor(made[UNSHARDED], rank, dtype), tokens)
+    torch.manual_seed(0)
+    model: nn.Module = GPT(size).to(rank.device)
+    if name == DEEPSPEED:
+        return Variant(DeepSpeedStep(model, numbers["batch"], LEARNING_RATE, dtype), tokens)
+    if name == DDP:
+        model = DistributedDataParallel(model.to(dtype), gradient_as_bucket_view=True)
+    elif name == FAIRSCALE:
+        model = fairscale_wrapped(model, GPTBlock, dtype)
+    else:
+        how = sharding_over(rank, name, dtype)
+        model = shard(name.removesuffix(OVER_GLOO), model, how)
+    made[name] = model
+    return Variant(stepped_by_sgd(model), tokens)
+
+
+def measure(rank: Rank, numbers: dict[str, Any]) -> dict[str, Any]:
+    """On one rank: the losses of the first steps, and the median seconds of later ones."""
+    gc.collect()  # what was measured before goes first
+    made: dict[str, nn.Module] = {}
+    variants: dict[str, Variant] = {}
+    losses: dict[str, list[float]] = {}
+    for name in numbers["variants"]:
+        variants[name] = build(name, rank, numbers, made)
+        if name.endswith(OVER_GLOO):
+            with shared_memory_off():
+                losses[name] = variants[name].losses(numbers["num_warm"])
+        else:
+            losses[name] = variants[name].losses(numbers["num_warm"])
+    del losses[FLOOR]  # it trains nothing
+    check_losses(losses, rtol=2e-2 if numbers["dtype"] == "bf16" else 1e-4)
+    runs = {name: variant.step for name, variant in variants.items()}
+    with undisturbed():
+        found = interleaved(runs, numbers["num_steps"], num_warm=0)
     return {
-        name: (statistics.median(variant.times[2:]), variant.losses[-1])
-        for name, variant in variants.items()
+        "seconds": {name: medians(samples)["step"] for name, samples in found.items()},
+        "losses": losses,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
+def add_table(result: Result, title: str, seconds: dict[str, float]) -> None:
+    rows: list[list[Any]] = [
+        [name, spent * 1e3, spent / seconds[BASE], spent / seconds[FLOOR]]
+        for name, spent in seconds.items()
+    ]
+    result.add(Table(title, ["variant", "ms a step", "ratio", "/ floor"], rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes", nargs="+", default=["10m", "150m"], choices=GPT_SIZES)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bf16"], choices=DTYPES)
     parser.add_argument("--backend", default="gloo")
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--bf16", action="store_true")
-    options = parser.parse_args()
-    size = Size(
-        options.blocks, options.width, options.length, options.batch, options.bf16, options.steps
-    )
-    with RankPool(options.ranks, options.backend, timeout_s=600) as ranks:
-        rows = ranks.run(measure, vars(size))[0]
-    torch_s = rows["torch fully_shard"][0]
-    print(f"{'':20}{'ms a step':>12}{'ratio':>8}")
-    for name, (seconds, _) in rows.items():
-        print(f"{name:20}{seconds * 1e3:12.1f}{seconds / torch_s:8.2f}")
-    print(json.dumps({"ranks": options.ranks, "size": vars(size), "seconds_and_loss": rows}))
+    parser.add_argument("--steps", type=int, help="default: 9, and 5 of 150m")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if "nccl" in options.backend else "cpu")
+    result = result_for("step", arguments, device)
+    names = [*ALL, *installed(device)]
+    with without_known_warnings():
+        for num_ranks in options.ranks:
+            for size in options.sizes:
+                for dtype in options.dtypes:
+                    numbers = {
+                        "size": size,
+                        "dtype": dtype,
+                        "batch": options.batch,
+                        "length": options.length,
+                        "num_warm": 2,
+                        "num_steps": options.steps or (5 if size == "150m" else 9),
+                        "variants": names,
+                    }
+                    ranks = pool(num_ranks, options.backend)
+                    found = ranks.run(measure, numbers, timeout_s=TIMEOUT_S)
+                    result.details[f"{size} {dtype}, {num_ranks} ranks"] = found
+                    title = f"GPT {size}, {dtype}, {num_ranks} ranks"
+                    add_table(result, title, found[0]["seconds"])
+    result.write(options.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import fully_shard
 from fullshard.runtime.runner import runner_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
-from fullshard.unit.unit import Sharded
+from fullshard.unit.states import Sharded
 
 WIDTH = 6
 Door = Callable[..., Any]

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from fullshard.runtime.runner import runner_of
 from fullshard.testing import Rank, on_ranks
-from fullshard.unit.unit import Sharded, Unit
+from fullshard.unit.states import Sharded
+from fullshard.unit.unit import Unit
 from tests.counted import CountedGather, CountedReduce
 
 WIDTH = 6

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from fullshard import LifecycleError, fully_shard, register_fsdp_forward_method
 from fullshard.runtime.runner import runner_of
 from fullshard.testing import Rank, on_ranks
-from fullshard.unit.unit import Sharded, Unit
+from fullshard.unit.states import Sharded
+from fullshard.unit.unit import Unit
 
 WIDTH = 6
 

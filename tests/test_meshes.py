@@ -31,9 +31,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import DataParallelMeshDims, ShardPlacementResult, fully_shard
+from fullshard.comm.shared_memory import SharedMemory
+from fullshard.comm.transfer import Transfer
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.layout import CostModel, Landing
 from fullshard.runtime.runner import runner_of
@@ -750,26 +751,21 @@ def test_a_dim_that_a_parameter_does_not_have_is_refused(rank: Rank) -> None:
 # Resharding after forward
 
 
-class GatherSizes(TorchDispatchMode):
-    """Notes the number of ranks of every gather."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if "c10d" in str(func) and "allgather" in str(func):
-            boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
-            self.sizes.append(dist.ProcessGroup.unbox(boxed).size())
-        return func(*args, **kwargs or {})
-
-
 @contextmanager
 def gather_sizes() -> Iterator[list[int]]:
-    with GatherSizes() as mode:
-        yield mode.sizes
+    """The number of ranks of every gather."""
+    sizes: list[int] = []
+    gather = SharedMemory.gather
+
+    def noted(self: SharedMemory, outs: Any, ins: Any, group: dist.ProcessGroup) -> Transfer:
+        sizes.append(group.size())
+        return gather(self, outs, ins, group)
+
+    SharedMemory.gather = noted  # type: ignore[method-assign]
+    try:
+        yield sizes
+    finally:
+        SharedMemory.gather = gather  # type: ignore[method-assign]
 
 
 def three_layers() -> nn.Module:

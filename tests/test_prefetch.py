@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from fullshard import AllGather, UnshardHandle, fully_shard
 from fullshard.runtime.runner import runner_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
-from fullshard.unit.unit import Sharded, Unit, Unsharded, Unsharding
+from fullshard.unit.states import Sharded, Unsharded, Unsharding
+from fullshard.unit.unit import Unit
 
 WIDTH = 6
 Log = list[tuple[str, str]]

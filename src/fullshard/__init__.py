@@ -35,6 +35,7 @@ from fullshard.errors import (
 from fullshard.fsdp_module import FSDPModule, UnshardHandle
 from fullshard.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.optim.by_unit import by_unit
 from fullshard.unit.flat import FlatParameter
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "TopologyError",
     "UnshardHandle",
     "auto_shard",
+    "by_unit",
     "explain",
     "fully_shard",
     "register_fsdp_forward_method",

@@ -16,7 +16,7 @@ from fullshard.comm.topology import thin_size
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
 from fullshard.runtime.root import Phase, Root
 from fullshard.runtime.runner import Runner, runner_of
-from fullshard.unit.reducing import AllReduceHook
+from fullshard.unit.route import AllReduceHook
 from fullshard.unit.unit import Unit
 
 

@@ -43,7 +43,7 @@ from fullshard.state.model import install_state_hooks
 from fullshard.state.settings import set_settings, settings_of, settings_scope
 from fullshard.state.summon import summon_full_params
 from fullshard.unit.flat import Form
-from fullshard.unit.reducing import CommHook
+from fullshard.unit.route import CommHook
 from fullshard.unit.unit import Unit
 from fullshard.wrapping import (
     Ignored,

@@ -79,6 +79,34 @@ def test_mixed_precision_gives_the_shards_that_torchs_door_gives(rank: Rank) -> 
     assert_same_training(partial(build, rank), ours, training, oracle=theirs, rtol=2e-2, atol=2e-4)
 
 
+@pytest.mark.parametrize("precision", [True, False], ids=["bf16", "float32"])
+@on_ranks(2, backend="nccl")
+def test_large_gradients_that_are_reduced_early_equal_those_of_torchs_door(
+    rank: Rank, precision: bool
+) -> None:
+    """With a cast they go by pieces; without, autograd's tensor is what is sent."""
+    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if precision else {}
+    ours = partial(
+        shard_blocks,
+        fully_shard=fully_shard,
+        mesh=rank.mesh(),
+        mp_policy=MixedPrecisionPolicy(**types),
+    )
+    theirs = partial(
+        shard_blocks,
+        fully_shard=torch_fully_shard,
+        mesh=rank.mesh(),
+        mp_policy=TorchPrecision(**types),
+    )
+    make = partial(build, rank, num_blocks=2, width=1024, vocabulary=2048)
+    model = make()
+    ours(model)
+    large = [unit.gradients.large for unit in (runner_of(model.blocks[0])).units]
+    assert large[0]
+    rtol, atol = (2e-2, 2e-4) if precision else (1e-4, 1e-5)
+    assert_same_training(make, ours, Training(tokens, steps=3), oracle=theirs, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("pin_memory", [True, False])
 @on_ranks(2, backend="nccl")
 def test_offloaded_shards_train_on_the_host(rank: Rank, pin_memory: bool) -> None:

@@ -7,7 +7,6 @@ that waits).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -21,48 +20,21 @@ from torch._C._distributed_c10d import (
 
 from fullshard.api import AllGather, ReduceScatter
 from fullshard.comm.exiting import pause_at_exit
+from fullshard.comm.handshake import link_of
+from fullshard.comm.shared_memory import SharedMemory, all_reduce_through
 from fullshard.comm.topology import Axis
+from fullshard.comm.transfer import Collectives, Transfer
 
-
-class Transfer:
-    """A collective under way. Dropping it lets go of its buffers (rule 5)."""
-
-    def __init__(self, works: Sequence[dist.Work | None] = ()) -> None:
-        self._works = [work for work in works if work is not None]
-
-    @property
-    def futures(self) -> list[torch.futures.Future[object]]:
-        """Done when the bytes have arrived; on a backend with streams, when that is enqueued."""
-        return [work.get_future() for work in self._works]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-
-
-class Collectives(ABC):
-    """Gathers and reduces over one kind of process group."""
-
-    averages: bool = False
-    """Whether `reduce` can be asked for the mean instead of the sum."""
-
-    @abstractmethod
-    def gather(
-        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> Transfer:
-        """Fill each output with the inputs of all ranks, in the order of ranks."""
-
-    @abstractmethod
-    def reduce(
-        self,
-        outs: Sequence[torch.Tensor],
-        ins: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        *,
-        average: bool,
-    ) -> Transfer:
-        """Fill each output with the sum (or mean) over ranks of this rank's segment."""
+__all__ = [
+    "Brought",
+    "Collectives",
+    "Composed",
+    "Native",
+    "Transfer",
+    "all_reduce",
+    "collectives_for",
+    "gathered",
+]
 
 
 class Native(Collectives):
@@ -197,15 +169,26 @@ class Brought(Collectives):
             ]
         )
 
+    def message_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.reduce_comm is None:
+            return self._default.message_buffer(numel, dtype, device)
+        return super().message_buffer(numel, dtype, device)
+
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
     """The collectives that suit a group's backend for tensors on `device`."""
-    if group is None or device.type != "cpu":
-        return Native()
-    if group._get_backend(device).name() != "gloo":
+    if group is None or not _is_gloo(group, device):
         return Native()
     pause_at_exit()
-    return Composed()
+    return SharedMemory(group, otherwise=Composed())
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on a CPU go through gloo."""
+    if device.type != "cpu":
+        return False
+    name: str = group._get_backend(device).name()
+    return name == "gloo"
 
 
 def gathered(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -220,6 +203,11 @@ def gathered(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool) -> None:
     """Sum (or average) a tensor over the replicate axis, in place."""
+    if not average and _is_gloo(group, tensor.device):
+        link = link_of(group)
+        if link is not None:
+            all_reduce_through(link, tensor)
+            return
     options = AllreduceOptions()
     options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
     options.asyncOp = False

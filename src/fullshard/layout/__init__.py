@@ -11,6 +11,7 @@ from fullshard.layout.messages import (
     UnitLayout,
     plan_layout,
 )
+from fullshard.layout.planning import plan_unit
 from fullshard.layout.split import Block, Split
 from fullshard.layout.stages import Stages
 
@@ -28,4 +29,5 @@ __all__ = [
     "UnitLayout",
     "plan_flat_layout",
     "plan_layout",
+    "plan_unit",
 ]

@@ -208,6 +208,8 @@ def _messages(
         home_offset += segment_numel
     if not shared:
         return
+    # Neighbours of one size: where a device copies them out one by one, a run of them is one copy.
+    shared.sort(key=lambda index: -entries[index].split.slot_numel)
     slots: list[Slot] = []
     offset = 0
     for index in shared:

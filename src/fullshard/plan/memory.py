@@ -23,8 +23,7 @@ from fullshard.layout import (
     Split,
     Stages,
     UnitLayout,
-    plan_flat_layout,
-    plan_layout,
+    plan_unit,
 )
 
 # AdamW keeps two numbers beside each parameter.
@@ -105,9 +104,8 @@ class Sharding:
             )
             for parameter in unit.parameters
         ]
-        if self.is_flat:
-            return plan_flat_layout(entries, num_shards)
-        return plan_layout(entries, num_shards, CostModel.of_device(self.device_type))
+        cost = CostModel.of_device(self.device_type)
+        return plan_unit(entries, num_shards, cost, is_flat=self.is_flat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._autograd import _get_sequence_nr
 
-from fullshard.runtime.trees import map_tensors, tensors
+from fullshard.runtime.trees import map_arguments, tensors
 
 if TYPE_CHECKING:
     from fullshard.runtime.runner import Runner
@@ -60,7 +60,14 @@ class Call:
         self._num_pending = 0
         self._first_node = 0
 
-    def follow_inputs(self, given: Any) -> Any:
+    @property
+    def is_last_in_backward(self) -> bool:
+        """Whether backward, going through the calls of a pass, reaches no other after this one."""
+        return self.part_of.before(self.position) is None
+
+    def follow_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the module is given, with views in the place of inputs that take a gradient.
 
         A view's gradient is complete when this call is done with it. The input's own would wait
@@ -78,16 +85,16 @@ class Call:
                 views[id(tensor)] = view
             return views[id(tensor)]
 
-        given = map_tensors(followed, given)
+        args, kwargs = map_arguments(followed, args, kwargs)
         self.num_inputs = len(views)
         # Autograd numbers its nodes as it makes them: from here on they are this call's.
         self._first_node = _get_sequence_nr()
-        return given
+        return args, kwargs
 
     def hook_outputs(self, output: Any) -> bool:
         """Whether a gradient can reach this call at all."""
         is_hooked = False
-        for tensor in tensors(output):
+        for tensor in (output,) if type(output) is torch.Tensor else tensors(output):
             node = self._own_node(tensor) if tensor.requires_grad else None
             if node is not None:
                 node.register_prehook(self._reached)

@@ -16,6 +16,8 @@ from fullshard.comm.agreement import Agreement
 from fullshard.errors import DisagreementError
 from fullshard.runtime.calls import Call, Pass
 from fullshard.unit.flow import Flow
+from fullshard.unit.gradient_lane import GradientMessage
+from fullshard.unit.states import UNSHARDED
 from fullshard.unit.unit import Unit
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ class Root:
         for runner in self.runners:
             for unit in runner.units:
                 unit.refresh()
+                unit.gradients.rest()
 
     def started(self, runner: Runner) -> None:
         self.current.started.append(runner)
@@ -135,8 +138,8 @@ class Root:
     def unshard(self, runner: Runner) -> None:
         """Issue the gathers that a runner needs, in forward or in backward."""
         for unit in runner.reads:
-            if not unit.is_unsharded:
-                if self.phase in self._unchecked:
+            if unit.state is not UNSHARDED:
+                if self._unchecked and self.phase in self._unchecked:
                     forward = self.phase is Phase.FORWARD
                     deed = Deed.GATHER_FORWARD if forward else Deed.GATHER_BACKWARD
                     self._agree(deed, runner)
@@ -188,13 +191,14 @@ class Root:
             self._prefetch_one_backward(before)
 
     def _prefetch_one_backward(self, runner: Runner) -> None:
-        if all(unit.settings.unshard_in_backward for unit in runner.units):
+        if runner.is_unsharded_in_backward:
             self.unshard(runner)
 
-    def reduce(self, unit: Unit, runner: Runner) -> None:
-        if Phase.BACKWARD in self._unchecked and unit.settings.requires_gradient_sync:
+    def reduce(self, unit: Unit, runner: Runner, only: GradientMessage | None = None) -> None:
+        is_checked = not self._unchecked or Phase.BACKWARD not in self._unchecked
+        if not is_checked and unit.settings.requires_gradient_sync:
             self._agree(Deed.REDUCE, runner)
-        unit.reduce()
+        unit.reduce(only)
 
     def end_backward(self) -> None:
         """Settle what backward left open, and make every gradient visible."""
@@ -219,7 +223,7 @@ class Root:
         self.flow.abandon_reductions()
         for unit in self.units:
             unit.reshard_now()
-            unit.gradients.forget(unit.members)
+            unit.forget_gradients()
         self.owner = None
         self.phase = Phase.IDLE
 

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from fullshard.api import MixedPrecisionPolicy
+from fullshard.device.untraced import untraced
 from fullshard.errors import LifecycleError
 from fullshard.runtime.calls import Call
 from fullshard.runtime.root import Phase, Root
-from fullshard.runtime.trees import map_tensors
+from fullshard.runtime.trees import map_arguments, map_tensors
 from fullshard.trace import seam
 from fullshard.trace.activities import Activity
 from fullshard.unit.flow import Flow
+from fullshard.unit.gradient_lane import GradientMessage
 from fullshard.unit.unit import Unit
 
 _ATTRIBUTE = "_fullshard_runner"
@@ -117,7 +118,7 @@ class Runner:
                 root.fail_pass(error)
             raise
 
-    @_disable_dynamo
+    @untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -133,7 +134,7 @@ class Runner:
                     args, kwargs = self._moved(args, kwargs)
             root.started(self)
         if self.policy.param_dtype is not None and self._casts_inputs:
-            args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+            args, kwargs = map_arguments(_casting(self.policy.param_dtype), args, kwargs)
         root.unshard(self)
         for unit in self.reads:
             unit.wait()
@@ -141,13 +142,18 @@ class Runner:
             root.prefetch_forward(self)
         call = Call(self, root.current, opens_pass=opens_pass)
         if torch.is_grad_enabled():
-            args, kwargs = call.follow_inputs((args, kwargs))
+            args, kwargs = call.follow_inputs(args, kwargs)
+            for unit in self.units:
+                if not call.num_inputs:
+                    unit.listen()
+                else:
+                    unit.listen_for_large()
         self._open.append(call)
         if seam.observers:
             seam.begin(Activity.FORWARD, self.name)
         return args, kwargs
 
-    @_disable_dynamo
+    @untraced
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         root = self.root
         assert root is not None
@@ -169,7 +175,7 @@ class Runner:
             if call.opens_pass:
                 root.end_pass()
         if self.policy.output_dtype is not None:
-            output = _cast(output, self.policy.output_dtype)
+            output = map_tensors(_casting(self.policy.output_dtype), output)
         return output
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +184,7 @@ class Runner:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
-        return map_tensors(move, (args, kwargs))
+        return map_arguments(move, args, kwargs)
 
     def _reshard_after_forward(self) -> None:
         for unit in self.units:
@@ -207,7 +213,11 @@ class Runner:
 
     # Backward
 
-    @_disable_dynamo
+    @property
+    def is_unsharded_in_backward(self) -> bool:
+        return all(unit.settings.unshard_in_backward for unit in self.units)
+
+    @untraced
     def reached(self, call: Call) -> None:
         """A gradient reached a call's outputs."""
         root = self.root
@@ -215,7 +225,7 @@ class Runner:
         root.enter_backward()
         self._awaited.discard(call)
         self._active.add(call)
-        if all(unit.settings.unshard_in_backward for unit in self.units):
+        if self.is_unsharded_in_backward:
             root.unshard(self)
             for unit in self.reads:
                 unit.wait()
@@ -224,22 +234,26 @@ class Runner:
         if seam.observers:
             seam.begin(Activity.BACKWARD, self.name)
 
-    @_disable_dynamo
+    @untraced
     def passed(self, call: Call) -> None:
         """All inputs of a call have their gradients: its weights are not read any more."""
         self._leave([call])
+        if self._active:
+            return
         # Of a list of modules, others that ran in the same pass are still to come: gathering and
         # reducing once for all of them is what makes them one unit.
-        is_last = not any(other.part_of is call.part_of for other in self._awaited)
-        if not self._active and is_last:
-            self._finish_backward([call])
+        if len(self.modules) > 1 and any(c.part_of is call.part_of for c in self._awaited):
+            return
+        self._finish_backward([call])
 
-    @_disable_dynamo
-    def _gradients_arrived(self, unit: Unit) -> None:
+    @untraced
+    def _gradients_arrived(self, unit: Unit, only: GradientMessage | None) -> None:
         root = self.root
         assert root is not None
         root.enter_backward()
-        root.reduce(unit, self)
+        if only is not None:
+            root.reduce(unit, self, only)
+            return
         # With no input to wait for, nothing is left to be computed once the gradients are here;
         # but inputs may be out of sight, and then a frozen weight is still read for theirs.
         waits = unit.has_frozen or any(call.num_inputs for call in self._active)
@@ -247,6 +261,8 @@ class Runner:
             calls = list(self._active)
             self._leave(calls)
             self._finish_backward(calls)
+        else:
+            root.reduce(unit, self)
 
     def _leave(self, calls: Iterable[Call]) -> None:
         """Nothing more is computed in backward for these calls."""
@@ -260,22 +276,32 @@ class Runner:
         root = self.root
         assert root is not None
         for unit in self.units:
-            if unit.gradients.arrived:
-                root.reduce(unit, self)
-            # A backward inside forward (a penalty on a gradient) leaves what still computes.
+            # First, so that its memory is not there beside that of the message. A backward inside
+            # forward (a penalty on a gradient) leaves what still computes.
             if unit.settings.reshard_after_backward and not self._open:
                 unit.reshard()
+                if all(call.is_last_in_backward for call in calls):
+                    unit.flow.release_now(
+                        unit
+                    )  # no gather will come that it would be in the way of
+            if unit.has_gradients:
+                root.reduce(unit, self)
         if self.habits.backward_prefetch is Prefetch.AFTER:
             for call in calls:
                 root.prefetch_backward(call)
 
     def end_backward(self) -> None:
-        self._leave(list(self._active))
+        if self._active:
+            self._leave(list(self._active))
         root = self.root
         assert root is not None
         for unit in self.units:
-            unused = unit.is_unsharded and unit.settings.reduce_scatter_unused_params
-            if unit.owes_reduction or (unused and not unit.gradients.was_reduced):
+            is_due = unit.has_gradients
+            if is_due:
+                unit.listen()  # an input that takes a gradient got none: do not wait for it again
+            elif unit.is_unsharded and unit.settings.reduce_scatter_unused_params:
+                is_due = not unit.gradients.was_reduced
+            if is_due or unit.owes_kept_gradients:
                 root.reduce(unit, self)
             unit.gradients.end_backward()
             if unit.settings.reshard_after_backward and not self._open:
@@ -322,8 +348,8 @@ def manager_of(module: nn.Module) -> Runner | None:
     return None if found is None else found()
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _casting(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
-    return map_tensors(cast, value)
+    return cast

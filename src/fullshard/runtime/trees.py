@@ -33,6 +33,18 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(getattr(value, item.name, None))
 
 
+def map_arguments(
+    change: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a module is called with, with its tensors changed.
+
+    Most modules are given plain tensors: those are not worth a walk (rule 7).
+    """
+    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+        return (change(args[0]),), kwargs
+    return map_tensors(change, args), map_tensors(change, kwargs)
+
+
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: _T) -> _T:
     """The value with its tensors changed; the same object wherever nothing changed."""
     result: _T = _mapped(change, value)

@@ -1,4 +1,4 @@
-"""Public test helpers: real ranks that start once, a fake world, and training parity.
+"""Public test helpers: real ranks that start once, played worlds, and training parity.
 
     from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 
@@ -13,6 +13,7 @@
 from fullshard.testing.failures import RankException, RanksFailed
 from fullshard.testing.fake import fake_world
 from fullshard.testing.parity import Trained, Training, assert_same_training
+from fullshard.testing.quiet import quiet_world
 from fullshard.testing.rank import Rank
 from fullshard.testing.rank_pool import RankPool, pool
 from fullshard.testing.rank_tests import on_ranks
@@ -28,4 +29,5 @@ __all__ = [
     "fake_world",
     "on_ranks",
     "pool",
+    "quiet_world",
 ]

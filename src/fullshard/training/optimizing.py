@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fullshard.errors import ConfigError
+from fullshard.optim.by_unit import by_unit
 from fullshard.runtime.names import clean_name
 from fullshard.state.sites import Site, sites_of
 from fullshard.training.config import OptimizerSection
@@ -31,7 +32,7 @@ def build_optimizer(
 
     Two groups: matrices, which decay, and the rest: vectors, biases, embeddings (a head tied to
     one, too) and norms. It is the shape of the whole parameter that counts. Fused where the device
-    that holds the shards can do it.
+    that holds the shards can do it, and stepped unit by unit.
     """
     decayed: dict[torch.Tensor, None] = {}
     others: dict[torch.Tensor, None] = {}
@@ -49,12 +50,13 @@ def build_optimizer(
             "takes a gradient; thaw some with requires_grad_()."
         )
     groups = [(decayed, section.weight_decay), (others, 0.0)]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [{"params": list(params), "weight_decay": decay} for params, decay in groups if params],
         lr=section.lr,
         betas=(section.beta1, section.beta2),
         fused=device.type in _FUSED_ON,
     )
+    return by_unit(optimizer)
 
 
 def _trained(model: nn.Module) -> Iterator[Site]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,13 +65,10 @@ class FlatHolder:
 class PlainLocation(Location):
     """A module and the name of a tensor that it uses but does not register."""
 
-    def get(self) -> torch.Tensor | None:
-        found: torch.Tensor | None = self.module.__dict__.get(self.name)
-        return found
-
-    def put(self, param: torch.Tensor) -> None:
-        # Not setattr: that would register a parameter.
-        self.module.__dict__[self.name] = param
+    @property
+    def registry(self) -> dict[str, Any]:
+        # What setattr would put elsewhere, since it registers parameters.
+        return self.module.__dict__
 
     @classmethod
     def in_place_of(cls, location: Location) -> PlainLocation:
@@ -138,8 +136,8 @@ class SliceMember(FlatMember):
         self.local = local
         self.whole = None
 
-    def is_current(self) -> bool:
-        return self.locations[0].get() is self.shard and _same_memory(self.shard, self.local)
+    def is_at_home(self) -> bool:
+        return _same_memory(self.shard, self.local)
 
     def follow_registered(self) -> None:
         found = self.locations[0].get()
@@ -177,6 +175,9 @@ class PartMember(FlatMember):
         self.whole = None
 
     def is_current(self) -> bool:
+        return self.is_at_home()  # nothing of it is registered
+
+    def is_at_home(self) -> bool:
         return self.holder is not None  # the unit asks the holder
 
     def follow_registered(self) -> None:

@@ -24,8 +24,14 @@ class Tail:
     results: list[Any]
 
 
+# Of messages with large gradients that are reduced before the rest of their unit.
+_MOST_BYTES = 128 << 20
+
+
 class Concludable(Protocol):
-    """A reduction under way."""
+    """A reduction under way. `num_bytes` is the size of its messages."""
+
+    num_bytes: int
 
     def conclude(self) -> Tail: ...
     def abandon(self) -> None: ...
@@ -63,6 +69,8 @@ class Flow:
 
     def await_releases(self, address_range: tuple[int, int]) -> None:
         """Make the current (gather) stream wait for compute that may still use this memory."""
+        if not self.device.is_ordered:
+            return
         for event in self._releases.take(address_range):
             self.device.wait(event)
 
@@ -85,7 +93,7 @@ class Flow:
             self.release_late()
 
     def is_late(self, owner: object) -> bool:
-        return any(late.owner is owner for late in self._late)
+        return bool(self._late) and any(late.owner is owner for late in self._late)
 
     def revive(self, owner: object) -> None:
         """Keep memory that was to be given back."""
@@ -101,6 +109,8 @@ class Flow:
         self._late = kept
 
     def release_late(self) -> None:
+        if not self._late:
+            return
         late, self._late = self._late, []
         for entry in late:
             for address_range in entry.release():
@@ -112,10 +122,20 @@ class Flow:
     def make_room(self, max_under_way: int) -> None:
         """Conclude the oldest reductions until fewer than `max_under_way` are left."""
         while len(self._reductions) >= max_under_way:
-            previous, self._tail = self._tail, self._reductions.popleft().conclude()
-            if previous is not None and self.device.is_ordered:
-                # Its memory returns to the reduce stream, which must not write there too early.
-                self.device.wait(previous.event, self.streams.reduce)
+            self._conclude_oldest()
+
+    def make_room_for(self, num_bytes: int) -> None:
+        """Conclude the oldest reductions until what is left and `num_bytes` are not too much."""
+        held_bytes = sum(reduction.num_bytes for reduction in self._reductions)
+        while self._reductions and held_bytes + num_bytes > _MOST_BYTES:
+            held_bytes -= self._reductions[0].num_bytes
+            self._conclude_oldest()
+
+    def _conclude_oldest(self) -> None:
+        previous, self._tail = self._tail, self._reductions.popleft().conclude()
+        if previous is not None and self.device.is_ordered:
+            # Its memory returns to the reduce stream, which must not write there too early.
+            self.device.wait(previous.event, self.streams.reduce)
 
     def conclude_reductions(self) -> None:
         """Conclude all; the current stream then sees every gradient."""

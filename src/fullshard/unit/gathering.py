@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from fullshard.comm.collectives import Brought, Collectives, Transfer
+from fullshard.comm.collectives import Collectives, Transfer
 from fullshard.comm.topology import Axis
 from fullshard.device.storage import Slab, second_view
-from fullshard.layout import Landing, Lane, Message, Split, UnitLayout
+from fullshard.layout import Landing, Lane, Message, Slot, Split, UnitLayout
 from fullshard.unit.flow import Flow
 from fullshard.unit.homes import Homes
 from fullshard.unit.member import Member
+
+# Up to how many copies are less work for the host than one kernel that is given lists of places.
+_FEW_RUNS = 8
 
 
 @dataclass(slots=True)
@@ -32,11 +36,14 @@ class _LaneViews:
 
 @dataclass(slots=True)
 class _SplitCopy:
-    """A shared message, and where its parts go."""
+    """A shared message, and where its parts go: all in one kernel."""
 
     message: torch.Tensor
     sizes: list[int]
     parts: list[torch.Tensor]
+
+    def run(self) -> None:
+        torch.split_with_sizes_copy(self.message, self.sizes, dim=1, out=self.parts)
 
 
 @dataclass(slots=True)
@@ -136,11 +143,26 @@ class Gatherer:
                 self._from.append(in_message)
             return
         slots = [slot for slot in message.slots if slot.numel]
+        runs = [list(run) for _, run in groupby(slots, key=lambda slot: slot.numel)]
+        if self._slab.device.type == "cpu" or len(runs) <= _FEW_RUNS:
+            for run in runs:
+                self._plan_run(run, segments, dtype)
+            return
         places = [(slot.slab_offset_bytes, slot.numel) for slot in slots]
         if message.padding_numel:
             places.append((message.padding_offset_bytes, message.padding_numel))
         parts = [self._slab.view(start, (num_ranks, numel), dtype) for start, numel in places]
         self._splits.append(_SplitCopy(segments, [numel for _, numel in places], parts))
+
+    def _plan_run(self, run: list[Slot], segments: torch.Tensor, dtype: torch.dtype) -> None:
+        """Copy neighbours of one size together."""
+        first, num_ranks, numel = run[0], segments.size(0), run[0].numel
+        shape = (len(run), num_ranks, numel)
+        step_bytes = run[1].slab_offset_bytes - first.slab_offset_bytes if len(run) > 1 else 0
+        stride = (step_bytes // dtype.itemsize, numel, 1)
+        self._to.append(self._slab.view(first.slab_offset_bytes, shape, dtype, stride))
+        part = segments[:, first.offset : first.offset + len(run) * numel]
+        self._from.append(part.unflatten(1, (len(run), numel)).transpose(0, 1))
 
     def start(self, collectives: Collectives, flow: Flow) -> Gathering:
         """Issue the gather of all lanes; the gather stream is current."""
@@ -157,7 +179,7 @@ class Gatherer:
                 arrived = _arrived(home, flow)
                 staged.append(arrived)
                 sends = arrived.split([send.numel() for send in sends])
-            if isinstance(collectives, Brought) and collectives.gather_comm is not None:
+            if collectives.gather_comm is not None:
                 transfers.append(self._start_brought(collectives, lane, sends, views, flow, staged))
             elif self._axis.group is None or self._axis.is_single:
                 torch._foreach_copy_(views.outs, list(sends))
@@ -175,7 +197,7 @@ class Gatherer:
 
     def _start_brought(
         self,
-        collectives: Brought,
+        collectives: Collectives,
         lane: Lane,
         sends: Sequence[torch.Tensor],
         views: _LaneViews,
@@ -235,7 +257,7 @@ class Gatherer:
         if gathering.is_landed:
             return
         for split in self._splits:
-            torch.split_with_sizes_copy(split.message, split.sizes, dim=1, out=split.parts)
+            split.run()
         if self._to:
             torch._foreach_copy_(self._to, self._from)
         self._buffer.empty()

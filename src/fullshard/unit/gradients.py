@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.placement import local_gradient
 from fullshard.comm.topology import Topology
-from fullshard.layout import Landing, Lane, Message, UnitLayout
+from fullshard.layout import Lane, Message
 from fullshard.unit.flow import Flow
+from fullshard.unit.gradient_lane import GradientLane, GradientMessage
 from fullshard.unit.handover import HandOver
 from fullshard.unit.homes import home_device
 from fullshard.unit.member import Holder, Member
-from fullshard.unit.reducing import LaneReduction, MessageGradients, Partial, Reduction, Route
+from fullshard.unit.reducing import LaneReduction, MessageGradients, Partial, Reduction
+from fullshard.unit.route import Route, Scaling
 from fullshard.unit.settings import Settings
 
 
@@ -38,8 +40,8 @@ class Shown:
 class Gradients:
     """The full gradients of a unit's members, and what became of them.
 
-    `arrived` are the members that have a full gradient; `was_reduced` says whether the backward
-    under way took some already; `created` are those that it gave a `.grad` to.
+    `was_reduced` says whether the backward under way took some gradients already; `created` are
+    those that it gave a `.grad` to.
     """
 
     def __init__(
@@ -52,14 +54,34 @@ class Gradients:
         self._host_events: list[Any] = []
         self._created: list[Holder] = []
         self._shown: dict[torch.Tensor, Shown] = {}
-        self.arrived: set[Member] = set()
         self.was_reduced = False
+        self._make_lanes: Callable[[], list[GradientLane]] = list
+        self._lanes: list[GradientLane] | None = None
+        self._large: dict[Member, GradientMessage] = {}
 
-    def are_owed(self, members: Sequence[Member], settings: Settings) -> bool:
-        """Whether gradients wait to be reduced: new ones, or ones that an earlier step kept."""
-        self._drop_zeroed(members)
-        if self.arrived:
-            return True
+    def plan_anew(self, make_lanes: Callable[[], list[GradientLane]]) -> None:
+        """Follow a new plan of the unit, from the next reduction on."""
+        self._make_lanes = make_lanes
+        self._lanes = None
+
+    @property
+    def lanes(self) -> list[GradientLane]:
+        """How gradients are reduced, planned when it is first asked for."""
+        if self._lanes is None:
+            self._lanes = self._make_lanes()
+            messages = [message for lane in self._lanes for message in lane.messages]
+            self._large = {m.members[0]: m for m in messages if m.is_large}
+        return self._lanes
+
+    @property
+    def large(self) -> dict[Member, GradientMessage]:
+        """The members whose gradient is a large message by itself."""
+        return self._large if self.lanes else {}
+
+    def were_kept(self, members: Sequence[Member], settings: Settings) -> bool:
+        """Whether an earlier step kept gradients that are to be reduced now."""
+        if self._shown:
+            self._drop_zeroed(members)
         if not settings.requires_gradient_sync:
             return False
         kept = any(member.accumulated is not None for member in members)
@@ -71,7 +93,6 @@ class Gradients:
         Wrapped parameters show that there is something: `zero_grad` is to drop it.
         """
         self._drop_zeroed(members)
-        self.arrived.clear()
         self.was_reduced = True
         policy = self._policy
         for member in members:
@@ -112,32 +133,31 @@ class Gradients:
 
     def reduce(
         self,
-        plans: Sequence[tuple[UnitLayout, Sequence[Member]]],
         route: Route,
         settings: Settings,
         flow: Flow,
-        holders: Sequence[Holder | None] | None = None,
+        only: GradientMessage | None = None,
     ) -> None:
-        """Take the full gradients and start reducing them.
-
-        `holders` are the parameters that stand for whole lanes, where they do.
-        """
-        for _, members in plans:
-            self._drop_zeroed(members)
-        self._hide()
-        self.arrived.clear()
+        """Take the full gradients and start reducing them; with `only`, those of one message."""
+        plans = self.lanes
+        if self._shown:
+            self._drop_zeroed([m for p in plans for message in p.messages for m in message.members])
+            self._hide()
         self.was_reduced = True
         lanes = []
-        for layout, members in plans:
-            for index, lane in enumerate(layout.lanes):
-                taken = [self._collect(lane, m, members, settings, flow) for m in lane.messages]
-                parts = [part for part in taken if part is not None]
-                if parts:
-                    holder = holders[index] if holders else None
-                    lanes.append(LaneReduction(lane, members, parts, holder))
+        for plan in plans:
+            messages = plan.messages if only is None else [m for m in plan.messages if m is only]
+            taken = [self._collect(plan.lane, m, settings, flow) for m in messages]
+            parts = [part for part in taken if part is not None]
+            if parts:
+                scaling = Scaling.of(settings, route, plan.lane.stages.reduced)
+                lanes.append(LaneReduction(plan, parts, scaling))
         if not lanes:
             return
-        flow.make_room(settings.reduce_scatter_max_input_buffers)
+        if only is None:
+            flow.make_room(settings.reduce_scatter_max_input_buffers)
+        else:
+            flow.make_room_for(sum(lane.num_bytes for lane in lanes))
         home, pin_memory = home_device(self._offload, flow.device.torch_device)
         to_host = home != flow.device.torch_device
         hand_over = HandOver(flow.device, to_host, pin_memory, self._created, self._host_events)
@@ -158,38 +178,45 @@ class Gradients:
         if full is None or full.grad is None:
             return None
         grad, full.grad = full.grad, None
+        if member.full_spec is None:
+            return grad
         return local_gradient(grad, member.full_spec, self._topology)
 
     def _collect(
-        self,
-        lane: Lane,
-        message: Message,
-        members: Sequence[Member],
-        settings: Settings,
-        flow: Flow,
+        self, lane: Lane, plan: GradientMessage, settings: Settings, flow: Flow
     ) -> MessageGradients | None:
         """What goes into a message; None if nothing does."""
         grads: list[torch.Tensor | None] = []
-        for slot in message.slots:
-            member = members[slot.entry]
-            grad, before = self._taken(member), member.accumulated
-            member.accumulated = None
+        for member in plan.members:
+            full, before = member.full, member.accumulated
+            grad = None if full is None else full.grad
+            if grad is not None:
+                full.grad = None  # type: ignore[union-attr]
+                if member.full_spec is not None:
+                    grad = local_gradient(grad, member.full_spec, self._topology)
             if before is not None:
+                member.accumulated = None
                 grad = before if grad is None else before.add_(grad)
-            is_wanted = settings.reduce_scatter_unused_params and member.is_trainable
-            if grad is None and is_wanted:
+            if grad is None and settings.reduce_scatter_unused_params and member.is_trainable:
                 shape, dtype = member.split.shape, lane.stages.computed
                 grad = torch.zeros(shape, dtype=dtype, device=flow.device.torch_device)
             grads.append(grad)
-        kept = self._partial.pop(id(message), None)
-        # What is flat is reduced as a whole, used or not: as other ranks, which may use all of it.
-        is_due = message.landing is Landing.FLAT and lane.is_trainable
-        if kept is None and not is_due and all(grad is None for grad in grads):
+        kept = self._partial.pop(id(plan.message), None) if self._partial else None
+        has_slot = tuple([grad is not None for grad in grads])
+        if kept is None and not plan.is_always_due and not any(has_slot):
             return None
-        return MessageGradients(message, grads, kept)
+        return MessageGradients(plan, grads, has_slot, kept)
 
     def end_backward(self) -> None:
         self.was_reduced = False
+        for lane in self._lanes or ():
+            lane.end_backward()
+
+    def rest(self) -> None:
+        """Give back the memory of gradients that were dropped."""
+        for lane in self._lanes or ():
+            if lane.home is not None:
+                lane.home.rest()
 
     def settle(self, flow: Flow) -> None:
         """Make the host wait for gradients that are still being copied to it."""
@@ -200,8 +227,8 @@ class Gradients:
 
     def forget(self, members: Sequence[Member]) -> None:
         """Drop everything that a failed step left behind, also gradients that it created."""
-        self.arrived.clear()
         self.was_reduced = False
+        self._lanes = None  # results may lie in their homes that nobody was given
         self._hide()
         self._partial.clear()
         self._host_events.clear()

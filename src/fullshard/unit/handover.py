@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from fullshard.device.storage import swift_attributes
 from fullshard.device.streams import Device
+from fullshard.unit.gradient_home import GradientHome
 from fullshard.unit.member import Holder
+
+Gift = tuple[Holder, int]
+"""Who is given a gradient, and where in the lane's result it begins."""
 
 
 class HandOver:
@@ -27,47 +33,54 @@ class HandOver:
         events: list[Any],
     ) -> None:
         self._device = device
-        self._to_host = to_host
+        self.to_host = to_host
         self._pin_memory = pin_memory
         self._created = created
         self._events = events
-        self._results: list[torch.Tensor] = []
-        self._gifts: list[tuple[Holder, int, int]] = []
 
-    def add_result(self, result: torch.Tensor) -> None:
-        """The reduced gradients of one more lane; holders added next lie in it."""
-        self._results.append(result)
+    def give_home(self, home: GradientHome, holders: Sequence[Holder]) -> None:
+        """Hand over what lies in a gradient home that had room for it."""
+        if len(holders) == len(home.params):
+            places = home.params
+        else:
+            places = [(holder, holder.param, home.gifts[holder]) for holder in holders]
+        others, created = [], self._created
+        with swift_attributes():
+            for place in places:
+                holder, param, gift = place
+                if param.grad is None:
+                    param.grad = gift
+                    created.append(holder)
+                else:  # another reduction was concluded in the meantime
+                    others.append(place)
+        for holder, _, gift in others:
+            self._give(holder, gift)
 
-    def add(self, holder: Holder, offset: int) -> None:
-        """A holder whose gradient starts at `offset` of the result added last."""
-        self._gifts.append((holder, len(self._results) - 1, offset))
+    def give_parts(self, result: torch.Tensor, gifts: Iterable[Gift]) -> None:
+        """Hand over parts of a result that nobody else will write to."""
+        gifts = list(gifts)
+        if self.to_host:
+            result = self._on_host(result, gifts)
+        for holder, offset in gifts:
+            self._give(holder, holder.gradient(result, offset))
 
-    def finish(self) -> None:
-        """Hand over everything that was added; runs on the stream that made the results."""
-        results = self._on_host() if self._to_host else self._results
-        for holder, lane, offset in self._gifts:
-            self._give(holder, holder.gradient(results[lane], offset))
-        self._gifts, self._results = [], []
-
-    def _on_host(self) -> list[torch.Tensor]:
-        hosts = []
-        for result in self._results:
-            host = torch.empty(
-                result.size(), dtype=result.dtype, device="cpu", pin_memory=self._pin_memory
-            )
-            hosts.append(host.copy_(result, non_blocking=self._pin_memory))
+    def _on_host(self, result: torch.Tensor, gifts: Iterable[Gift]) -> torch.Tensor:
+        host = torch.empty(
+            result.size(), dtype=result.dtype, device="cpu", pin_memory=self._pin_memory
+        )
+        host.copy_(result, non_blocking=self._pin_memory)
         event = self._device.record()
         # Adding to a gradient that is there, and users' hooks, read on the host right away.
-        if any(h.param.grad is not None or _is_watched(h.param) for h, _, _ in self._gifts):
+        if any(h.param.grad is not None or _is_watched(h.param) for h, _ in gifts):
             self._device.synchronize(event)
         else:
             self._events.append(event)
-        return hosts
+        return host
 
     def _give(self, holder: Holder, grad: torch.Tensor) -> None:
         param = holder.param
-        is_watched = _is_watched(param)
-        if is_watched:
+        has_hooks = _is_watched(param)
+        if has_hooks:
             for hook in (param._backward_hooks or {}).values():
                 changed = hook(grad)
                 grad = grad if changed is None else changed
@@ -77,7 +90,7 @@ class HandOver:
         else:
             give_gradient(param, grad)
             self._created.append(holder)
-        if is_watched:
+        if has_hooks:
             for hook in (param._post_accumulate_grad_hooks or {}).values():
                 hook(param)
 
@@ -90,6 +103,12 @@ def give_gradient(param: torch.Tensor, grad: torch.Tensor) -> None:
     # torch wants a gradient in its parameter's dtype, but does not look at it twice.
     param.grad = torch.empty_like(param, requires_grad=False)
     param.grad.data = grad
+
+
+def can_add_to(home: GradientHome) -> bool:
+    """Whether what all holders have as gradients is this home, and nobody listens."""
+    with swift_attributes():
+        return all(param.grad is gift and not _is_watched(param) for _, param, gift in home.params)
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,12 +21,18 @@ class Location:
     module: nn.Module
     name: str
 
+    @property
+    def registry(self) -> dict[str, Any]:
+        """Where the module looks it up."""
+        return self.module._parameters
+
     def get(self) -> torch.Tensor | None:
-        return self.module._parameters.get(self.name)
+        found: torch.Tensor | None = self.registry.get(self.name)
+        return found
 
     def put(self, param: torch.Tensor) -> None:
         # Not setattr: its checks are for parameters that the module does not know yet.
-        self.module._parameters[self.name] = param  # type: ignore[assignment]
+        self.registry[self.name] = param
 
 
 class Holder(Protocol):
@@ -61,7 +67,6 @@ class Member(ABC):
     extension: Extension | None = None
     accumulated: torch.Tensor | None = None
     is_hooked: bool = False
-    was_trainable: bool = False
 
     # What the optimizer holds
 
@@ -117,9 +122,13 @@ class Member(ABC):
     def adopt(self, local: torch.Tensor) -> None:
         """Let the shard look at another tensor, with the values that it has there."""
 
-    @abstractmethod
     def is_current(self) -> bool:
         """Whether the shard is registered, and looks at its home."""
+        return self.locations[0].get() is self.shard and self.is_at_home()
+
+    @abstractmethod
+    def is_at_home(self) -> bool:
+        """Whether the shard looks at its home."""
 
     def came_back(self) -> bool:
         """Whether the shard looks at the same memory through another tensor; ours is put back."""

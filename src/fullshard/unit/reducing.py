@@ -7,47 +7,22 @@ the replicas, scale, cast, hand over as `.grad`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fullshard.comm.collectives import Brought, Collectives, Transfer, all_reduce
-from fullshard.comm.topology import Axis, Topology
-from fullshard.layout import Landing, Lane, Message, Split, Stages
+from fullshard.comm.collectives import Transfer, all_reduce
+from fullshard.layout import Message, Stages
 from fullshard.trace import seam
 from fullshard.trace.activities import Activity
 from fullshard.unit.flow import Flow, Tail
-from fullshard.unit.gathering import permuted_pairs
-from fullshard.unit.handover import HandOver
-from fullshard.unit.member import Holder, Member
+from fullshard.unit.gradient_home import GradientHome
+from fullshard.unit.gradient_lane import Gradient, GradientLane, GradientMessage
+from fullshard.unit.handover import Gift, HandOver, can_add_to
+from fullshard.unit.route import Route, Scaling
 from fullshard.unit.settings import Settings
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """How a sum over ranks becomes a mean: divide before, let the backend average, divide after."""
-
-    before: float
-    average: bool
-    after: float
-
-    @classmethod
-    def of(
-        cls, settings: Settings, topology: Topology, dtype: torch.dtype, averages: bool
-    ) -> Scaling:
-        factor = settings.gradient_divide_factor
-        if dtype == torch.float16:
-            # Its range is small: divide by about a square root on either side of the sum.
-            factor = float(topology.num_ranks) if factor is None else factor
-            before = 1.0
-            while factor % before == 0 and factor / before > before:
-                before *= 2
-            return cls(before, False, factor / before)
-        if factor is None and averages and not settings.force_sum_reduction_for_comms:
-            return cls(1.0, topology.num_ranks > 1, 1.0)
-        return cls(1.0, False, float(topology.num_ranks) if factor is None else factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,63 +39,99 @@ class Partial:
 
 @dataclass(slots=True)
 class MessageGradients:
-    """The gradients that go into one message, by slot, and what earlier steps left to add."""
+    """The gradients that go into one message, by slot, and what earlier steps left to add.
 
-    message: Message
-    grads: list[torch.Tensor | None]
+    `grads` is emptied when they are in the message; `has_slot` says which there were.
+    """
+
+    plan: GradientMessage
+    grads: list[Gradient]
+    has_slot: tuple[bool, ...]
     partial: Partial | None
 
-
-@dataclass(frozen=True, slots=True)
-class AllReduceHook:
-    """A user's function on reduced gradients, and the stream that it wants to run on."""
-
-    function: Callable[[torch.Tensor], None]
-    stream: Any
-
-
-@dataclass(frozen=True, slots=True)
-class CommHook:
-    """A user's function that reduces gradients in the place of ours, scaling included.
-
-    Called as `function(state, gradients, shard)`, or without the shard if nothing is sharded.
-    """
-
-    function: Callable[..., None]
-    state: object
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Whose gradients are reduced, and over what.
-
-    `axis` is the shard axis, perhaps on a group of its own.
-    """
-
-    unit: str
-    topology: Topology
-    axis: Axis
-    collectives: Collectives
-    hook: AllReduceHook | None
-    comm_hook: CommHook | None = None
+    def gifts(self) -> Iterator[Gift]:
+        """The members that are given a part of the result."""
+        kept_slots = self.partial.has_slot if self.partial is not None else ()
+        for index, (member, offset) in enumerate(self.plan.places):
+            has_gradient = self.has_slot[index] or (kept_slots and kept_slots[index])
+            has_gradient = has_gradient or (self.plan.is_always_due and member.is_trainable)
+            if has_gradient and member.takes_gradient:
+                yield member, offset
 
 
 @dataclass(slots=True)
 class LaneReduction:
-    """One lane's part of a reduction. `holder` is who gets all of it, if one does."""
+    """One lane's part of a reduction.
 
-    lane: Lane
-    members: Sequence[Member]
+    `result` has the parts one after another: the arrangement of the lane's home, if no message is
+    without gradients. `home` is what the results lie in instead, if they do.
+    """
+
+    plan: GradientLane
     parts: list[MessageGradients]
-    holder: Holder | None = None
+    scaling: Scaling
     ins: list[torch.Tensor] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
     result: torch.Tensor | None = None
+    home: GradientHome | None = None
     transfer: Transfer = field(default_factory=Transfer)
 
     @property
-    def numel(self) -> int:
-        return sum(part.message.segment_numel for part in self.parts)
+    def num_bytes(self) -> int:
+        return sum([part.plan.num_bytes for part in self.parts])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter of the lane has a gradient."""
+        return len(self.parts) == len(self.plan.messages) and all(
+            all(part.has_slot) for part in self.parts
+        )
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the one message of the lane is what autograd produced."""
+        return len(self.plan.messages) == 1 and self.parts[0].plan.is_in_place(self.parts[0].grads)
+
+    def gifts(self) -> list[Gift]:
+        """Who is given a part of the result, and where in it that begins."""
+        if self.plan.holder is not None or self.is_complete:
+            return self.plan.gifts
+        found: list[Gift] = []
+        start = 0
+        for part in self.parts:
+            shift = start - part.plan.home_range.start
+            found += [(member, offset + shift) for member, offset in part.gifts()]
+            start += len(part.plan.home_range)
+        return found
+
+    def results(self) -> Sequence[torch.Tensor]:
+        """The sums, in as few tensors as there are; of a home, only what is in this reduction."""
+        is_all = self.home is None or len(self.parts) == len(self.plan.messages)
+        assert self.result is not None
+        return [self.result] if is_all else self.outs
+
+    def move_in(self, home: GradientHome) -> None:
+        """Let the sums go where they belong in a home."""
+        self.home = home
+        self.result = result = home.reserve()
+        if len(self.parts) < len(self.plan.messages):
+            ranges = [part.plan.home_range for part in self.parts]
+            self.outs = [result[places.start : places.stop] for places in ranges]
+        elif len(self.parts) == 1:
+            self.outs = [result]
+        else:
+            self.outs = list(result.split([len(part.plan.home_range) for part in self.parts]))
+
+    def stay_apart(self, device: torch.device) -> None:
+        """Let the sums go into memory of their own."""
+        sizes = [len(part.plan.home_range) for part in self.parts]
+        dtype = self.plan.lane.stages.reduced
+        self.result = torch.empty(sum(sizes), dtype=dtype, device=device)
+        self.outs = list(self.result.split(sizes))
+
+
+# In the place of a message that goes by pieces.
+_NOTHING = torch.empty(0)
 
 
 class Reduction:
@@ -141,17 +152,23 @@ class Reduction:
         self._flow = flow
         self._hand_over = hand_over
         self._keep_partial = keep_partial
+        self.num_bytes = sum([lane.num_bytes for lane in lanes])
         self._exchanged: Any = None
         self._event: Any = None
+        self._is_worked_on = False
 
     def start(self) -> None:
         """Issue the reduction; on a device with streams, all of it."""
         device, streams = self._flow.device, self._flow.streams
         for lane in self._lanes:
-            scaling = self._scaling(lane)
+            if self._route.axis.is_single and not lane.is_in_place:
+                self._move_in(lane)  # gradients are laid where their sums, which they are, belong
             for part in lane.parts:
-                lane.ins.append(self._message_input(lane, part, scaling))
-                part.grads = [None if grad is None else _TAKEN for grad in part.grads]
+                if self._goes_by_pieces(part):
+                    lane.ins.append(_NOTHING)
+                else:
+                    lane.ins.append(self._message_input(lane, part))
+                    part.grads = []
         device.wait(device.record(), streams.reduce)
         with device.on(streams.reduce):
             if seam.observers:
@@ -185,142 +202,187 @@ class Reduction:
         self._flow.device.wait(self._event)
         self._lanes.clear()
 
-    def _scaling(self, lane: LaneReduction) -> Scaling:
-        if self._route.comm_hook is not None:
-            return Scaling(1.0, False, 1.0)
-        averages = self._route.collectives.averages
-        return Scaling.of(self._settings, self._route.topology, lane.lane.stages.reduced, averages)
+    def _goes_by_pieces(self, part: MessageGradients) -> bool:
+        """Whether a large message is copied on the stream that reduces it, piece by piece.
 
-    def _message_input(
-        self, lane: LaneReduction, part: MessageGradients, scaling: Scaling
-    ) -> torch.Tensor:
+        Then what is in flight is the gradient that autograd made and one piece, instead of the
+        whole message in the dtype of the reduction.
+        """
+        if not self._flow.device.is_ordered or self._route.axis.is_single:
+            return False
+        if self._route.collectives.reduce_comm or self._route.comm_hook:
+            return False
+        return bool(part.plan.pieces(part.grads)) and not part.plan.is_in_place(part.grads)
+
+    def _reduce_pieces(
+        self, lane: LaneReduction, part: MessageGradients, out: torch.Tensor
+    ) -> None:
+        """On the stream that reduces, which runs them one after another in the same memory."""
+        group, scaling = self._route.axis.group, lane.scaling
+        assert group is not None
+        for piece in part.plan.pieces(part.grads):
+            buffer = torch.empty_like(
+                piece.segments, dtype=out.dtype, memory_format=torch.contiguous_format
+            )
+            buffer.copy_(piece.segments)
+            if scaling.before != 1.0:
+                buffer.div_(scaling.before)
+            sums = out[piece.start : piece.start + buffer.size(1)]
+            self._route.collectives.reduce(
+                [sums], [buffer.view(-1)], group, average=scaling.average
+            ).wait()
+
+    def _message_input(self, lane: LaneReduction, part: MessageGradients) -> torch.Tensor:
         """The gradients of a message, as all ranks' segments."""
-        message = part.message
-        num_ranks = self._route.topology.shard.size
-        numel = num_ranks * message.segment_numel
-        dtype, device = lane.lane.stages.reduced, self._flow.device.torch_device
-        grads = part.grads
-        splits = [lane.members[slot.entry].split for slot in message.slots]
-        first = grads[0]
-        custom = (
-            isinstance(self._route.collectives, Brought) and self._route.collectives.reduce_comm
-        )
-        if (
-            not message.landing.is_copied
-            and len(grads) == 1
-            and first is not None
-            and not custom
-            and first.dtype == dtype
-            and first.numel() == numel
-            and first.is_contiguous()
-        ):
-            flat = first.view(-1)  # rule 4
-            return flat if scaling.before == 1.0 else flat.div_(scaling.before)
-        if custom:
-            buffer = custom.allocate((numel,), dtype=dtype, device=device)
+        plan, collectives = part.plan, self._route.collectives
+        brought = collectives.reduce_comm
+        dtype, device = lane.plan.lane.stages.reduced, self._flow.device.torch_device
+        first = part.grads[0] if part.grads else None
+        if brought is None and first is not None and plan.is_in_place(part.grads):
+            buffer = first.view(-1)
         else:
-            buffer = torch.empty(numel, dtype=dtype, device=device)
-        if message.landing is Landing.SPLIT:
-            _fill_shared(buffer.view(num_ranks, -1), message, grads, splits)
-        elif message.landing is Landing.FLAT:
-            _fill_flat(buffer, message, grads)
-        elif first is None:
-            buffer.zero_()
-        elif message.landing is Landing.IN_PLACE:
-            buffer[: first.numel()].copy_(first.reshape(-1))
-        else:
-            split = splits[0]
-            assert isinstance(split, Split)
-            for in_full, in_message in permuted_pairs(split, first, buffer.view(num_ranks, -1)):
-                in_message.copy_(in_full)
-        return buffer if scaling.before == 1.0 else buffer.div_(scaling.before)
+            if brought is not None:
+                buffer = brought.allocate((plan.numel,), dtype=dtype, device=device)
+            elif lane.home is not None:
+                buffer = lane.outs[len(lane.ins)]
+            else:
+                buffer = collectives.message_buffer(plan.numel, dtype, device)
+            plan.lay(part.grads, buffer)
+        before = lane.scaling.before
+        return buffer if before == 1.0 else buffer.div_(before)
+
+    def _move_in(self, lane: LaneReduction) -> None:
+        """Let a lane's sums go straight to where they are handed over from, if they can."""
+        stages = lane.plan.lane.stages
+        if stages.reduced != stages.kept or self._route.comm_hook is not None:
+            return
+        if self._ends_in_home(stages):
+            device = self._flow.device.torch_device
+            home = lane.plan.room_for([part.plan for part in lane.parts], device)
+            if home is not None:
+                lane.move_in(home)
 
     def _exchange(self, lane: LaneReduction) -> None:
         axis = self._route.axis
-        stages, device = lane.lane.stages, self._flow.device.torch_device
-        if axis.is_single and len(lane.ins) == 1:
-            lane.result, lane.outs = lane.ins[0], lane.ins  # the sum over one rank
-            return
-        lane.result = torch.empty(lane.numel, dtype=stages.reduced, device=device)
-        lane.outs = list(lane.result.split([part.message.segment_numel for part in lane.parts]))
+        device = self._flow.device.torch_device
         hook = self._route.comm_hook
+        if axis.is_single and len(lane.parts) == len(lane.plan.messages) == 1:
+            if lane.home is None:
+                lane.result, lane.outs = lane.ins[0], lane.ins  # the sum over one rank
+            return
+        if lane.home is None:
+            self._move_in(lane)
+        if lane.home is None:
+            lane.stay_apart(device)
         if hook is not None:
             # A hook may give the tensor other memory, in another dtype: it must be this one.
+            assert lane.result is not None
             (message_grads,), lane.outs = lane.ins, [lane.result]
             hook.function(hook.state, message_grads, lane.result)
             return
         if axis.group is None or axis.is_single:
             torch._foreach_copy_(lane.outs, lane.ins)
             return
+        for part, out in zip(lane.parts, lane.outs, strict=True):
+            if part.grads:
+                self._reduce_pieces(lane, part, out)
         sent = [(out, inp) for out, inp in zip(lane.outs, lane.ins, strict=True) if inp.numel()]
         if sent:
             outs, ins = zip(*sent, strict=True)
-            average = self._scaling(lane).average
+            average = lane.scaling.average
             lane.transfer = self._route.collectives.reduce(outs, ins, axis.group, average=average)
+
+    @property
+    def _is_put_aside(self) -> bool:
+        """Whether sums over the shard axis wait for a step that reduces over the replicas, too."""
+        return not (self._route.topology.replicate.is_single or self._settings.requires_all_reduce)
+
+    def _ends_in_home(self, stages: Stages) -> bool:
+        """Whether the result can be handed over from a gradient home."""
+        is_kept = self._given_dtype(stages) == stages.kept
+        return is_kept and not self._hand_over.to_host and not self._is_put_aside
 
     def _complete(self) -> None:
         device, streams = self._flow.device, self._flow.streams
         for lane in self._lanes:
             lane.transfer.wait()
         self._exchanged = device.record()
-        replicas = self._route.topology.replicate
-        if not replicas.is_single and not self._settings.requires_all_reduce:
+        if self._is_put_aside:
+            self._is_worked_on = True
             self._put_aside()
             self._end()
             return
         for lane in self._lanes:
             for part, out in zip(lane.parts, lane.outs, strict=True):
                 if part.partial is not None:
+                    self._is_worked_on = True
                     out.add_(part.partial.total)
-        hook = self._route.hook
+        replicas, hook = self._route.topology.replicate, self._route.hook
         if replicas.is_single and hook is None:
             self._finish_lanes()
             return
+        self._is_worked_on = True
         stream = streams.replicate
         if hook is not None and hook.stream is not None:
             stream = hook.stream
         device.wait(device.record(), stream)
         with device.on(stream):
             for lane in self._lanes:
-                assert lane.result is not None
                 comm_hook = self._route.comm_hook
-                if comm_hook is not None:
-                    comm_hook.function(comm_hook.state, lane.result)
-                elif replicas.group is not None and not replicas.is_single:
-                    average = self._scaling(lane).average
-                    all_reduce(lane.result, replicas.group, average=average)
-                if hook is not None:
-                    hook.function(lane.result)
+                for result in lane.results():
+                    if comm_hook is not None:
+                        comm_hook.function(comm_hook.state, result)
+                    elif replicas.group is not None and not replicas.is_single:
+                        all_reduce(result, replicas.group, average=lane.scaling.average)
+                    if hook is not None:
+                        hook.function(result)
             self._finish_lanes()
 
     def _put_aside(self) -> None:
         """Keep sums over the shard axis until a step that also reduces over the replicas."""
         for lane in self._lanes:
             for part, out in zip(lane.parts, lane.outs, strict=True):
-                partial = Partial(out, tuple(grad is not None for grad in part.grads))
+                partial = Partial(out, part.has_slot)
                 if part.partial is not None:
                     partial = part.partial.joined(partial)
-                self._keep_partial(part.message, partial)
+                self._keep_partial(part.plan.message, partial)
 
     def _finish_lanes(self) -> None:
         """Scale, cast and hand over, on the current stream."""
         for lane in self._lanes:
-            assert lane.result is not None
-            scaling = self._scaling(lane)
-            if scaling.after != 1.0:
-                lane.result.div_(scaling.after)
-            self._hand_over.add_result(lane.result.to(self._given_dtype(lane.lane.stages)))
-            if lane.holder is not None:
-                self._hand_over.add(lane.holder, 0)
-            else:
-                self._give_members(lane)
-        self._hand_over.finish()
+            if lane.scaling.after != 1.0:
+                self._is_worked_on = True
+                for result in lane.results():
+                    result.div_(lane.scaling.after)
+            self._give(lane)
         self._end()
+
+    def _give(self, lane: LaneReduction) -> None:
+        plan, stages, result = lane.plan, lane.plan.lane.stages, lane.result
+        assert result is not None
+        if lane.home is None:
+            self._is_worked_on = True
+        if lane.home is None and stages.reduced != stages.kept and self._ends_in_home(stages):
+            home = plan.room_for([part.plan for part in lane.parts], result.device)
+            if home is not None:
+                sums = lane.outs
+                lane.move_in(home)
+                torch._foreach_copy_(lane.outs, sums)
+        if lane.home is not None:
+            gifts = lane.gifts()
+            holders = plan.holders if gifts is plan.gifts else [holder for holder, _ in gifts]
+            lane.home.given()
+            self._hand_over.give_home(lane.home, holders)
+        elif plan.home is not None and lane.is_complete and can_add_to(plan.home):
+            plan.home.result.add_(result)
+        else:
+            self._hand_over.give_parts(result.to(self._given_dtype(stages)), lane.gifts())
 
     def _end(self) -> None:
         """All is enqueued, on the current stream."""
         device = self._flow.device
-        self._event = device.record()
+        # Most often nothing was enqueued since the exchange: sums are means already, as they are.
+        self._event = device.record() if self._is_worked_on else self._exchanged
         if seam.observers and device.is_ordered:
             seam.end(Activity.REDUCE, self._route.unit)
 
@@ -329,71 +391,3 @@ class Reduction:
         if not self._settings.keep_low_precision_grads:
             return stages.kept
         return stages.reduced if self._route.topology.shard.is_single else stages.computed
-
-    def _give_members(self, lane: LaneReduction) -> None:
-        rank = self._route.topology.shard.rank
-        offset = 0
-        for part in lane.parts:
-            kept_slots = part.partial.has_slot if part.partial is not None else ()
-            # A rank cannot know whether another one has used a parameter of which it has a part.
-            is_flat = part.message.landing is Landing.FLAT
-            for index, slot in enumerate(part.message.slots):
-                member = lane.members[slot.entry]
-                has_gradient = part.grads[index] is not None or (kept_slots and kept_slots[index])
-                has_gradient = has_gradient or (is_flat and member.is_trainable)
-                if has_gradient and member.takes_gradient:
-                    self._hand_over.add(member, offset + part.message.shard_offset(slot, rank))
-            offset += part.message.segment_numel
-
-
-# Stands for a gradient that went into its message and is not needed any more.
-_TAKEN = torch.empty(0)
-
-
-def _fill_flat(
-    buffer: torch.Tensor, message: Message, grads: Sequence[torch.Tensor | None]
-) -> None:
-    """Lay gradients one after another."""
-    sizes = [slot.numel for slot in message.slots]
-    padding = buffer.numel() - sum(sizes)
-    *places, rest = buffer.split([*sizes, padding])
-    rest.zero_()
-    to, taken = [], []
-    for place, grad in zip(places, grads, strict=True):
-        if grad is None:
-            place.zero_()
-        else:
-            to.append(place.view(grad.shape))
-            taken.append(grad)
-    if to:
-        torch._foreach_copy_(to, taken)
-
-
-def _fill_shared(
-    segments: torch.Tensor,
-    message: Message,
-    grads: Sequence[torch.Tensor | None],
-    splits: Sequence[Any],
-) -> None:
-    """Lay several gradients side by side in every rank's segment."""
-    num_ranks = segments.size(0)
-    parts: list[torch.Tensor] = []
-    if len({grad.dtype for grad in grads if grad is not None}) > 1:
-        # Some are fresh and some were accumulated, in the dtype of the reduction.
-        grads = [None if grad is None else grad.to(segments.dtype) for grad in grads]
-    like = next((grad for grad in grads if grad is not None), segments)
-    for slot, grad, split in zip(message.slots, grads, splits, strict=True):
-        if slot.numel == 0:
-            continue
-        if grad is None:
-            parts.append(like.new_zeros(num_ranks, slot.numel))
-        elif split.dim == 0:
-            parts.append(grad)
-        elif split.dim is None:
-            parts.append(grad.reshape(1, -1).expand(num_ranks, -1).contiguous())
-        else:
-            parts.append(grad.reshape(split.num_rows, split.inner))
-    if message.padding_numel:
-        parts.append(like.new_zeros(num_ranks, message.padding_numel))
-    if parts:  # none if all parameters are empty
-        torch._chunk_cat(parts, dim=0, num_chunks=num_ranks, out=segments)

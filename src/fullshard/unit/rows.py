@@ -94,8 +94,8 @@ class RowsMember(Member):
         self.shard_spec = self.shard._spec  # type: ignore[attr-defined]
         self.local = local
 
-    def is_current(self) -> bool:
-        return self.locations[0].get() is self.shard and self.current_local is self.local
+    def is_at_home(self) -> bool:
+        return self.shard._local_tensor is self.local  # type: ignore[attr-defined]
 
     def came_back(self) -> bool:
         found, own = self.current_local, self.local

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,56 +13,30 @@ from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.collectives import Brought, Collectives, collectives_for
 from fullshard.comm.topology import Axis, Topology
 from fullshard.errors import LifecycleError, UnsupportedError
-from fullshard.layout import CostModel, Entry, Split, UnitLayout, plan_flat_layout, plan_layout
+from fullshard.layout import CostModel, Entry, Split, UnitLayout, plan_unit
 from fullshard.trace import seam
 from fullshard.trace.activities import Activity
 from fullshard.unit.extending import ExtensionGatherer
 from fullshard.unit.flat_lanes import FlatLanes
 from fullshard.unit.flow import Flow
 from fullshard.unit.gathering import Gatherer, Gathering
+from fullshard.unit.gradient_lane import GradientLane, GradientMessage, gradient_lanes
 from fullshard.unit.gradients import Gradients
 from fullshard.unit.homes import Homes, home_device
+from fullshard.unit.listening import Listener
 from fullshard.unit.member import Member
-from fullshard.unit.reducing import AllReduceHook, CommHook, Route
+from fullshard.unit.register import Register
+from fullshard.unit.route import AllReduceHook, CommHook, Route
 from fullshard.unit.settings import Settings
-
-
-@dataclass(frozen=True, slots=True)
-class Sharded:
-    """Shards are registered; the slab is empty, or about to be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Thinned:
-    """Shards are registered; the full parameters are spread over a smaller group of ranks."""
-
-    kept: torch.Tensor
-    axis: Axis
-    event: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Unsharding:
-    """Shards are registered; the gather is under way."""
-
-    gathering: Gathering
-    extension: Gathering | None
-
-
-@dataclass(frozen=True, slots=True)
-class Unsharded:
-    """Full parameters are registered and may be read on the current stream."""
-
-
-SHARDED = Sharded()
-UNSHARDED = Unsharded()
+from fullshard.unit.states import SHARDED, UNSHARDED, State, Thinned, Unsharded, Unsharding
 
 
 class Unit:
     """The parameters of one wrapper, or of one `fully_shard` call that share a mesh.
 
     Owns homes, slab and gradients, and changes state when told to; it does not know when.
-    `on_gradients` is called when the last trainable parameter has its gradient.
+    Of a unit that listens, `on_gradients` is called when the last trainable parameter has its
+    gradient, and before that when one has that fills a message.
     """
 
     def __init__(
@@ -84,20 +57,24 @@ class Unit:
         self.offload = offload
         self.flow = flow
         self.settings = settings
-        self.state: Sharded | Thinned | Unsharding | Unsharded = SHARDED
+        self.state: State = SHARDED
         self.default_collectives = collectives_for(topology.shard.group, flow.device.torch_device)
         self.collectives: Collectives = self.default_collectives
         self.reduce_axis = topology.shard
         self.all_reduce_hook: AllReduceHook | None = None
         self.comm_hook: CommHook | None = None
-        self.on_gradients: Callable[[Unit], None] = _ignore
+        self.on_gradients: Callable[[Unit, GradientMessage | None], None] = _ignore
         self.gradients = Gradients(topology, policy, offload)
         self.is_held = False
         self.is_summoned = False
         self.flat = flat
         self._num_trainable = 0
+        self._listener = Listener(self._heard)
         self._versions: list[int] = []
         self._gatherer: Gatherer | None = None
+        self._register: Register | None = None
+        self._listens_for_last = False
+        self._is_training_followed = False
         self.rehome()
 
     # Plan and homes
@@ -123,6 +100,8 @@ class Unit:
         """Plan anew from the shards as they are now, and move them into new homes."""
         self.reshard_now()
         self._gatherer = None
+        self._register = None
+        self.gradients.plan_anew(self._gradient_lanes)
         plain = [m for m in self.members if m.extension is None]
         extended = [m for m in self.members if m.extension is not None]
         self._plain, self._extended = plain, extended
@@ -165,10 +144,8 @@ class Unit:
             )
             for m in members
         ]
-        if self.flat is not None:
-            return plan_flat_layout(entries, self.topology.shard.size)
         cost = CostModel.of_device(self.flow.device.torch_device.type)
-        return plan_layout(entries, self.topology.shard.size, cost)
+        return plan_unit(entries, self.topology.shard.size, cost, is_flat=self.flat is not None)
 
     def refresh(self, *, plan_training: bool = False) -> None:
         """Notice shards that changed since they were gathered, or that a user replaced.
@@ -177,17 +154,14 @@ class Unit:
         while a state dict may be held, since its tensors would be left behind.
         """
         self._require_not_summoned()
+        self._is_training_followed = False
         versions = self._shard_versions()
         if self.state is not SHARDED:
             if self._versions == versions:
                 return
             self.reshard_now()
         self._versions = versions
-        is_current = True
-        for member in self.members:
-            if not member.is_current():
-                member.follow_registered()
-                is_current = member.came_back() and is_current
+        is_current = self._follow_registered()
         if self.flat is not None and self._homes is not None:
             is_current = is_current and self.flat.are_current(self._homes)
         if plan_training and not self.is_held:
@@ -196,6 +170,21 @@ class Unit:
         if not is_current:
             self.rehome()
             self._versions = self._shard_versions()
+
+    def _follow_registered(self) -> bool:
+        """Take over shards that a user registered; whether all of them look at their homes."""
+        register = self._register
+        is_shown = register is not None and register.shows_shards()
+        if is_shown and all(member.is_at_home() for member in self.members):
+            return True
+        is_current = True
+        for member in self.members:
+            if not member.is_current():
+                self._register = None
+                self.gradients.plan_anew(self._gradient_lanes)
+                member.follow_registered()
+                is_current = member.came_back() and is_current
+        return is_current
 
     def require_ready(self) -> None:
         """Raise unless every shard has memory on the right device."""
@@ -290,37 +279,30 @@ class Unit:
             self._gatherer.finish(state.gathering, self.flow)
             if state.extension is not None:
                 self._extender.finish(state.extension, self.flow)
+                self._register = None  # it may have made full parameters anew
         if seam.observers:
             seam.end(Activity.AWAIT_GATHER, self.name)
         self._register_full()
 
     def _register_full(self) -> None:
-        num_trainable = 0
-        for member in self.members:
-            full = member.full
-            assert full is not None
-            member.was_trainable = is_trainable = member.is_trainable
-            if full.requires_grad != is_trainable:
-                full.requires_grad_(is_trainable)
-            if is_trainable:
-                num_trainable += 1
-                if not member.is_hooked:
-                    full.register_post_accumulate_grad_hook(_arrival_hook(self, member))
-                    member.is_hooked = True
-            member.show(full)
-        self._num_trainable = num_trainable
+        register = self._register
+        if register is None:
+            register = self._register = Register(self.members)
+            self._is_training_followed = False
+        if not self._is_training_followed:
+            self._num_trainable = register.follow_training()
+            self._is_training_followed = True
+            self._listener.follow(self.members)
+        register.show_fulls()
         self.state = UNSHARDED
 
     def reshard(self, thin: Axis | None = None) -> None:
         """Register the shards; memory is given back once the next gather is issued (rule 3)."""
         if self.state is SHARDED or isinstance(self.state, Thinned):
             return
-        self._settle_gather()
-        for member in self.members:
-            full = member.full
-            if full is not None and full.requires_grad != member.was_trainable:
-                member.freeze_or_thaw(full.requires_grad)  # while unsharded
-            member.show(member.shard)
+        self.wait()
+        assert self._register is not None  # made when the full parameters were shown
+        self._register.show_shards()
         self.state = SHARDED
         if thin is not None:
             self.require_thinnable()
@@ -335,10 +317,6 @@ class Unit:
         self.reshard()
         self.state = SHARDED
         self.flow.release_now(self)
-
-    def _settle_gather(self) -> None:
-        if isinstance(self.state, Unsharding):
-            self.wait()
 
     def _release(self) -> list[tuple[int, int]]:
         if self._gatherer is None:
@@ -360,27 +338,56 @@ class Unit:
 
         Taken at the start of a pass: what is gathered in it is as new as that, or newer.
         """
+        if self._register is not None:
+            return self._register.versions()
         return [member.version for member in self.members]
 
     # Gradients
 
-    def gradient_arrived(self, member: Member) -> None:
-        arrived = self.gradients.arrived
-        arrived.add(member)
-        if len(arrived) == self._num_trainable:
-            self.on_gradients(self)
+    def listen(self) -> None:
+        """Be told of every gradient from now on: nothing else says when the last one is here."""
+        self._listens_for_last = True
+        self._listener.listen(self.members)
+
+    def listen_for_large(self) -> None:
+        """Be told of gradients if some are large enough not to wait for the others."""
+        if self.flow.device.is_ordered and self.gradients.large:
+            self._listener.listen(self.members)
+
+    def _heard(self, member: Member, is_last: bool) -> None:
+        if is_last and self._listens_for_last:
+            self.on_gradients(self, None)
+        elif self.settings.requires_gradient_sync and self.flow.device.is_ordered:
+            message = self.gradients.large.get(member)
+            if message is not None:
+                self.on_gradients(self, message)
 
     @property
-    def owes_reduction(self) -> bool:
-        return self.gradients.are_owed(self.members, self.settings)
+    def has_gradients(self) -> bool:
+        """Whether full gradients are there that were not taken yet."""
+        return self._register is not None and self._register.has_gradients
 
-    def reduce(self) -> None:
+    @property
+    def owes_kept_gradients(self) -> bool:
+        """Whether an earlier step kept gradients that are to be reduced now."""
+        return self.gradients.were_kept(self.members, self.settings)
+
+    def _gradient_lanes(self) -> list[GradientLane]:
+        rank = self.topology.shard.rank
+        holders = dict(enumerate(self.flat.holders)) if self.flat is not None else {}
+        return [
+            *gradient_lanes(self.layout, self._plain, rank, holders.get),
+            *gradient_lanes(self.extension_layout, self._extended, rank, lambda _: None),
+        ]
+
+    def reduce(self, only: GradientMessage | None = None) -> None:
         """Take the full gradients and start reducing them, or keep them if no sync is wanted."""
-        with torch.no_grad():
+        if only is None:
+            self._listener.begin_anew()
+        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             if not self.settings.requires_gradient_sync:
                 self.gradients.keep(self.members, is_flat=self.flat is not None)
                 return
-            plans = [(self.layout, self._plain), (self.extension_layout, self._extended)]
             route = Route(
                 self.name,
                 self.topology,
@@ -389,8 +396,12 @@ class Unit:
                 self.all_reduce_hook,
                 self.comm_hook,
             )
-            holders = None if self.flat is None else self.flat.holders
-            self.gradients.reduce(plans, route, self.settings, self.flow, holders)
+            self.gradients.reduce(route, self.settings, self.flow, only)
+
+    def forget_gradients(self) -> None:
+        """Drop everything that a failed step left behind, also gradients that it created."""
+        self.gradients.forget(self.members)
+        self._listener.begin_anew()
 
     # Settings
 
@@ -419,25 +430,13 @@ class Unit:
         return f"Unit({self.name!r}, {len(self.members)} parameters, {type(self.state).__name__})"
 
 
-def _arrival_hook(unit: Unit, member: Member) -> Callable[[torch.Tensor], None]:
-    """Tells a unit of a gradient, without keeping it alive.
-
-    The garbage collector does not see through the hooks of a tensor.
-    """
-    unit_ref, member_ref = weakref.ref(unit), weakref.ref(member)
-
-    def arrived(_: torch.Tensor) -> None:
-        unit, member = unit_ref(), member_ref()
-        if unit is not None and member is not None:
-            unit.gradient_arrived(member)
-
-    return arrived
+_AS_IT_IS = nullcontext()
 
 
 def _outside_inference() -> AbstractContextManager[object]:
     """Tensors made in inference mode could not be trained with later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
-def _ignore(unit: Unit) -> None:
+def _ignore(unit: Unit, message: GradientMessage | None) -> None:
     """Nobody listens."""

@@ -1,0 +1,293 @@
+"""Step time and memory on a GPU: a model like Llama with 1 B parameters, bf16, reduced in float32.
+
+Four modes, each a command of its own:
+
+    python benchmarks/bench_gpu.py world1    one NCCL rank: what sharding costs by itself
+    python benchmarks/bench_gpu.py played    the first of 8 and of 64 ranks, collectives that cost
+                                             nothing: device time, host time, peak memory
+    python benchmarks/bench_gpu.py ranks     2 and 4 NCCL ranks that share the GPU: step time, and
+                                             the share of communication that compute does not hide
+    python benchmarks/bench_gpu.py narrow    48 blocks of width 512 in a played world of 8: bound
+                                             by the host
+
+The unsharded model is the floor: it keeps its parameters and moments in bf16, the sharded ones keep
+float32 and cast. Variants are interleaved, except for `played`, where each runs in a process of its
+own so that its memory is its own. Before times are taken, losses are compared: of the variants
+themselves in `world1` and `ranks`, of a small model on one rank in `played` and `narrow`.
+
+`--device cpu --tiny` goes through the same code with gloo and a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from device_traces import busy_during
+from fullshard.testing import Rank, pool, quiet_world
+from measuring import (
+    Result,
+    Table,
+    check_losses,
+    interleaved,
+    medians,
+    parser_for,
+    result_for,
+    undisturbed,
+    without_known_warnings,
+)
+from stepping import Stepping, Task
+from variants import (
+    BASE,
+    BY_UNIT,
+    OURS,
+    TORCH_FSDP1,
+    TORCH_FSDP2,
+    UNSHARDED,
+    WRAPPER,
+    has_by_unit,
+)
+from worlds import device_of, one_rank
+
+T = TypeVar("T")
+GIB = 2**30
+TIMEOUT_S = 900.0
+
+
+BILLION = Task(20, 2048, 32_000, batch=4, length=2048, num_steps=15)
+NARROW = Task(48, 512, 256, batch=1, length=512, num_steps=20, num_warm=4, is_gpt=True)
+TINY = Task(2, 32, 64, batch=1, length=8, num_steps=2, num_warm=1)
+CHECKED = Task(2, 32, 64, batch=1, length=8, num_steps=3)
+
+
+def variants(*, with_wrapper_of_torch: bool = False) -> list[str]:
+    names = [TORCH_FSDP2, OURS, WRAPPER]
+    if with_wrapper_of_torch:
+        names.insert(1, TORCH_FSDP1)
+    return [*names, BY_UNIT] if has_by_unit() else names
+
+
+def check_on_one_rank(device: torch.device) -> None:
+    """Small models of every variant have the losses of torch's."""
+    with one_rank(device) as rank:
+        names = [BASE, *(name for name in variants(with_wrapper_of_torch=True) if name != BASE)]
+        losses = {name: CHECKED.stepping(name, rank).losses() for name in names}
+    check_losses(losses, rtol=1e-2)
+
+
+def time_rows(times: dict[str, dict[str, float]]) -> list[list[Any]]:
+    """Rows of milliseconds, with ratios to torch's and to the unsharded model where it is there."""
+    rows: list[list[Any]] = []
+    for name, spent in times.items():
+        keys = ("step", "compute", "optimizer", "host")
+        floor = times.get(UNSHARDED)
+        over = spent["step"] / floor["step"] if floor else None
+        ratio = spent["step"] / times[BASE]["step"]
+        rows.append([name, *(spent[key] * 1e3 for key in keys), over, ratio])
+    return rows
+
+
+TIME_COLUMNS = ["variant", "step", "forward+backward", "optimizer", "host", "/ unsharded", "ratio"]
+
+
+def timed_together(made: dict[str, Stepping], task: Task) -> dict[str, dict[str, float]]:
+    with undisturbed():
+        runs = {name: stepping.step for name, stepping in made.items()}
+        found = interleaved(runs, task.num_steps, task.num_warm)
+    return {name: medians(samples) for name, samples in found.items()}
+
+
+def run_world1(options: argparse.Namespace, result: Result) -> None:
+    task = options.task
+    with one_rank(options.device) as rank:
+        made = {name: task.stepping(name, rank) for name in [UNSHARDED, *variants()]}
+        losses = {name: stepping.losses(2) for name, stepping in made.items()}
+        check_losses(losses, rtol=2e-2)
+        times = timed_together(made, task)
+    result.details["losses"] = losses
+    result.add(Table("One rank: milliseconds", TIME_COLUMNS, time_rows(times)))
+
+
+def run_narrow(options: argparse.Namespace, result: Result) -> None:
+    check_on_one_rank(options.device)
+    task, names = options.task, [UNSHARDED, *variants(with_wrapper_of_torch=True)]
+    for world in options.worlds:
+        with quiet_world(world, device=options.device) as rank:
+            times = timed_together({name: task.stepping(name, rank) for name in names}, task)
+        title = f"{task.num_blocks} blocks of width {task.width}, played world of {world}"
+        result.add(Table(f"{title}: milliseconds", TIME_COLUMNS, time_rows(times)))
+
+
+def run_played(options: argparse.Namespace, result: Result) -> None:
+    check_on_one_rank(options.device)
+    for world in options.worlds:
+        found = {
+            name: _in_own_process(options, "--one", name, "--worlds", str(world))
+            for name in variants(with_wrapper_of_torch=True)
+        }
+        result.details[f"world_{world}"] = found
+        for table in played_tables(world, found):
+            result.add(table)
+
+
+def played_tables(world: int, found: dict[str, dict[str, float]]) -> list[Table]:
+    base = found[BASE]
+    times: list[list[Any]] = []
+    memory: list[list[Any]] = []
+    for name, row in found.items():
+        spent = [row[key] * 1e3 for key in ("step", "busy", "host")]
+        times.append([name, *spent, row["step"] / base["step"]])
+        held: list[Any] = []
+        for key in ("allocated", "reserved"):
+            held += [row[key] / GIB, row[key] / base[key] if base[key] else None]
+        memory.append([name, *held])
+    return [
+        Table(
+            f"Played world of {world}: milliseconds",
+            ["variant", "step", "device busy", "host", "ratio"],
+            times,
+        ),
+        Table(
+            f"Played world of {world}: peak memory, GiB",
+            ["variant", "allocated", "ratio", "reserved", "ratio"],
+            memory,
+        ),
+    ]
+
+
+def _in_own_process(options: argparse.Namespace, *arguments: str) -> dict[str, float]:
+    command = [sys.executable, str(Path(__file__)), "played", "--device", str(options.device)]
+    command += [*arguments, *(["--tiny"] if options.tiny else [])]
+    command += ["--batch", str(options.task.batch), "--steps", str(options.task.num_steps)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env=environment, timeout=TIMEOUT_S
+    )
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def play_one(options: argparse.Namespace) -> dict[str, float]:
+    """One variant in a played world: the medians of its times, and the most memory it held."""
+    task, device = options.task, options.device
+    is_cuda = device.type == "cuda"
+    with quiet_world(options.worlds[0], device=device) as rank, undisturbed():
+        stepping = task.stepping(options.one, rank)
+        if is_cuda:
+            torch.cuda.empty_cache()  # what building the model took does not count
+        for _ in range(task.num_warm):
+            stepping.step()
+        gc.collect()
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        found = medians([stepping.step() for _ in range(task.num_steps)])
+        found["allocated"] = torch.cuda.max_memory_allocated() if is_cuda else 0
+        found["reserved"] = torch.cuda.max_memory_reserved() if is_cuda else 0
+        found["busy"] = busy_during(stepping.step).busy_us / 1e6 if is_cuda else found["step"]
+    return found
+
+
+def measure_on_ranks(rank: Rank, names: list[str], task: Task) -> dict[str, Any]:
+    """On one rank: the medians of times, losses, and what the trace of one step shows."""
+    with undisturbed():
+        made = {name: task.stepping(name, rank) for name in names}
+        losses = {name: stepping.losses(task.num_warm) for name, stepping in made.items()}
+        runs = {name: stepping.step for name, stepping in made.items()}
+        found = interleaved(runs, task.num_steps, num_warm=0)
+        traced = {}
+        for name, stepping in made.items():
+            if rank.device.type != "cuda":
+                continue
+            times: list[dict[str, float]] = []
+            dist.barrier()
+            busy = busy_during(_kept(stepping.step, times))
+            traced[name] = {"step": times[0]["step"], **vars(busy)}
+    return {
+        "times": {name: medians(samples) for name, samples in found.items()},
+        "losses": losses,
+        "traced": traced,
+    }
+
+
+def _kept(step: Callable[[], T], kept: list[T]) -> Callable[[], None]:
+    return lambda: kept.append(step())
+
+
+def run_ranks(options: argparse.Namespace, result: Result) -> None:
+    backend = "nccl" if options.device.type == "cuda" else "gloo"
+    for num_ranks in options.ranks:
+        ranks = pool(num_ranks, backend)
+        names = [TORCH_FSDP2, OURS, WRAPPER]
+        found = ranks.run(measure_on_ranks, names, options.task, timeout_s=TIMEOUT_S)
+        if backend == "nccl":
+            ranks.close()  # the next ones need the memory
+        for of_rank in found:
+            check_losses(of_rank["losses"], rtol=2e-2)
+        result.details[f"ranks_{num_ranks}"] = found
+        times, traced = found[0]["times"], found[0]["traced"]
+        rows = []
+        for name, spent in times.items():
+            row: list[Any] = [name, spent["step"] * 1e3, spent["step"] / times[BASE]["step"]]
+            trace = traced.get(name)
+            if trace is None:
+                row += [None, None]
+            else:
+                row += [trace["communication_us"] / 1e3]
+                row += [100 * trace["exposed_us"] / 1e6 / trace["step"]]
+            rows.append(row)
+        result.add(
+            Table(
+                f"{num_ranks} ranks on one device: milliseconds, and from the trace of one step",
+                ["variant", "step", "ratio", "communication", "exposed, % of step"],
+                rows,
+            )
+        )
+
+
+MODES: dict[str, tuple[Task, Callable[[argparse.Namespace, Result], None]]] = {
+    "world1": (BILLION, run_world1),
+    "played": (replace(BILLION, num_steps=10), run_played),
+    "ranks": (replace(BILLION, batch=2, num_steps=3), run_ranks),
+    "narrow": (NARROW, run_narrow),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("--device", type=device_of, default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
+    parser.add_argument("--worlds", type=int, nargs="+", help="sizes of played worlds")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    task, run = MODES[options.mode]
+    task = TINY if options.tiny else task
+    options.task = replace(
+        task, batch=options.batch or task.batch, num_steps=options.steps or task.num_steps
+    )
+    options.worlds = options.worlds or ([8] if options.mode == "narrow" else [8, 64])
+    with without_known_warnings():
+        if options.one:
+            print(json.dumps(play_one(options)))
+            return
+        result = result_for("gpu", arguments, options.device)
+        run(options, result)
+        result.write(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""One training step of one variant, and what it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.testing import Rank
+from measuring import synchronize
+from models import GPT, GPTBlock, GPTSize, Llama, LlamaBlock, tokens_for
+from variants import Sharding, optimizer_for, shard
+
+
+class Stepping:
+    """A sharded model with its optimizer. `step` trains on the same tokens again and times it.
+
+    Times, in seconds: `step` is the whole, `compute` forward and backward, `optimizer` the rest; on
+    CUDA they are of the device, and `host` is when the calls had returned. On a CPU `host` is
+    `step`.
+    """
+
+    def __init__(
+        self, variant: str, build: Callable[[], nn.Module], how: Sharding, tokens: Tensor
+    ) -> None:
+        torch.manual_seed(0)
+        with how.device:
+            model = build()
+        self.model = shard(variant, model, how)
+        self.optimizer = optimizer_for(variant, self.model, learning_rate=1e-4)
+        self.device = how.device
+        self.tokens = tokens
+        self.loss: Tensor | None = None
+
+    def step(self) -> dict[str, float]:
+        if self.device.type == "cuda":
+            return self._step_on_cuda()
+        start = time.perf_counter()
+        self._compute()
+        middle = time.perf_counter()
+        self._update()
+        end = time.perf_counter()
+        whole = end - start
+        return {
+            "step": whole,
+            "compute": middle - start,
+            "optimizer": end - middle,
+            "host": whole,
+        }
+
+    def _step_on_cuda(self) -> dict[str, float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        synchronize(self.device)
+        start = time.perf_counter()
+        events[0].record()
+        self._compute()
+        events[1].record()
+        self._update()
+        events[2].record()
+        host = time.perf_counter() - start
+        synchronize(self.device)
+        return {
+            "step": events[0].elapsed_time(events[2]) / 1e3,
+            "compute": events[0].elapsed_time(events[1]) / 1e3,
+            "optimizer": events[1].elapsed_time(events[2]) / 1e3,
+            "host": host,
+        }
+
+    def _compute(self) -> None:
+        loss = self.model(self.tokens)
+        loss.backward()
+        self.loss = loss.detach()
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def losses(self, num_steps: int = 3) -> list[float]:
+        found = []
+        for _ in range(num_steps):
+            self.step()
+            assert self.loss is not None
+            found.append(float(self.loss))
+        return found
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model like Llama, or a GPT, in bf16: its shape, its batch, how often it is trained."""
+
+    num_blocks: int
+    width: int
+    vocabulary: int
+    batch: int
+    length: int
+    num_steps: int
+    num_warm: int = 2
+    is_gpt: bool = False
+
+    def build(self) -> nn.Module:
+        if self.is_gpt:
+            return GPT(GPTSize(self.num_blocks, self.width, self.vocabulary))
+        return Llama(self.num_blocks, self.width, self.vocabulary)
+
+    def stepping(self, variant: str, rank: Rank) -> Stepping:
+        block = GPTBlock if self.is_gpt else LlamaBlock
+        how = Sharding(block, rank.mesh(), rank.device, torch.bfloat16)
+        tokens = tokens_for(self.batch, self.length + 1, self.vocabulary, rank.device, rank.rank)
+        return Stepping(variant, self.build, how, tokens)

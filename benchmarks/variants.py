@@ -1,0 +1,109 @@
+"""How each library shards a model: the same units, the same dtypes, nothing else alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import wrap as torch_wrap
+
+import fullshard
+from fullshard import wrap as own_wrap
+
+UNSHARDED = "unsharded"
+TORCH_FSDP2 = "torch fully_shard"
+TORCH_FSDP1 = "torch wrapper"
+OURS = "fullshard fully_shard"
+WRAPPER = "fullshard wrapper"
+FLAT_WRAPPER = "fullshard wrapper, use_orig_params=False"
+
+BY_UNIT = "fullshard fully_shard, by_unit"
+"""As `OURS`, with an optimizer that runs over the contiguous shard of each unit."""
+
+SHARDED = (TORCH_FSDP2, TORCH_FSDP1, OURS, WRAPPER, FLAT_WRAPPER)
+BASE = TORCH_FSDP2
+"""What ratios are relative to."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is to be sharded, whoever does it. `dtype` is computed in; float32 is reduced."""
+
+    unit_class: type[nn.Module]
+    mesh: DeviceMesh
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def precision(self) -> dict[str, torch.dtype]:
+        if self.dtype == torch.float32:
+            return {}
+        return {"param_dtype": self.dtype, "reduce_dtype": torch.float32}
+
+
+def has_by_unit() -> bool:
+    return hasattr(fullshard, "by_unit")
+
+
+def optimizer_for(variant: str, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Fused AdamW over what the library hands out as parameters."""
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, fused=True
+    )
+    if variant == BY_UNIT:
+        optimizer = getattr(fullshard, "by_unit")(optimizer)  # noqa: B009
+    return optimizer
+
+
+def shard(variant: str, model: nn.Module, how: Sharding) -> nn.Module:
+    """Shard `model` in the way that `variant` names; what is called in its place is returned."""
+    return _WAYS[variant](model, how)
+
+
+def _fully_sharded(package: Any) -> Callable[[nn.Module, Sharding], nn.Module]:
+    def apply(model: nn.Module, how: Sharding) -> nn.Module:
+        policy = package.MixedPrecisionPolicy(**how.precision)
+        units = [module for module in model.modules() if isinstance(module, how.unit_class)]
+        for module in [*units, model]:
+            package.fully_shard(module, mesh=how.mesh, mp_policy=policy)
+        return model
+
+    return apply
+
+
+def _wrapped(
+    package: Any, wrap: Any, use_orig_params: bool
+) -> Callable[[nn.Module, Sharding], nn.Module]:
+    def apply(model: nn.Module, how: Sharding) -> nn.Module:
+        wrapper: nn.Module = package.FullyShardedDataParallel(
+            model,
+            process_group=how.mesh.get_group(),
+            auto_wrap_policy=wrap.ModuleWrapPolicy({how.unit_class}),
+            mixed_precision=package.MixedPrecision(**how.precision) if how.precision else None,
+            device_id=how.device,
+            use_orig_params=use_orig_params,
+        )
+        return wrapper
+
+    return apply
+
+
+def _unsharded(model: nn.Module, how: Sharding) -> nn.Module:
+    """The model as it is, kept in the dtype that it computes in."""
+    return model.to(how.dtype)
+
+
+_WAYS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
+    UNSHARDED: _unsharded,
+    TORCH_FSDP2: _fully_sharded(torch_fsdp),
+    TORCH_FSDP1: _wrapped(torch_fsdp, torch_wrap, use_orig_params=True),
+    OURS: _fully_sharded(fullshard),
+    BY_UNIT: _fully_sharded(fullshard),
+    WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=True),
+    FLAT_WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=False),
+}

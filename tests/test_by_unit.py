@@ -1,0 +1,777 @@
+"""Steps by spans: parameters and state are those of the same optimizer without `by_unit`."""
+
+import copy
+import gc
+import io
+import itertools
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from fullshard import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    StateDictType,
+    by_unit,
+    fully_shard,
+    state,
+)
+from fullshard.errors import ConfigError
+from fullshard.optim.span_planning import Tile, plan_spans
+from fullshard.sharded_grad_scaler import ShardedGradScaler
+from fullshard.testing import Rank, on_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+FORMS = ["rows", "slices", "flat"]
+Make = Callable[[Any], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: SGD(p, lr=0.1, weight_decay=0.1),
+    "sgd_nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd_damped": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.1, foreach=True),
+    "sgd_fused": lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam_amsgrad": lambda p: optim.Adam(p, lr=0.01, amsgrad=True, maximize=True),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+    "adamw_foreach": lambda p: AdamW(p, lr=0.01, foreach=True),
+    "adamw_fused": lambda p: AdamW(p, lr=0.01, fused=True, amsgrad=True),
+    "adamw_tensor_lr": lambda p: AdamW(p, lr=torch.tensor(0.01), fused=True),
+    "adamax": lambda p: optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: optim.NAdam(p, lr=0.01),
+    "radam": lambda p: optim.RAdam(p, lr=0.01),
+    "adagrad": lambda p: optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    "adagrad_fused": lambda p: optim.Adagrad(p, lr=0.05, fused=True),
+    "adadelta": lambda p: optim.Adadelta(p, lr=0.5),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "asgd": lambda p: optim.ASGD(p, lr=0.01, t0=2),
+    "rprop": lambda p: optim.Rprop(p, lr=0.01),
+}
+
+
+# torch's kernel on the CPU rounds otherwise at the end of a tensor than in its middle.
+ROUNDED = {"sgd_fused"}
+
+
+class Block(nn.Module):
+    """No size is even, one parameter has fewer rows than there are ranks, one has no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 7)
+        self.gate = nn.Linear(7, 1)
+        self.spare = nn.Linear(3, 5, bias=False)
+        self.down = nn.Linear(7, 5, bias=False)
+        self.gain = nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, x: Tensor, use_spare: bool = False) -> Tensor:
+        h = torch.tanh(self.up(x))
+        x = x + self.gain * self.down(h * torch.sigmoid(self.gate(h)))
+        return x + self.spare(x[..., :3]) if use_spare else x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, use_spare: bool = False) -> Tensor:
+        for block in self.blocks:
+            x = block(x, use_spare)
+        return self.head(x)
+
+
+def sharded(rank: Rank, form: str, build: Callable[[], nn.Module] = Net, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = build()
+    if form == "rows":
+        for block in model.blocks:
+            fully_shard(block, mesh=rank.mesh(), **options)
+        return fully_shard(model, mesh=rank.mesh(), **options)
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=rank.mesh(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=form == "slices",
+        **options,
+    )
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """What decays and what does not, where parameters have names; otherwise every second."""
+    params = list(model.named_parameters())
+    is_flat = any("_flat_param" in name for name, _ in params)
+    chosen = [n % 2 == 0 if is_flat else "weight" in name for n, (name, _) in enumerate(params)]
+    return [
+        {"params": [p for (_, p), is_one in zip(params, chosen, strict=True) if is_one]},
+        {
+            "params": [p for (_, p), is_one in zip(params, chosen, strict=True) if not is_one],
+            "weight_decay": 0.0,
+        },
+    ]
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class Twins:
+    """Two models alike, one with an optimizer as it is and one with it by unit."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        form: str,
+        make: Make,
+        of: Callable[[nn.Module], Any] = groups,
+        **options: Any,
+    ) -> None:
+        self.rank = rank
+        self.check = same
+        self.models = [sharded(rank, form, **options) for _ in range(2)]
+        self.plain = make(of(self.models[0]))
+        self.by_unit = by_unit(make(of(self.models[1])))
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [self.plain, self.by_unit]
+
+    def backward(self, step: int, *args: Any) -> None:
+        for model in self.models:
+            model(batch(step, self.rank.rank), *args).float().square().mean().backward()
+
+    def step(self, step: int, *args: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.backward(step, *args)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.assert_same()
+
+    def assert_same(self) -> None:
+        pairs = zip(self.models[0].parameters(), self.models[1].parameters(), strict=True)
+        for expected, found in pairs:
+            self.check(local(found), local(expected))
+        assert_same_states(self.by_unit, self.plain, self.check)
+
+
+def local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+Check = Callable[[Tensor, Tensor], None]
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    assert torch.equal(found, expected)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected)
+
+
+def assert_same_states(found: Optimizer, expected: Optimizer, check: Check = same) -> None:
+    assert len(found.state) == len(expected.state)
+    pairs = zip(params_of(found), params_of(expected), strict=True)
+    for param, other in pairs:
+        assert (param in found.state) == (other in expected.state)
+        if other not in expected.state:
+            continue
+        own, its = found.state[param], expected.state[other]
+        assert own.keys() == its.keys()
+        for name, value in its.items():
+            assert type(own[name]) is type(value), name
+            if isinstance(value, DTensor):
+                assert own[name].placements == value.placements, name
+                assert own[name].shape == value.shape, name
+            if isinstance(value, Tensor):
+                check(local(own[name]), local(value))
+            else:
+                assert own[name] == value, name
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+# Alike
+
+# What torch cannot step on `DTensor`s: no fused kernel, or no way to write to their elements.
+NOT_ON_DTENSORS = ("sgd_fused", "adagrad_fused", "rprop")
+CASES = [
+    (kind, form)
+    for kind in OPTIMIZERS
+    for form in FORMS
+    if not (form == "rows" and kind in NOT_ON_DTENSORS)
+    if form != "flat" or kind in ("sgd_nesterov", "adamw_fused", "adagrad")
+]
+
+
+@pytest.mark.parametrize("kind, form", CASES)
+@on_ranks(2)
+def test_steps_are_those_of_the_optimizer_to_the_last_bit(rank: Rank, kind: str, form: str) -> None:
+    twins = Twins(rank, form, OPTIMIZERS[kind])
+    twins.check = close if kind in ROUNDED else same
+    # Parameters get their first gradient late, then none again, and so count other steps.
+    for step, use_spare in enumerate([False, False, True, True, False, True]):
+        twins.step(step, use_spare)
+
+
+@pytest.mark.parametrize("kind", NOT_ON_DTENSORS)
+@on_ranks(2)
+def test_what_torch_cannot_step_on_dtensors_steps_as_on_their_shards(rank: Rank, kind: str) -> None:
+    model = sharded(rank, "rows")
+    shards = [nn.Parameter(local(param).clone()) for param in model.parameters()]
+    optimizer = by_unit(OPTIMIZERS[kind](model.parameters()))
+    reference = OPTIMIZERS[kind](shards)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank.rank)).square().mean().backward()
+        for param, shard in zip(model.parameters(), shards, strict=True):
+            shard.grad = None if param.grad is None else local(param.grad).clone()
+        optimizer.step()
+        reference.step()
+        for param, shard in zip(model.parameters(), shards, strict=True):
+            (close if kind in ROUNDED else same)(local(param), shard.detach())
+
+
+class Seeing(Optimizer):
+    """Of a user's own: subtracts signs, keeps a python number and a mean, sees what it steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.seen: list[int] = []
+        self.addresses: set[int] = set()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, factor: float = 1.0) -> Any:
+        loss = closure() if closure is not None else None
+        params = [p for p in params_of(self) if p.grad is not None]
+        self.seen.append(len(params))
+        self.addresses = {local(p.grad).data_ptr() for p in params if p.grad.numel()}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["num_steps"] = state.get("num_steps", 0) + 1000
+                state["mean"] = 0.5 * state.get("mean", 0.0) + param.grad
+                param.sub_(torch.sign(state["mean"]), alpha=group["lr"] * factor)
+        return loss
+
+
+@pytest.mark.parametrize("form, num_tensors", [("rows", 2), ("slices", 2), ("flat", 2)])
+@on_ranks(2)
+def test_a_step_is_given_one_tensor_for_neighbours_of_one_kind(
+    rank: Rank, form: str, num_tensors: int
+) -> None:
+    model = sharded(rank, form)
+    optimizer = by_unit(Seeing(model.parameters()), elementwise=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank.rank), True).square().mean().backward()
+        optimizer.step()
+        # Gradients lie as their home does: nothing is copied.
+        grads = [local(param.grad) for param in model.parameters() if param.grad is not None]
+        assert optimizer.addresses <= {grad.data_ptr() for grad in grads}
+    # One for each unit; without by_unit there are nine parameters.
+    assert optimizer.seen == [num_tensors] * 3
+
+
+@pytest.mark.parametrize("form", ["rows", "slices"])
+@on_ranks(2)
+def test_an_optimizer_of_a_users_own_steps_as_it_would_by_itself(rank: Rank, form: str) -> None:
+    models = [sharded(rank, form) for _ in range(2)]
+    plain = Seeing(models[0].parameters())
+    spanned = by_unit(Seeing(models[1].parameters()), elementwise=True)
+    for step, use_spare in enumerate([False, True, False, True, True]):
+        for model, optimizer in zip(models, (plain, spanned), strict=True):
+            optimizer.zero_grad()
+            model(batch(step, rank.rank), use_spare).square().mean().backward()
+            optimizer.step(factor=0.5)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(local(a), local(b))
+        assert_same_states(spanned, plain)
+    assert sum(spanned.seen) < sum(plain.seen)
+
+
+class Signs(Optimizer):
+    """Of a user's own: looks for state, and makes none."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.seen: list[int] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for param in params_of(self) if param.grad is not None]
+        self.seen.append(len(params))
+        for param in params:
+            assert self.state[param] == {}
+            param.sub_(torch.sign(param.grad), alpha=0.1)
+
+
+class Tied(nn.Module):
+    """Two blocks that share a parameter, which the root then holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+@on_ranks(2)
+def test_tied_parameters_and_a_model_from_meta_are_in_spans(rank: Rank) -> None:
+    with torch.device("meta"):
+        model = sharded(rank, "rows", Tied)
+    optimizer = by_unit(Signs(model.parameters()), elementwise=True)
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.constant_(param, 0.3)
+    before = [local(param).clone() for param in model.parameters()]
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank.rank)).square().mean().backward()
+        optimizer.step()
+    # One for the tied parameter, and two for each block, on both sides of what has no gradient.
+    assert optimizer.seen == [5] * 3
+    assert len(optimizer.state) == sum(param.grad is not None for param in model.parameters())
+    for param, old in zip(model.parameters(), before, strict=True):
+        moved = (local(param) - old).abs().round(decimals=3)
+        allowed = [0.0, 0.1, 0.3] if param.grad is not None else [0.0]
+        assert torch.isin(moved, torch.tensor(allowed)).all()
+
+
+@on_ranks(2)
+def test_parameters_that_no_unit_holds_are_stepped_too(rank: Rank) -> None:
+    loose = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    numbers = iter(range(2))
+
+    def of(model: nn.Module) -> list[Any]:
+        return [*model.parameters(), loose[next(numbers)]]
+
+    twins = Twins(rank, "rows", OPTIMIZERS["adamw"], of)
+    for step in range(3):
+        for param in loose:
+            param.grad = torch.full((3,), float(step))
+        twins.backward(step)
+        for optimizer in twins.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.assert_same()
+        assert torch.equal(*loose)
+    assert not torch.equal(loose[0], torch.ones(3))
+
+
+@pytest.mark.parametrize("form", ["rows", "slices"])
+@on_ranks(2)
+def test_units_that_are_kept_unsharded_see_the_step(rank: Rank, form: str) -> None:
+    options: dict[str, Any] = {}
+    if form == "rows":
+        options = {"reshard_after_forward": False}
+    twins = Twins(rank, form, OPTIMIZERS["adamw_fused"], **options)
+    if form == "rows":
+        for model in twins.models:
+            model.set_reshard_after_backward(False)
+    for step in range(3):
+        twins.step(step)
+    outputs = [model(batch(9, 0)) for model in twins.models]
+    assert torch.equal(*outputs)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_is_dropped_is_freed_at_once(rank: Rank) -> None:
+    model = sharded(rank, "rows")
+    optimizer = by_unit(AdamW(model.parameters(), fused=True))
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank.rank)).square().mean().backward()
+        optimizer.step()
+    watched = [weakref.ref(optimizer), weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])]
+    gc.disable()
+    try:
+        del optimizer
+        assert [ref() for ref in watched] == [None, None]
+    finally:
+        gc.enable()
+
+
+@on_ranks(2)
+def test_a_step_keeps_nothing_of_the_gradients(rank: Rank) -> None:
+    model = sharded(rank, "rows")
+    optimizer = by_unit(AdamW(model.parameters(), fused=True))
+    for step in range(3):
+        model(batch(step, rank.rank)).square().mean().backward()
+        storage = model.head.weight.grad.to_local().untyped_storage()
+        num_holders = torch._C._storage_Use_Count(storage._cdata)
+        optimizer.step()
+        assert torch._C._storage_Use_Count(storage._cdata) == num_holders
+        del storage
+        optimizer.zero_grad()
+
+
+# What others do to an optimizer
+
+
+@pytest.mark.parametrize("form", ["rows", "slices"])
+@on_ranks(2)
+def test_schedulers_clipping_hooks_and_closures_work_as_before(rank: Rank, form: str) -> None:
+    twins = Twins(rank, form, OPTIMIZERS["adamw_fused"])
+    schedulers = [StepLR(optimizer, 1, gamma=0.5) for optimizer in twins.optimizers]
+    calls: list[str] = []
+    for optimizer in twins.optimizers:
+        optimizer.register_step_pre_hook(lambda o, *_: calls.append(f"pre {len(params_of(o))}"))
+        optimizer.register_step_post_hook(lambda o, *_: calls.append(f"post {len(o.state)}"))
+    rates = []
+    for step in range(3):
+        for model, optimizer in zip(twins.models, twins.optimizers, strict=True):
+
+            def closure(model: Any = model, optimizer: Any = optimizer, n: int = step) -> Tensor:
+                optimizer.zero_grad(set_to_none=n < 2)
+                loss = model(batch(n, rank.rank)).square().mean()
+                loss.backward()
+                nn.utils.clip_grad_value_(model.parameters(), 0.01)
+                return loss
+
+            assert optimizer.step(closure).requires_grad
+        for scheduler in schedulers:
+            scheduler.step()
+        twins.assert_same()
+        rates.append(twins.by_unit.param_groups[0]["lr"])
+    assert rates == [0.005, 0.0025, 0.00125]
+    assert len(calls) == 12
+    assert calls[0::4] == calls[2::4]
+    assert calls[1::4] == calls[3::4]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_fused", "sgd_nesterov"])
+@on_ranks(2)
+def test_a_scaler_scales_and_skips_as_before(rank: Rank, kind: str) -> None:
+    twins = Twins(rank, "rows", OPTIMIZERS[kind])
+    scalers = [ShardedGradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    for step in range(4):
+        for scaler, model, optimizer in zip(scalers, twins.models, twins.optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(model(batch(step, rank.rank)).square().mean()).backward()
+            if step == 2 and rank.rank == 1:
+                local(model.head.weight.grad)[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        twins.assert_same()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 32.0
+
+
+@pytest.mark.parametrize("form", ["rows", "slices"])
+@on_ranks(2)
+def test_gradients_that_a_user_replaced_are_used(rank: Rank, form: str) -> None:
+    twins = Twins(rank, form, OPTIMIZERS["adamw"])
+    for step in range(4):
+        for optimizer in twins.optimizers:
+            optimizer.zero_grad()
+        twins.backward(step, True)
+        for model in twins.models:
+            for number, param in enumerate(model.parameters()):
+                if param.grad is None or number % 2:
+                    continue
+                if step == 1:
+                    param.grad = param.grad * 2
+                elif step == 2:
+                    param.grad = None
+        for optimizer in twins.optimizers:
+            optimizer.step()
+        twins.assert_same()
+
+
+@pytest.mark.parametrize("form", ["rows", "slices"])
+@on_ranks(2)
+def test_shards_and_groups_that_change_are_followed(rank: Rank, form: str) -> None:
+    def some(model: nn.Module) -> list[Any]:
+        return [param for name, param in model.named_parameters() if "head" not in name]
+
+    twins = Twins(rank, form, OPTIMIZERS["adamw"], some)
+    twins.step(0)
+    for model, optimizer in zip(twins.models, twins.optimizers, strict=True):
+        head = [param for name, param in model.named_parameters() if "head" in name]
+        optimizer.add_param_group({"params": head, "lr": 0.5})
+    twins.step(1)
+    twins.step(2)
+    for model in twins.models:
+        frozen = next(param for name, param in model.named_parameters() if "up.weight" in name)
+        frozen.requires_grad_(False)
+    twins.step(3)
+    twins.step(4)
+    for model in twins.models:
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=form == "rows")
+    twins.step(5)
+    twins.step(6)
+
+
+@on_ranks(2)
+def test_new_homes_between_backward_and_step_are_followed(rank: Rank) -> None:
+    twins = Twins(rank, "rows", OPTIMIZERS["adamw_fused"])
+    twins.step(0)
+    twins.step(1)
+    twins.backward(2)
+    for model in twins.models:
+        for param in model.parameters():
+            param._local_tensor = param._local_tensor.clone()
+    for optimizer in twins.optimizers:
+        optimizer.step()
+    twins.assert_same()
+    twins.step(3)
+    twins.step(4)
+
+
+# State
+
+
+def trained(rank: Rank, form: str, kind: str = "adamw_fused") -> Twins:
+    twins = Twins(rank, form, OPTIMIZERS[kind])
+    twins.step(0)
+    twins.step(1, True)
+    return twins
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["adamw_fused", "nadam", "sgd_nesterov"])
+@on_ranks(2)
+def test_state_dicts_go_both_ways(rank: Rank, form: str, kind: str) -> None:
+    twins = trained(rank, form, kind)
+    taken = [copy.deepcopy(optimizer.state_dict()) for optimizer in twins.optimizers]
+    assert taken[0].keys() == taken[1].keys()
+    assert taken[0]["param_groups"] == taken[1]["param_groups"]
+    twins.step(2)
+    twins.plain.load_state_dict(taken[1])
+    twins.by_unit.load_state_dict(taken[0])
+    twins.assert_same()
+    twins.step(3)
+    twins.step(4, True)
+    twins.step(5, True)
+
+
+@on_ranks(2)
+def test_state_is_saved_without_its_neighbours(rank: Rank) -> None:
+    twins = trained(rank, "slices")
+    sizes = []
+    for optimizer in twins.optimizers:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        sizes.append(file.tell())
+        moments = [each["exp_avg"] for each in optimizer.state.values()]
+        assert all(m.untyped_storage().nbytes() == m.nbytes for m in moments)
+    assert sizes[1] <= sizes[0] * 1.01
+
+
+@on_ranks(2)
+def test_torchs_own_functions_read_and_write_the_state(rank: Rank) -> None:
+    twins = trained(rank, "rows")
+    taken = [
+        copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+        for model, optimizer in zip(twins.models, twins.optimizers, strict=True)
+    ]
+    assert taken[0].keys() == taken[1].keys()
+    twins.step(2)
+    for model, optimizer, other in zip(twins.models, twins.optimizers, taken[::-1], strict=True):
+        set_optimizer_state_dict(model, optimizer, other)
+    twins.assert_same()
+    twins.step(3)
+    # An optimizer without state is given some by a step in which nothing changes.
+    fresh = sharded(rank, "rows")
+    set_optimizer_state_dict(fresh, by_unit(AdamW(groups(fresh), lr=0.1, fused=True)), taken[0])
+
+
+@pytest.mark.parametrize("form", ["slices", "flat"])
+@on_ranks(2)
+def test_the_wrapper_reads_and_writes_the_state(rank: Rank, form: str) -> None:
+    twins = trained(rank, form, "adamw")
+    wrapper = FullyShardedDataParallel
+    taken = []
+    for model, optimizer in zip(twins.models, twins.optimizers, strict=True):
+        with wrapper.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            taken.append(wrapper.optim_state_dict(model, optimizer))
+    assert taken[0]["state"].keys() == taken[1]["state"].keys()
+    for name, its in taken[0]["state"].items():
+        assert torch.equal(its["exp_avg"], taken[1]["state"][name]["exp_avg"])
+    twins.step(2)
+    for model, optimizer, other in zip(twins.models, twins.optimizers, taken[::-1], strict=True):
+        with wrapper.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            optimizer.load_state_dict(wrapper.optim_state_dict_to_load(model, optimizer, other))
+    twins.step(3)
+
+
+@pytest.mark.parametrize("form", ["rows", "slices"])
+@on_ranks(2)
+def test_a_checkpoint_is_resumed_exactly(rank: Rank, form: str, tmp_path: Path) -> None:
+    twins = trained(rank, form)
+    state.save(tmp_path / "one", twins.models[1], twins.by_unit)
+    twins.step(2)
+    twins.step(3)
+    resumed = Twins(rank, form, OPTIMIZERS["adamw_fused"])
+    for model, optimizer in zip(resumed.models, resumed.optimizers, strict=True):
+        state.load(tmp_path / "one", model, optimizer)
+    resumed.step(2)
+    resumed.step(3)
+    pairs = zip(resumed.models[1].parameters(), twins.models[0].parameters(), strict=True)
+    assert all(torch.equal(local(a), local(b)) for a, b in pairs)
+
+
+@on_ranks(2)
+def test_copies_and_pickles_are_of_the_old_class(rank: Rank) -> None:
+    twins = trained(rank, "slices")
+    assert isinstance(twins.by_unit, AdamW)
+    assert type(twins.by_unit).__name__ == "AdamW"
+    assert by_unit(twins.by_unit) is twins.by_unit
+    for made in (copy.deepcopy(twins.by_unit), pickle.loads(pickle.dumps(twins.by_unit))):
+        assert type(made) is AdamW
+        assert_same_states(made, twins.plain)
+        for param in params_of(made):
+            param.grad = torch.ones_like(param)
+        made.step()
+    twins.assert_same()
+    twins.step(2)
+
+
+# Policies
+
+
+POLICIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "offload": ("rows", lambda: {"offload_policy": CPUOffloadPolicy()}),
+    "bf16": ("rows", lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+    "bf16_slices": ("slices", lambda: {"mixed_precision": MixedPrecision(torch.bfloat16)}),
+    "low_gradients": (
+        "slices",
+        lambda: {"mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@on_ranks(2)
+def test_policies_change_nothing(rank: Rank, name: str) -> None:
+    form, options = POLICIES[name]
+    make = OPTIMIZERS["sgd" if name == "low_gradients" else "adamw_fused"]
+    twins = Twins(rank, form, make, **options())
+    for step in range(3):
+        twins.step(step)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: optim.LBFGS(p), r"found LBFGS, which looks at whole tensors; use it without"),
+        (lambda p: optim.Adafactor(p), "found Adafactor"),
+        (lambda p: optim.SparseAdam(p), "found SparseAdam"),
+        (lambda p: Seeing(p), r"found Seeing; pass elementwise=True"),
+        (lambda p: AdamW(p, differentiable=True), "must not be differentiable"),
+        (lambda p: p, "an optimizer is expected, found list"),
+    ],
+)
+def test_what_cannot_be_stepped_by_unit_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        by_unit(make([nn.Parameter(torch.ones(3, 3))]))
+
+
+def test_a_promise_does_not_make_an_optimizer_elementwise():
+    optimizer = optim.Adafactor([nn.Parameter(torch.ones(3, 3))])
+    with pytest.raises(ConfigError, match="whole tensors"):
+        by_unit(optimizer, elementwise=True)
+
+
+def test_a_step_that_was_replaced_is_refused():
+    optimizer = AdamW([nn.Parameter(torch.ones(3))])
+    StepLR(optimizer, 1)
+    with pytest.raises(ConfigError, match="right after the optimizer is built"):
+        by_unit(optimizer)
+
+
+class Normed(Optimizer):
+    """Keeps one number per row, which no elementwise optimizer does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for param in params_of(self):
+            if param.grad is not None:
+                self.state[param]["norms"] = param.grad.new_zeros(2, 1)
+
+
+@on_ranks(2)
+def test_state_of_another_shape_breaks_the_promise(rank: Rank) -> None:
+    model = sharded(rank, "rows")
+    optimizer = by_unit(Normed(model.parameters()), elementwise=True)
+    held = params_of(optimizer)
+    model(batch(0, rank.rank)).square().mean().backward()
+    with pytest.raises(ConfigError, match=r"found 'norms' of shape \(2, 1\)"):
+        optimizer.step()
+    assert all(a is b for a, b in zip(params_of(optimizer), held, strict=True))
+
+
+def test_an_error_in_a_step_leaves_the_optimizer_as_it_was():
+    param = nn.Parameter(torch.ones(3))
+    optimizer = by_unit(AdamW([param], fused=True))
+    param.grad = torch.ones(3)
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert params_of(optimizer) == [param]
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    optimizer.step()
+    assert optimizer.state[param]["step"] >= 1
+
+
+# Planning
+
+
+@st.composite
+def tiled(draw: st.DrawFn) -> list[Tile]:
+    tiles, start = [], 0
+    for _ in range(draw(st.integers(0, 12))):
+        start += draw(st.integers(0, 2))  # padding
+        numel = draw(st.sampled_from([0, 1, 1, 3]))
+        tiles.append(Tile(start, numel, draw(st.sampled_from([None, "a", "a", "b"]))))
+        start += numel
+    return draw(st.permutations(tiles))
+
+
+@given(tiled())
+def test_spans_are_the_longest_runs_of_neighbours_of_one_kind(tiles: list[Tile]) -> None:
+    spans = [[tiles[index] for index in span] for span in plan_spans(tiles)]
+    stepped = [tile for span in spans for tile in span]
+    assert len(stepped) == sum(tile.kind is not None for tile in tiles)
+    assert {id(tile) for tile in stepped} == {id(t) for t in tiles if t.kind is not None}
+
+    def lies_between(one: Tile, other: Tile) -> bool:
+        return any(t.numel and one.stop <= t.start and t.stop <= other.start for t in tiles)
+
+    for span in spans:
+        assert len({tile.kind for tile in span}) == 1
+        for one, other in itertools.pairwise(span):
+            assert one.stop <= other.start
+            assert not lies_between(one, other)
+    for one, other in itertools.pairwise(spans):
+        assert one[-1].stop <= other[0].start
+        assert one[0].kind != other[0].kind or lies_between(one[-1], other[0])
