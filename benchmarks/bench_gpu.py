@@ -257,7 +257,7 @@ def run_ranks(options: argparse.Namespace, result: Result) -> None:
 
 MODES: dict[str, tuple[Task, Callable[[argparse.Namespace, Result], None]]] = {
     "world1": (BILLION, run_world1),
-    "played": (replace(BILLION, num_steps=10), run_played),
+    "played": (replace(BILLION, batch=1, length=512, num_steps=10), run_played),
     "ranks": (replace(BILLION, batch=2, num_steps=3), run_ranks),
     "narrow": (NARROW, run_narrow),
 }

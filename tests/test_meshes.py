@@ -1015,3 +1015,15 @@ def test_a_large_parameter_without_a_gradient_leaves_the_others_right(rank: Rank
         how(model, mesh=rank.mesh())
 
     assert_trains_like_both(Idle, shard, Training(batch_of_8, steps=2))
+
+
+@on_ranks(2)
+def test_units_on_equal_meshes_of_two_groups_each_use_their_own(rank: Rank) -> None:
+    meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
+    groups = []
+    for mesh in meshes:
+        layer = nn.Linear(4, 4)
+        fully_shard(layer, mesh=mesh)
+        groups.append(runner_of(layer).units[0].topology.shard.group)
+    assert groups == [mesh.get_group() for mesh in meshes]
+    assert groups[0] is not groups[1]

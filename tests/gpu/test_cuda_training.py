@@ -98,7 +98,7 @@ def test_large_gradients_that_are_reduced_early_equal_those_of_torchs_door(
         mesh=rank.mesh(),
         mp_policy=TorchPrecision(**types),
     )
-    make = partial(build, rank, num_blocks=2, width=1024, vocabulary=2048)
+    make = partial(build, rank, num_blocks=1, width=2048, vocabulary=512)
     model = make()
     ours(model)
     large = [unit.gradients.large for unit in (runner_of(model.blocks[0])).units]

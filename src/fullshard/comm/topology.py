@@ -87,12 +87,16 @@ class Topology:
         return f"Topology({self.device_type}: {sizes})"
 
 
-_known: dict[tuple[DeviceMesh, DataParallelMeshDims | None], Topology] = {}
+_known: dict[tuple[object, ...], Topology] = {}
 
 
 def topology_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Topology:
-    """The topology of a mesh. Units on one mesh share one, and with it their groups."""
-    key = (mesh, dims)
+    """The topology of a mesh. Units on one mesh share one, and with it their groups.
+
+    Meshes of the same ranks are equal, even if they were made of different groups.
+    """
+    groups = [] if mesh.get_coordinate() is None else mesh.get_all_groups()
+    key = (mesh, dims, *groups)
     known = _known.get(key)
     if known is not None and still_known(known):
         return known

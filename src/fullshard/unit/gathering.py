@@ -83,6 +83,10 @@ class Gatherer:
         self._to: list[torch.Tensor] = []
         self._from: list[torch.Tensor] = []
         self._bytes = self._slab.view(0, (self._slab.num_bytes,), torch.uint8)
+        # Then nothing arrives in the slab itself: it is not needed before the landing.
+        self._is_all_copied = not self._is_at_home and all(
+            message.landing.is_copied for lane in layout.lanes for message in lane.messages
+        )
         self._make_views(members)
         self._slab.empty()
         self._buffer.empty()
@@ -166,7 +170,7 @@ class Gatherer:
 
     def start(self, collectives: Collectives, flow: Flow) -> Gathering:
         """Issue the gather of all lanes; the gather stream is current."""
-        self._allocate(flow)
+        self._allocate(flow, with_slab=flow.device.is_ordered or not self._is_all_copied)
         staged: list[torch.Tensor] = []
         transfers: list[Transfer] = []
         for lane, home, views in zip(
@@ -243,9 +247,10 @@ class Gatherer:
         else:
             self._land(gathering)
 
-    def _allocate(self, flow: Flow, with_buffer: bool = True) -> None:
-        self._slab.fill()
-        flow.await_releases(self._slab.address_range)
+    def _allocate(self, flow: Flow, with_slab: bool = True, with_buffer: bool = True) -> None:
+        if with_slab:
+            self._slab.fill()
+            flow.await_releases(self._slab.address_range)
         if with_buffer and self._buffer.num_bytes:
             self._buffer.fill()
             flow.await_releases(self._buffer.address_range)
@@ -256,6 +261,8 @@ class Gatherer:
         gathering.transfers.clear()
         if gathering.is_landed:
             return
+        if self._is_all_copied:
+            self._slab.fill()
         for split in self._splits:
             split.run()
         if self._to:

@@ -17,9 +17,11 @@ from fullshard.unit.member import Holder, Member
 Gradient = torch.Tensor | None
 
 
-# What one rank's part of a message must have to be worth a collective of its own: below, latency
-# counts. A message that has as much per rank is large; larger ones are reduced in such pieces.
-PIECE_BYTES = 2 << 20
+# A message is worth a collective of its own, before the rest of its unit, if it is that large as a
+# whole, and if each rank's part is large enough for latency not to count.
+LARGE_BYTES = 32 << 20
+LARGE_PART_BYTES = 2 << 20
+PIECE_BYTES = 64 << 20
 
 
 class Piece(NamedTuple):
@@ -63,8 +65,9 @@ class GradientMessage:
     @property
     def is_large(self) -> bool:
         """Whether it is one parameter's, and worth being reduced before the others arrive."""
-        num_bytes = self.message.segment_numel * self._dtype.itemsize
-        return self.message.landing is Landing.IN_PLACE and num_bytes >= PIECE_BYTES
+        is_alone = self.message.landing is Landing.IN_PLACE
+        part_bytes = self.num_bytes // self._num_ranks
+        return is_alone and self.num_bytes >= LARGE_BYTES and part_bytes >= LARGE_PART_BYTES
 
     def pieces(self, grads: Sequence[Gradient]) -> list[Piece]:
         """A large message in parts that can be copied and reduced one by one; none if it cannot."""
@@ -74,7 +77,7 @@ class GradientMessage:
         if not grad.is_contiguous():
             return []
         segments = grad.view(num_ranks, -1)
-        step = PIECE_BYTES // self._dtype.itemsize
+        step = max(PIECE_BYTES // num_ranks, LARGE_PART_BYTES) // self._dtype.itemsize
         starts = range(0, segments.size(1), step)
         return [Piece(segments[:, start : start + step], start) for start in starts]
 
