@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.device.storage import Slab
 from fullshard.runtime.runner import runner_of
 from fullshard.testing import Rank, on_ranks
 
@@ -193,3 +194,17 @@ def test_only_a_unit_whose_inputs_do_not_tell_listens_to_its_parameters(
         assert bool((weight.full_tensor() != 0).any())
         model.zero_grad()
     assert found == [listens, listens]
+
+
+def test_memory_that_is_there_stays_where_it_is() -> None:
+    """A slab that moved would be where the gather has waited for nobody."""
+    slab = Slab(1 << 16, torch.device("cpu"))
+    slab.empty()
+    slab.fill()
+    view = slab.view(0, (1 << 14,), torch.float32)
+    before = slab.address_range
+    others = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(3)]
+    slab.fill()
+    assert slab.address_range == before
+    assert view.data_ptr() == before[0]
+    assert all(other.data_ptr() != before[0] for other in others)

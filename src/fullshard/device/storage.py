@@ -33,7 +33,9 @@ class Slab:
         return start, start + self.num_bytes
 
     def fill(self) -> None:
-        self._storage.resize_(self.num_bytes)
+        # Resizing moves memory even if it is as large already, to where nobody has waited (rule 2).
+        if not self.is_filled:
+            self._storage.resize_(self.num_bytes)
 
     def empty(self) -> None:
         self._storage.resize_(0)

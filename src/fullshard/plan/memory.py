@@ -84,7 +84,7 @@ class Sharding:
     @property
     def keeps_full(self) -> bool:
         """Whether full parameters stay from forward to backward."""
-        # The first door, asked to shard nothing, copies out of its homes once a step.
+        # The first door, asked to shard nothing, keeps what it has cast.
         return self.strategy in _KEEPS_FULL or (self.is_whole and not self.is_flat)
 
     @property

@@ -25,7 +25,7 @@ class Tail:
 
 
 # Of messages with large gradients that are reduced before the rest of their unit.
-_MOST_BYTES = 128 << 20
+_MOST_BYTES = 256 << 20
 
 
 class Concludable(Protocol):

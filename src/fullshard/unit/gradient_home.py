@@ -50,8 +50,7 @@ class GradientHome:
     def reserve(self) -> torch.Tensor:
         """The result, with memory of the current stream, for one reduction until it is given."""
         self._num_reserved += 1
-        if not self._slab.is_filled:
-            self._slab.fill()
+        self._slab.fill()
         return self.result
 
     def given(self) -> None:

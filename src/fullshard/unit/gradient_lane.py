@@ -17,9 +17,9 @@ from fullshard.unit.member import Holder, Member
 Gradient = torch.Tensor | None
 
 
-# A message is worth a collective of its own, before the rest of its unit, if it is that large as a
-# whole, and if each rank's part is large enough for latency not to count.
-LARGE_BYTES = 32 << 20
+# A message that is as large as embeddings are is worth collectives of its own, before the rest of
+# its unit, if each rank's part is large enough for latency not to count.
+LARGE_BYTES = 128 << 20
 LARGE_PART_BYTES = 2 << 20
 PIECE_BYTES = 64 << 20
 

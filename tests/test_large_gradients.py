@@ -1,0 +1,131 @@
+"""What a device with streams does with large gradients, on a CPU that does all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.comm.shared_memory import SharedMemory
+from fullshard.comm.transfer import Transfer
+from fullshard.device.streams import Device
+from fullshard.layout import CostModel
+from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+
+WIDTH = 16
+
+
+class Passed:
+    """An event on a device that does everything at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class Ordered(Device):
+    """A CPU as one stream: whoever issues a collective waits for it right away."""
+
+    is_ordered = True
+
+    def record(self) -> Passed:
+        return Passed()
+
+
+@contextmanager
+def ordered_and_small() -> Iterator[None]:
+    """Messages are large from 1 KiB on, and every parameter has one."""
+    lanes, free = "fullshard.unit.gradient_lane", CostModel(0.0, 1.0)
+    with (
+        patch("fullshard.runtime.build.device_for", Ordered),
+        patch(f"{lanes}.LARGE_BYTES", 1024),
+        patch(f"{lanes}.LARGE_PART_BYTES", 128),
+        patch(f"{lanes}.PIECE_BYTES", 512),
+        patch.object(CostModel, "of_device", lambda _: free),
+    ):
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), Block(), Block())
+
+
+def batch(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+@pytest.mark.parametrize("reduced", [torch.float32, torch.float64, torch.bfloat16])
+@on_ranks(2, 4)
+def test_large_gradients_that_are_reduced_early_and_by_pieces_train_alike(
+    rank: Rank, reduced: torch.dtype
+) -> None:
+    def shard(model: nn.Module) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=reduced)
+        for module in (model[2], model[3], model):
+            fully_shard(module, mesh=rank.mesh(), mp_policy=policy)
+
+    def torchs(model: nn.Module) -> None:
+        policy = TorchPrecision(reduce_dtype=reduced)
+        for module in (model[2], model[3], model):
+            torch_fully_shard(module, mesh=rank.mesh(), mp_policy=policy)
+
+    is_low = reduced is torch.bfloat16
+    tolerance = {"rtol": 2e-2, "atol": 1e-3} if is_low else {"rtol": 1e-4, "atol": 1e-5}
+    with ordered_and_small():
+        # torch's door cannot reduce in more than it keeps.
+        oracle = None if reduced is torch.float64 else torchs
+        assert_same_training(build, shard, Training(batch, steps=3), oracle=oracle, **tolerance)
+
+
+@contextmanager
+def watched_reduces() -> Iterator[list[list[int]]]:
+    """The elements of every segment that is reduced, by call."""
+    calls: list[list[int]] = []
+    reduce = SharedMemory.reduce
+
+    def watched(self: SharedMemory, outs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Transfer:
+        calls.append([out.numel() for out in outs])
+        return reduce(self, outs, *args, **kwargs)
+
+    with patch.object(SharedMemory, "reduce", watched):
+        yield calls
+
+
+WEIGHT = 2 * WIDTH * WIDTH // 2  # a rank's part, of two
+
+
+@pytest.mark.parametrize(
+    ("reduced", "weights"),
+    [(None, [[WEIGHT]] * 2), (torch.bfloat16, [[WEIGHT // 2]] * 4)],
+    ids=["in_place", "cast"],
+)
+@on_ranks(2)
+def test_a_large_gradient_does_not_wait_for_its_unit_and_if_cast_goes_by_pieces(
+    rank: Rank, reduced: torch.dtype | None, weights: list[list[int]]
+) -> None:
+    model = nn.Sequential(Block(), Block())
+    policy = MixedPrecisionPolicy(reduce_dtype=reduced)
+    with ordered_and_small(), watched_reduces() as calls:
+        for module in (*model, model):
+            fully_shard(module, mesh=rank.mesh(), mp_policy=policy)
+        model(batch(torch.Generator()).requires_grad_()).sum().backward()
+    biases = [WIDTH, WIDTH // 2]
+    assert calls == [*weights, biases] * 2
