@@ -386,6 +386,17 @@ def test_custom_collectives_carry_everything_in_memory_that_they_allocate(rank: 
     assert set(reduce.ops) == {dist.ReduceOp.SUM}
 
 
+@on_ranks(1)
+def test_custom_collectives_leave_a_world_of_one_right(rank: Rank) -> None:
+    """There is nothing to exchange, but gradients are laid into memory that they allocate."""
+
+    def ours(model: Any) -> None:
+        shard(model, rank.mesh())
+        counted(model)
+
+    assert_same_training(build, ours, Training(make_batch, steps=2))
+
+
 @on_ranks(2)
 def test_custom_collectives_carry_the_dtypes_of_the_policy(rank: Rank) -> None:
     seen: list[tuple[str, torch.dtype]] = []

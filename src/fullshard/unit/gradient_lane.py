@@ -53,6 +53,12 @@ class GradientMessage:
         self._dtype = lane.stages.reduced
         self._num_ranks = num_ranks
         is_flat = message.landing is Landing.FLAT
+        # Whether it is one parameter's, and worth being reduced before the others arrive.
+        self.is_large = (
+            message.landing is Landing.IN_PLACE
+            and self.num_bytes >= LARGE_BYTES
+            and self.num_bytes // num_ranks >= LARGE_PART_BYTES
+        )
         self._padding_numel = (
             self.numel if is_flat else message.segment_numel
         ) - message.used_numel
@@ -61,13 +67,6 @@ class GradientMessage:
             isinstance(split, Split) and split.dim == 0 and slot.numel
             for split, slot in zip(self._splits, message.slots, strict=True)
         )
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it is one parameter's, and worth being reduced before the others arrive."""
-        is_alone = self.message.landing is Landing.IN_PLACE
-        part_bytes = self.num_bytes // self._num_ranks
-        return is_alone and self.num_bytes >= LARGE_BYTES and part_bytes >= LARGE_PART_BYTES
 
     def pieces(self, grads: Sequence[Gradient]) -> list[Piece]:
         """A large message in parts that can be copied and reduced one by one; none if it cannot."""

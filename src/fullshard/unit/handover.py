@@ -38,8 +38,8 @@ class HandOver:
         self._created = created
         self._events = events
 
-    def give_home(self, home: GradientHome, holders: Sequence[Holder]) -> None:
-        """Hand over what lies in a gradient home that had room for it."""
+    def give_home(self, home: GradientHome, holders: Sequence[Holder]) -> bool:
+        """Hand over what lies in a gradient home that had room for it; whether some was added."""
         if len(holders) == len(home.params):
             places = home.params
         else:
@@ -55,6 +55,7 @@ class HandOver:
                     others.append(place)
         for holder, _, gift in others:
             self._give(holder, gift)
+        return bool(others)
 
     def give_parts(self, result: torch.Tensor, gifts: Iterable[Gift]) -> None:
         """Hand over parts of a result that nobody else will write to."""

@@ -161,7 +161,7 @@ class Reduction:
         """Issue the reduction; on a device with streams, all of it."""
         device, streams = self._flow.device, self._flow.streams
         for lane in self._lanes:
-            if self._route.axis.is_single and not lane.is_in_place:
+            if self._is_local and not lane.is_in_place:
                 self._move_in(lane)  # gradients are laid where their sums, which they are, belong
             for part in lane.parts:
                 if self._goes_by_pieces(part):
@@ -202,15 +202,24 @@ class Reduction:
         self._flow.device.wait(self._event)
         self._lanes.clear()
 
+    @property
+    def _is_local(self) -> bool:
+        """Whether there is nobody to exchange with, and no memory of a user's to do it in."""
+        return self._route.axis.is_single and self._route.collectives.reduce_comm is None
+
     def _goes_by_pieces(self, part: MessageGradients) -> bool:
         """Whether a large message is copied on the stream that reduces it, piece by piece.
 
         Then what is in flight is the gradient that autograd made and one piece, instead of the
         whole message in the dtype of the reduction.
         """
-        if not self._flow.device.is_ordered or self._route.axis.is_single:
+        if not part.plan.is_large or not self._flow.device.is_ordered:
             return False
-        if self._route.collectives.reduce_comm or self._route.comm_hook:
+        if (
+            self._route.axis.is_single
+            or self._route.collectives.reduce_comm
+            or self._route.comm_hook
+        ):
             return False
         return bool(part.plan.pieces(part.grads)) and not part.plan.is_in_place(part.grads)
 
@@ -372,7 +381,8 @@ class Reduction:
             gifts = lane.gifts()
             holders = plan.holders if gifts is plan.gifts else [holder for holder, _ in gifts]
             lane.home.given()
-            self._hand_over.give_home(lane.home, holders)
+            if self._hand_over.give_home(lane.home, holders):
+                self._is_worked_on = True
         elif plan.home is not None and lane.is_complete and can_add_to(plan.home):
             plan.home.result.add_(result)
         else:
