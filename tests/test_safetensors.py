@@ -686,9 +686,8 @@ def test_no_rank_ever_has_a_whole_tensor_in_memory(rank: Rank, tmp_path: Path) -
     model.to_empty(device="cpu")
     fill(model)
     whole_mb, shards_mb, constant_mb = 64, 16, 24
-    model.embed.weight.full_tensor()  # what earlier tests left may go with the first collective
-    noticed_mb = growth_mb(lambda: model.embed.weight.full_tensor())
-    assert noticed_mb > constant_mb + 6, noticed_mb
+    # A whole tensor would be noticed. Not one that gloo has made, whose threads let go of it late.
+    assert growth_mb(lambda: torch.ones(model.embed.weight.shape)) > 40
     for dtype in (None, torch.float16):
         folder = tmp_path / str(dtype)
         assert (
