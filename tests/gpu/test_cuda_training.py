@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -22,6 +23,18 @@ def tokens(generator: torch.Generator) -> torch.Tensor:
 
 def build(rank: Rank, **options: int) -> nn.Module:
     return Transformer(**options).to(rank.device)
+
+
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def both_doors(rank: Rank, types: dict[str, torch.dtype]) -> list[Callable[[Transformer], None]]:
+    """Shard blocks in the same dtypes by our door, and by torch's."""
+    doors = ((fully_shard, MixedPrecisionPolicy), (torch_fully_shard, TorchPrecision))
+    return [
+        partial(shard_blocks, fully_shard=door, mesh=rank.mesh(), mp_policy=policy(**types))
+        for door, policy in doors
+    ]
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
@@ -62,19 +75,7 @@ def test_an_uneven_width_equals_the_unsharded_model(rank: Rank) -> None:
 
 @on_ranks(2, backend="nccl")
 def test_mixed_precision_gives_the_shards_that_torchs_door_gives(rank: Rank) -> None:
-    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    ours = partial(
-        shard_blocks,
-        fully_shard=fully_shard,
-        mesh=rank.mesh(),
-        mp_policy=MixedPrecisionPolicy(**types),
-    )
-    theirs = partial(
-        shard_blocks,
-        fully_shard=torch_fully_shard,
-        mesh=rank.mesh(),
-        mp_policy=TorchPrecision(**types),
-    )
+    ours, theirs = both_doors(rank, BF16)
     training = Training(tokens, steps=3)
     assert_same_training(partial(build, rank), ours, training, oracle=theirs, rtol=2e-2, atol=2e-4)
 
@@ -85,19 +86,7 @@ def test_large_gradients_that_are_reduced_early_equal_those_of_torchs_door(
     rank: Rank, precision: bool
 ) -> None:
     """With a cast they go by pieces; without, autograd's tensor is what is sent."""
-    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if precision else {}
-    ours = partial(
-        shard_blocks,
-        fully_shard=fully_shard,
-        mesh=rank.mesh(),
-        mp_policy=MixedPrecisionPolicy(**types),
-    )
-    theirs = partial(
-        shard_blocks,
-        fully_shard=torch_fully_shard,
-        mesh=rank.mesh(),
-        mp_policy=TorchPrecision(**types),
-    )
+    ours, theirs = both_doors(rank, BF16 if precision else {})
     make = partial(build, rank, num_blocks=1, width=1024, vocabulary=32768)
     model = make()
     ours(model)

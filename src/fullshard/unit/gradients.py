@@ -188,12 +188,7 @@ class Gradients:
         """What goes into a message; None if nothing does."""
         grads: list[torch.Tensor | None] = []
         for member in plan.members:
-            full, before = member.full, member.accumulated
-            grad = None if full is None else full.grad
-            if grad is not None:
-                full.grad = None  # type: ignore[union-attr]
-                if member.full_spec is not None:
-                    grad = local_gradient(grad, member.full_spec, self._topology)
+            grad, before = self._taken(member), member.accumulated
             if before is not None:
                 member.accumulated = None
                 grad = before if grad is None else before.add_(grad)
