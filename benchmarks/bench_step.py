@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.comm.collectives import Native
-from fullshard.testing import Rank, pool
+from fullshard.testing import Rank, RankPool
 from measuring import (
     Result,
     Table,
@@ -215,23 +216,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = result_for("step", arguments, device)
     names = [*ALL, *installed(device)]
     with without_known_warnings():
-        for num_ranks in options.ranks:
-            for size in options.sizes:
-                for dtype in options.dtypes:
-                    numbers = {
-                        "size": size,
-                        "dtype": dtype,
-                        "batch": options.batch,
-                        "length": options.length,
-                        "num_warm": 2,
-                        "num_steps": options.steps or (5 if size == "150m" else 9),
-                        "variants": names,
-                    }
-                    ranks = pool(num_ranks, options.backend)
-                    found = ranks.run(measure, numbers, timeout_s=TIMEOUT_S)
-                    result.details[f"{size} {dtype}, {num_ranks} ranks"] = found
-                    title = f"GPT {size}, {dtype}, {num_ranks} ranks"
-                    add_table(result, title, found[0]["seconds"])
+        for num_ranks, size, dtype in product(options.ranks, options.sizes, options.dtypes):
+            numbers = {
+                "size": size,
+                "dtype": dtype,
+                "batch": options.batch,
+                "length": options.length,
+                "num_warm": 2,
+                "num_steps": options.steps or (5 if size == "150m" else 9),
+                "variants": names,
+            }
+            # Ranks of one size must not hold memory while those of the next are measured.
+            with RankPool(num_ranks, options.backend, TIMEOUT_S) as ranks:
+                found = ranks.run(measure, numbers)
+            result.details[f"{size} {dtype}, {num_ranks} ranks"] = found
+            title = f"GPT {size}, {dtype}, {num_ranks} ranks"
+            add_table(result, title, found[0]["seconds"])
     result.write(options.json)
 
 

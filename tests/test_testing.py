@@ -94,6 +94,27 @@ def say_hello(rank: Rank) -> None:
     print(f"hello from {rank.rank}")
 
 
+def ancestors(rank: Rank) -> list[int]:
+    """The process, and those that it came from."""
+    found = [os.getpid()]
+    while found[-1] > 1:
+        status = Path(f"/proc/{found[-1]}/status").read_text()
+        found.append(int(status.split("PPid:")[1].split()[0]))
+    return found
+
+
+def hash_of_a_word(rank: Rank) -> int:
+    return hash("fullshard")
+
+
+def surroundings(rank: Rank) -> tuple[str, str | None, str]:
+    return os.getcwd(), os.environ.get("PLANTED"), os.environ["OMP_NUM_THREADS"]
+
+
+def leave(rank: Rank, code: int) -> None:
+    os._exit(code)
+
+
 def echo_tensor(rank: Rank, tensor: torch.Tensor) -> torch.Tensor:
     return tensor + rank.rank
 
@@ -173,6 +194,7 @@ def test_a_rank_waiting_for_a_failed_one_is_not_waited_for(own_pool):
 
 
 def test_a_hung_rank_is_reported_with_its_stack_and_the_next_call_works(own_pool):
+    own_pool.run(pid)  # so that the second is not spent on loading this module
     with pytest.raises(RanksFailed) as caught:
         own_pool.run(sleep_in_a_function_with_a_name, 1, timeout_s=1)
     assert "rank 1 did not answer" in str(caught.value)
@@ -181,6 +203,7 @@ def test_a_hung_rank_is_reported_with_its_stack_and_the_next_call_works(own_pool
 
 
 def test_a_rank_that_dies_is_reported_and_the_next_call_works(own_pool):
+    own_pool.run(pid)
     with pytest.raises(RanksFailed, match="rank 0 died with exit code -9"):
         own_pool.run(die, 0)
     assert own_pool.run(sum_of_ranks) == [1.0, 1.0]
@@ -200,25 +223,59 @@ def test_a_function_without_a_module_level_name_is_refused():
         pool(2).run(lambda rank: None)
 
 
-def test_ranks_die_with_their_parent(tmp_path: Path):
+@pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
+def test_ranks_and_where_they_came_from_die_with_their_parent(tmp_path: Path, fresh: bool):
     program = tmp_path / "program.py"
     program.write_text(
-        textwrap.dedent("""
+        textwrap.dedent(f"""
             import os, signal
             from fullshard.testing import RankPool
-
-            def pid(rank):
-                return os.getpid()
+            from tests.test_testing import ancestors
 
             if __name__ == "__main__":
-                print(*RankPool(2).run(pid), flush=True)
+                for pids in RankPool(2, fresh={fresh}).run(ancestors):
+                    print(*pids[:pids.index(os.getpid())], flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
         """)
     )
-    finished = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    finished = subprocess.run(
+        [sys.executable, program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     pids = [int(word) for word in finished.stdout.split()]
-    assert len(pids) == 2, finished.stderr
+    # A forked rank comes from a minder, which comes from a nursery.
+    assert len(pids) == (2 if fresh else 6), finished.stderr
     assert [pid for pid in pids if not has_ended(pid, within_s=20)] == []
+
+
+def test_forked_ranks_order_their_sets_differently(own_pool):
+    first, second = own_pool.run(hash_of_a_word)
+    assert first != second
+
+
+def test_a_rank_has_the_environment_and_the_folder_of_its_pool(
+    own_pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PLANTED", "here")
+    monkeypatch.chdir(tmp_path)
+    assert own_pool.run(surroundings) == 2 * [(str(tmp_path), "here", "1")]
+
+
+def test_the_exit_code_of_a_rank_is_told(own_pool):
+    own_pool.run(pid)
+    with pytest.raises(RanksFailed, match="rank 1 died with exit code 7"):
+        own_pool.run(leave, 7)
+
+
+def test_ranks_are_forked_anew_after_their_nursery_was_killed(own_pool):
+    for _, _, nursery, *_ in own_pool.run(ancestors):
+        os.kill(nursery, signal.SIGKILL)
+        assert has_ended(nursery, within_s=20)
+    assert own_pool.run(sum_of_ranks) == [1.0, 1.0]  # those that live are not concerned
+    with RankPool(2) as another:
+        assert another.run(sum_of_ranks) == [1.0, 1.0]
 
 
 def has_ended(pid: int, within_s: float) -> bool:

@@ -1,11 +1,8 @@
 """One generation of rank processes: started together, asked together, gone together."""
 
-import base64
-import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -16,20 +13,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from fullshard.testing.failures import RankSilence
 from fullshard.testing.messages import Answer, Birth, Call, Close, Raised, pack, unpack
+from fullshard.testing.nursery import current_sys_path, start_rank
 
 POLL_S = 0.2
 STACKS_WAIT_S = 2.0
 CLOSE_WAIT_S = 15.0
 SHOWN_OUTPUT_CHARS = 4000
-
-# The parent's path comes first, so that the rank finds the same modules as the parent.
-RANK_PROGRAM = """
-import base64, pickle, sys
-sys.path[:] = pickle.loads(base64.b64decode(sys.argv[1]))
-from fullshard.testing.messages import unpack
-from fullshard.testing.rank_process import main
-main(unpack(base64.b64decode(sys.argv[2])))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +30,36 @@ class Outcome:
     waited_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a pool asks for: how many ranks, over what, how patient, and how they are started."""
+
+    num_ranks: int
+    backend: str
+    timeout_s: float
+    fresh: bool
+
+
 class _Member:
     """One rank's process, the parent's end of its connection, and its files."""
 
-    def __init__(
-        self, rank: int, size: int, backend: str, port: int, timeout_s: float, folder: Path
-    ) -> None:
+    def __init__(self, rank: int, world: World, port: int, folder: Path) -> None:
         self._stacks_path = folder / f"rank{rank}.stacks"
         self._output_path = folder / f"rank{rank}.output"
         self._num_output_bytes_read = 0
         ours, theirs = socket.socketpair()
         birth = Birth(
             rank=rank,
-            size=size,
-            backend=backend,
+            size=world.num_ranks,
+            backend=world.backend,
             store_port=port,
-            timeout_s=timeout_s,
+            timeout_s=world.timeout_s,
             connection_fd=theirs.fileno(),
             stacks_path=str(self._stacks_path),
             sys_path=current_sys_path(),
         )
-        arguments = [base64.b64encode(pack(part)) for part in (birth.sys_path, birth)]
         with theirs, open(self._output_path, "wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", RANK_PROGRAM, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            self.process = start_rank(birth, output, fresh=world.fresh)
         self.connection: Connection = Connection(ours.detach())
 
     def new_output(self) -> str:
@@ -113,16 +102,15 @@ class Crew:
     those ranks are out of step.
     """
 
-    def __init__(self, num_ranks: int, backend: str, timeout_s: float) -> None:
+    def __init__(self, world: World) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fullshard-ranks-")
         # Held here rather than on rank 0: the port is known at once and outlives any rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         folder = Path(self._folder.name)
         self._members: list[_Member] = []
         try:
-            for rank in range(num_ranks):
-                port = self._store.port
-                self._members.append(_Member(rank, num_ranks, backend, port, timeout_s, folder))
+            for rank in range(world.num_ranks):
+                self._members.append(_Member(rank, world, self._store.port, folder))
         except BaseException:
             self.kill()
             raise
@@ -190,8 +178,3 @@ class Crew:
             except subprocess.TimeoutExpired:
                 pass  # killed below
         self.kill()
-
-
-def current_sys_path() -> tuple[str, ...]:
-    """This process's module path, with the working directory spelled out."""
-    return tuple(entry or os.getcwd() for entry in sys.path)

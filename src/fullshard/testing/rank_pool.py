@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.testing.crew import Crew, Outcome, current_sys_path
+from fullshard.testing.crew import Crew, Outcome, World
 from fullshard.testing.failures import RankException, RanksFailed
 from fullshard.testing.messages import Call, FunctionReference, Raised, Returned, pack, unpack
+from fullshard.testing.nursery import current_sys_path
 
 START_TIMEOUT_S = 180.0
 GRACE_S = 5.0
@@ -20,16 +21,28 @@ class RankPool:
     """`num_ranks` processes in one process group, to run functions on.
 
     The processes start on the first `run` and stay; after a failure that may have left them out
-    of step they are killed, and the next `run` starts fresh ones. They die with this process.
+    of step they are killed, and the next `run` starts new ones. They die with this process.
     One thread at a time may call `run`.
+
+    Ranks are forked from a process that has loaded torch, so that a pool starts in a fraction of a
+    second. `fresh` ranks load it themselves: for variables that torch reads as it loads. Where
+    there is an accelerator all ranks are fresh.
     """
 
-    def __init__(self, num_ranks: int, backend: str = "gloo", timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        backend: str = "gloo",
+        timeout_s: float = 120.0,
+        *,
+        fresh: bool = False,
+    ) -> None:
         if num_ranks < 1:
             raise ConfigError(f"RankPool: num_ranks must be at least 1, found {num_ranks}.")
         self.num_ranks = num_ranks
         self.backend = backend
         self.timeout_s = timeout_s
+        self.fresh = fresh
         self._crew: Crew | None = None
         self._busy = threading.Lock()
 
@@ -93,7 +106,8 @@ class RankPool:
 
     def _started(self) -> Crew:
         if self._crew is None:
-            self._crew = Crew(self.num_ranks, self.backend, self.timeout_s)
+            world = World(self.num_ranks, self.backend, self.timeout_s, self.fresh)
+            self._crew = Crew(world)
             outcome = self._crew.collect(START_TIMEOUT_S, GRACE_S)
             self._results(f"start of {self.num_ranks} {self.backend} ranks", outcome)
             self._crew.new_output()  # what backends say while they start is of no interest
