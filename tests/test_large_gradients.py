@@ -112,20 +112,45 @@ def watched_reduces() -> Iterator[list[list[int]]]:
 WEIGHT = 2 * WIDTH * WIDTH // 2  # a rank's part, of two
 
 
+BF16, BY_PIECES = torch.bfloat16, [[WEIGHT // 2]] * 4
+
+
 @pytest.mark.parametrize(
-    ("reduced", "weights"),
-    [(None, [[WEIGHT]] * 2), (torch.bfloat16, [[WEIGHT // 2]] * 4)],
-    ids=["in_place", "cast"],
+    ("precision", "weights"),
+    [
+        ({}, [[WEIGHT]] * 2),
+        ({"reduce_dtype": BF16}, BY_PIECES),
+        ({"wire_dtype": BF16}, BY_PIECES),
+        # What arrives of it would be as large once more.
+        ({"param_dtype": BF16, "reduce_dtype": torch.float32, "wire_dtype": BF16}, BY_PIECES),
+    ],
+    ids=["in_place", "cast", "cast_to_travel", "added_up_on_arrival"],
 )
 @on_ranks(2)
 def test_a_large_gradient_does_not_wait_for_its_unit_and_if_cast_goes_by_pieces(
-    rank: Rank, reduced: torch.dtype | None, weights: list[list[int]]
+    rank: Rank, precision: dict[str, torch.dtype], weights: list[list[int]]
 ) -> None:
     model = nn.Sequential(Block(), Block())
-    policy = MixedPrecisionPolicy(reduce_dtype=reduced)
+    policy = MixedPrecisionPolicy(**precision)
     with ordered_and_small(), watched_reduces() as calls:
         for module in (*model, model):
             fully_shard(module, mesh=rank.mesh(), mp_policy=policy)
         model(batch(torch.Generator()).requires_grad_()).sum().backward()
     biases = [WIDTH, WIDTH // 2]
     assert calls == [*weights, biases] * 2
+
+
+@on_ranks(2, 4)
+def test_large_gradients_travel_by_pieces_as_they_do_at_once(rank: Rank) -> None:
+    def shard(model: nn.Module) -> None:
+        policy = MixedPrecisionPolicy(wire_dtype=BF16)
+        for module in (model[2], model[3], model):
+            fully_shard(module, mesh=rank.mesh(), mp_policy=policy)
+
+    training, tolerance = Training(batch, steps=3), {"rtol": 2e-2, "atol": 1e-3}
+    at_once = assert_same_training(build, shard, training, **tolerance)
+    with ordered_and_small():
+        by_pieces = assert_same_training(build, shard, training, **tolerance)
+    assert by_pieces.losses == at_once.losses
+    pairs = zip(by_pieces.sharded.parameters(), at_once.sharded.parameters(), strict=True)
+    assert all(torch.equal(found.to_local(), expected.to_local()) for found, expected in pairs)

@@ -51,6 +51,7 @@ stages = st.builds(
     st.sampled_from((*FLOATS, torch.int64, torch.uint8)),
     st.sampled_from((None, *FLOATS)),
     st.sampled_from((None, *FLOATS)),
+    st.sampled_from((None, *FLOATS)),
 )
 
 
@@ -268,7 +269,8 @@ def test_every_parameter_has_one_slot_in_a_lane_of_its_stages_and_trainability(
 @given(plans())
 def test_a_message_is_a_multiple_of_16_bytes_per_rank_in_every_stage(layout: UnitLayout) -> None:
     for lane, message in all_messages(layout):
-        for dtype in (lane.stages.kept, lane.stages.computed, lane.stages.reduced):
+        stages = lane.stages
+        for dtype in (stages.kept, stages.computed, stages.reduced, stages.wire):
             assert message.segment_numel * dtype.itemsize % 16 == 0
             assert message.home_offset * dtype.itemsize % 16 == 0
 
@@ -474,3 +476,31 @@ def test_stages_apply_a_precision_policy_to_floating_point_parameters_only(
     found = Stages.of(kept, param_dtype, reduce_dtype)
     assert (found.kept, found.computed, found.reduced) == expected
     assert found.casts_to_gather == (expected[0] != expected[1])
+    assert (found.wire, found.sums_on_arrival) == (found.reduced, False)
+
+
+def test_a_gradient_travels_in_the_wire_dtype_if_that_is_narrower_than_what_it_is_reduced_in() -> (
+    None
+):
+    cases = {
+        (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16): torch.bfloat16,
+        (torch.float32, None, None, torch.float16): torch.float16,
+        (torch.float64, None, None, torch.float32): torch.float32,
+        (torch.float32, None, None, torch.float32): torch.float32,
+        (torch.bfloat16, None, None, torch.float32): torch.bfloat16,
+        (torch.bfloat16, None, None, torch.float16): torch.bfloat16,
+        (torch.bfloat16, None, torch.float32, torch.float16): torch.float16,
+        (torch.int64, torch.float32, torch.float32, torch.bfloat16): torch.int64,
+    }
+    for given_dtypes, expected in cases.items():
+        found = Stages.of(*given_dtypes)
+        assert found.wire == expected, given_dtypes
+        assert found.sums_on_arrival == (found.wire != found.reduced)
+
+
+def test_repr_says_what_gradients_travel_in_where_it_is_another_dtype() -> None:
+    narrow = Stages.of(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+    entry = Entry("bias", Split((7,), 0, 2), narrow, True)
+    layout = plan_layout([entry], num_ranks=2, cost=SHARES)
+    row = repr(layout).splitlines()[1].split()
+    assert row[3] == "float32/bfloat16/float32/bfloat16"

@@ -265,6 +265,24 @@ def test_low_precision_halves_what_is_full_and_not_what_is_kept():
     assert 2 * low.gradient_messages == high.gradient_messages
 
 
+def test_a_narrower_wire_halves_messages_and_takes_what_arrives_where_it_is_not_read_in_place():
+    units = units_of(1024, 4096, 512)
+    usual = Sharding(
+        num_shards=2, is_flat=True, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    narrow = replace(usual, wire_dtype=torch.bfloat16)
+    # The root's gradients, one unit's being made, and the messages of the one before it.
+    assert plan_memory(units, usual).gradient_messages == 2 * 512 + 2 * 1024 + 4 * 4096
+    assert plan_memory(units, narrow).gradient_messages == 2 * 512 + 2 * 1024 + 2 * 4096
+    on_gpu = replace(narrow, device_type="cuda")
+    assert plan_memory(units, on_gpu).gradient_messages == 2 * 512 + 2 * 1024 + (2 + 2) * 4096
+    alone = replace(on_gpu, num_shards=1)
+    unchanged = replace(usual, device_type="cuda", num_shards=1)
+    assert plan_memory(units, alone).gradient_messages == (
+        plan_memory(units, unchanged).gradient_messages
+    )
+
+
 def test_a_frozen_parameter_takes_no_gradient_memory():
     plan = plan_memory(units_of(1024, 1024, is_trainable=False), Sharding(num_shards=2))
     assert plan.gradient_shards == plan.optimizer_state == plan.gradient_messages == 0

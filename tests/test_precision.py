@@ -8,13 +8,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import (
+    ConfigError,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from fullshard.runtime.runner import runner_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+from fullshard.wrap import ModuleWrapPolicy
 
 POLICIES: dict[str, dict[str, Any]] = {
     "params_bf16": {"param_dtype": torch.bfloat16},
@@ -486,3 +496,67 @@ def test_all_ranks_reduce_alike_in_low_precision(rank: Rank) -> None:
     dist.all_gather(values, model.gain.detach().to_local())
     assert values[0] != 1.0
     assert all(torch.equal(value, values[0]) for value in values)
+
+
+# Torch's own objects
+
+
+@on_ranks(2)
+def test_torchs_policies_mean_at_the_first_door_what_ours_do(rank: Rank) -> None:
+    settings = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+    def torchs(model: Net) -> None:
+        fully_shard(model.first, mesh=rank.mesh(), mp_policy=TorchPolicy(**settings))
+        fully_shard(model, mesh=rank.mesh(), mp_policy=TorchPolicy(**settings))
+
+    def ours(model: Net) -> None:
+        fully_shard(model.first, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(**settings))
+        fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(**settings))
+
+    trained = assert_same_training(
+        Net, torchs, Training(make_batch), oracle=ours, rtol=0.0, atol=0.0
+    )
+    for sharded in (trained.sharded, trained.reference):
+        (unit,) = runner_of(sharded).units
+        assert unit.policy == MixedPrecisionPolicy(**settings)
+    for given, expected in (
+        (torch_fsdp.CPUOffloadPolicy(pin_memory=False), CPUOffloadPolicy(pin_memory=False)),
+        (torch_fsdp.OffloadPolicy(), OffloadPolicy()),
+    ):
+        model = fully_shard(nn.Linear(4, 3), mesh=rank.mesh(), offload_policy=given)
+        assert runner_of(model).units[0].offload == expected
+    with pytest.raises(ConfigError, match="found a MixedPrecision without output_dtype; import"):
+        fully_shard(nn.Linear(4, 3), mesh=rank.mesh(), mp_policy=torch_fsdp.MixedPrecision())
+
+
+@on_ranks(2)
+def test_torchs_policies_mean_at_the_second_door_what_ours_do(rank: Rank) -> None:
+    settings = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def wrapped(model: nn.Module, precision: Any) -> nn.Module:
+        with pytest.warns(UserWarning, match="the model has"):  # the batch norm stays in float32
+            return FullyShardedDataParallel(
+                model,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                mixed_precision=precision,
+                device_id=torch.device("cpu"),
+                use_orig_params=True,
+            )
+
+    trained = assert_same_training(
+        build,
+        lambda model: wrapped(model, torch_fsdp.MixedPrecision(**settings)),
+        Training(make_batch),
+        oracle=lambda model: wrapped(model, MixedPrecision(**settings)),
+        rtol=0.0,
+        atol=0.0,
+    )
+    assert trained.sharded.mixed_precision == MixedPrecision(**settings)
+    assert runner_of(trained.sharded.module[1]).policy == MixedPrecisionPolicy(
+        cast_forward_inputs=False
+    )
+    with pytest.raises(ConfigError, match="a MixedPrecision is expected, found a dict without"):
+        FullyShardedDataParallel(nn.Linear(4, 3), mixed_precision=settings)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum, auto
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,21 @@ class MixedPrecisionPolicy:
     `output_dtype` casts the floating-point outputs of forward, and `cast_forward_inputs` says
     whether floating-point inputs are cast to `param_dtype`. The shards, and the gradients that
     the optimizer sees, keep the dtype that the parameters were made with.
+
+    `wire_dtype` is the dtype that gradients travel in over the shard axis, by default that of the
+    reduction. A narrower one halves the bytes: gradients are cast to it on their way into a
+    message, and added up in `reduce_dtype` where they arrive. Where they were computed in it,
+    nothing is lost. Torch has no such field.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    wire_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _require_wire("MixedPrecisionPolicy", self)
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,14 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+def own_offload(given: Any) -> OffloadPolicy:
+    """A policy of ours that says what torch's own object, or one like it, does."""
+    if isinstance(given, OffloadPolicy):
+        return given
+    # The policy that keeps shards where they are has no fields to know it by.
+    return CPUOffloadPolicy(given.pin_memory) if hasattr(given, "pin_memory") else OffloadPolicy()
 
 
 @dataclass(frozen=True)
@@ -161,8 +178,8 @@ class BackwardPrefetch(Enum):
 class MixedPrecision:
     """The dtypes that a wrapper computes, reduces and keeps buffers in.
 
-    `param_dtype` and `reduce_dtype` are as in `MixedPrecisionPolicy`. `buffer_dtype` is the dtype
-    of floating-point buffers while training; state dicts hold their original one.
+    `param_dtype`, `reduce_dtype` and `wire_dtype` are as in `MixedPrecisionPolicy`. `buffer_dtype`
+    is the dtype of floating-point buffers while training; state dicts hold their original one.
     `keep_low_precision_grads` leaves gradients in the dtype of the compute, or of the reduction
     where nothing is sharded.
     `cast_forward_inputs` casts what any wrapper is given, `cast_root_forward_inputs` what the
@@ -177,6 +194,46 @@ class MixedPrecision:
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    wire_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _require_wire("MixedPrecision", self)
+
+
+def _require_wire(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> None:
+    """Raise unless gradients can travel as a policy says."""
+    wire, reduced = policy.wire_dtype, policy.reduce_dtype or policy.param_dtype
+    if wire is None or wire == reduced:
+        return
+    is_dtype = isinstance(wire, torch.dtype)
+    if not is_dtype or not wire.is_floating_point or wire.itemsize < 2:
+        raise ConfigError(
+            f"{name}: wire_dtype must be a floating-point dtype of at least 16 bits, found {wire}; "
+            "pass for example torch.bfloat16, or leave it out."
+        )
+    if reduced is not None and wire.itemsize >= reduced.itemsize:
+        raise ConfigError(
+            f"{name}: wire_dtype must be narrower than the dtype that gradients are reduced in, "
+            f"found {wire} and {reduced}; pass a wider reduce_dtype, or leave wire_dtype out."
+        )
+
+
+_Policy = TypeVar("_Policy", MixedPrecisionPolicy, MixedPrecision)
+
+
+def own_precision(kind: type[_Policy], given: Any) -> _Policy:
+    """A policy of ours that says what torch's own object, or one with its fields, does."""
+    if isinstance(given, kind):
+        return given
+    names = [field.name for field in fields(kind)]
+    found = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    missing = [name for name in names if name not in found and name != "wire_dtype"]
+    if missing:
+        raise ConfigError(
+            f"precision: a {kind.__name__} is expected, found a {type(given).__name__} without "
+            f"{', '.join(missing)}; import {kind.__name__} from fullshard."
+        )
+    return kind(**found)
 
 
 @dataclass(frozen=True)

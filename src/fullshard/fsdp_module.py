@@ -16,7 +16,7 @@ from fullshard.comm.topology import thin_size
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
 from fullshard.runtime.root import Phase, Root
 from fullshard.runtime.runner import Runner, runner_of
-from fullshard.unit.route import AllReduceHook
+from fullshard.unit.route import AllReduceHook, require_own_reduce
 from fullshard.unit.unit import Unit
 
 
@@ -253,7 +253,9 @@ class FSDPModule:
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit through a collective of the user's, in memory that it allocates."""
-        self._only_unit("set_custom_reduce_scatter").bring(reduce=comm)
+        unit = self._only_unit("set_custom_reduce_scatter")
+        require_own_reduce("set_custom_reduce_scatter", unit.name, unit.topology, unit.policy)
+        unit.bring(reduce=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let messages travel in memory that the process group's backend allocates, if it can."""

@@ -15,6 +15,8 @@ from fullshard.api import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
+    own_offload,
+    own_precision,
 )
 from fullshard.comm.topology import Topology, default_mesh, device_of, thin_size, topology_of
 from fullshard.errors import ConfigError, MisuseError
@@ -106,8 +108,8 @@ def fully_shard(
         modules=modules,
         topology=topology,
         device=device_of(mesh),
-        policy=mp_policy,
-        offload=offload_policy,
+        policy=own_precision(MixedPrecisionPolicy, mp_policy),
+        offload=own_offload(offload_policy),
         settings=Settings(reshard_after_forward=_checked_reshard(reshard_after_forward, topology)),
         placement_fn=shard_placement_fn,
         ignored=frozenset(ignored_params or ()),

@@ -28,6 +28,7 @@ from fullshard.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    own_precision,
 )
 from fullshard.comm.strategies import HYBRID, strategy_topology
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
@@ -43,7 +44,7 @@ from fullshard.state.model import install_state_hooks
 from fullshard.state.settings import set_settings, settings_of, settings_scope
 from fullshard.state.summon import summon_full_params
 from fullshard.unit.flat import Form
-from fullshard.unit.route import CommHook
+from fullshard.unit.route import CommHook, require_own_reduce
 from fullshard.unit.unit import Unit
 from fullshard.wrapping import (
     Ignored,
@@ -129,6 +130,8 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[Any] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
+        if mixed_precision:
+            mixed_precision = own_precision(MixedPrecision, mixed_precision)
         options = {key: value for key, value in locals().items() if key in _INHERITED}
         super().__init__()
         strategy = checked_strategy(module, sharding_strategy, backward_prefetch)
@@ -306,6 +309,8 @@ class FullyShardedDataParallel(nn.Module):
                 "register_comm_hook: one hook can be registered, found one already; build the "
                 "model anew to register another."
             )
+        for unit in units:
+            require_own_reduce("register_comm_hook", unit.name, unit.topology, unit.policy)
         for unit in units:
             unit.comm_hook = CommHook(hook, state)
 

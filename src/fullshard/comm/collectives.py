@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     ReduceOp,
     ReduceScatterOptions,
 )
@@ -60,12 +61,35 @@ class Native(Collectives):
         *,
         average: bool,
     ) -> Transfer:
+        if outs[0].dtype != ins[0].dtype:
+            for out, inp in zip(outs, ins, strict=True):
+                _exchange_and_add_up(out, inp, group, average=average)
+            return Transfer()
         options = ReduceScatterOptions()
         options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
         options.asyncOp = False
         if len(outs) == 1:
             return Transfer([group._reduce_scatter_base(outs[0], ins[0], options)])
         return Transfer([group.reduce_scatter_tensor_coalesced(list(outs), list(ins), options)])
+
+
+def _exchange_and_add_up(
+    out: torch.Tensor, inp: torch.Tensor, group: dist.ProcessGroup, *, average: bool
+) -> None:
+    """Reduce in the wider dtype of the output, on the stream that calls (rule 6).
+
+    What is received is allocated and freed on that stream, so the next message may have its memory.
+    """
+    options = AllToAllOptions()
+    options.asyncOp = False
+    received = torch.empty_like(inp)
+    # As bytes: not every backend knows every dtype.
+    work = group.alltoall_base(received.view(torch.uint8), inp.view(torch.uint8), [], [], options)
+    Transfer([work]).wait()
+    segments = received.view(group.size(), -1)
+    torch.sum(segments, 0, dtype=out.dtype, out=out)
+    if average:
+        out.div_(group.size())
 
 
 class Composed(Collectives):
@@ -121,7 +145,7 @@ class _Summing(Transfer):
             if out.dtype in (torch.bfloat16, torch.float16):
                 out.copy_(torch.sum(segments, 0, dtype=torch.float32))
             else:
-                torch.sum(segments, 0, out=out)
+                torch.sum(segments, 0, dtype=out.dtype, out=out)
         self._sums.clear()
 
 

@@ -38,8 +38,8 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 class SharedMemory(Collectives):
     """Gathers and reduces between CPU ranks of one host; `otherwise` where a group has no link.
 
-    Sums are done in the order of ranks, those of bfloat16 and float16 in float32: the result does
-    not depend on which rank computes it.
+    Sums are done in the order of ranks, those of bfloat16 and float16 in float32 at least: the
+    result does not depend on which rank computes it.
     """
 
     def __init__(self, group: dist.ProcessGroup, otherwise: Collectives) -> None:
@@ -213,11 +213,11 @@ class _Reducing(_Reading):
                 inp.data_ptr() if other == link.rank else announced[other].addresses[number]
                 for other in range(link.size)
             ]
-            numel, dtype = out.numel(), out.dtype
+            numel, dtype = out.numel(), inp.dtype
             if numel:
-                own = link.rank * out.nbytes
+                own = link.rank * numel * dtype.itemsize
                 segments = [_tensor_at(address + own, numel, dtype) for address in addresses]
-                _sum(_tensor_at(out.data_ptr(), numel, dtype), segments)
+                _sum(_tensor_at(out.data_ptr(), numel, out.dtype), segments)
         for other in announced:
             self._acknowledge(other)
 
@@ -231,10 +231,12 @@ def _require_sizes(
 ) -> None:
     """Bytes are copied by address: what is not as large as it must be would be other memory."""
     for full, part in zip(fulls, parts, strict=True):
-        if full.nbytes != size * part.nbytes:
+        # A sum may have another dtype than what is added up.
+        part_bytes = part.numel() * full.itemsize if kind is Kind.REDUCE else part.nbytes
+        if full.nbytes != size * part_bytes:
             raise ConfigError(
                 f"{kind.name.lower()}: a message of {size} ranks must have {size} times the bytes "
-                f"of a segment, found {full.nbytes} and {part.nbytes}; give it a tensor for all "
+                f"of a segment, found {full.nbytes} and {part_bytes}; give it a tensor for all "
                 "ranks and one for this rank."
             )
         if not (full.is_contiguous() and part.is_contiguous()):
@@ -299,10 +301,10 @@ def _array(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 
 def _sum(out: torch.Tensor, segments: list[torch.Tensor]) -> None:
-    """Add up in the order of ranks. `out` may be one of the segments."""
+    """Add up in the order of ranks, in the dtype of `out`, which may be one of the segments."""
     if len(segments) == 1:
         out.copy_(segments[0])
-    elif len(segments) == 2:
+    elif len(segments) == 2 and out.dtype == segments[0].dtype:
         # Of two, an addition is done in float32 anyway, and rounded once.
         torch.add(*segments, out=out)
     else:
@@ -325,6 +327,10 @@ def _sum_at_once(out: torch.Tensor, segments: list[torch.Tensor]) -> None:
         for other in segments[1:]:
             total.add_(other.float())
         out.copy_(total)
+    elif segments[0].dtype != out.dtype:
+        out.copy_(segments[0])
+        for other in segments[1:]:
+            out.add_(other.to(out.dtype))
     else:
         first, second, *others, last = segments
         total = torch.add(first, second)

@@ -53,7 +53,10 @@ class Collectives(ABC):
         *,
         average: bool,
     ) -> Transfer:
-        """Fill each output with the sum (or mean) over ranks of this rank's segment."""
+        """Fill each output with the sum (or mean) over ranks of this rank's segment.
+
+        Outputs may all have a wider dtype than inputs: then values are added up in that (rule 6).
+        """
 
     def message_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Where to lay the input of a reduce, without values: memory that need not be copied."""

@@ -130,10 +130,10 @@ class UnitLayout:
         number = 0
         for lane in self.lanes:
             stages = lane.stages
-            dtypes = "/".join(
-                str(d).removeprefix("torch.")
-                for d in (stages.kept, stages.computed, stages.reduced)
-            )
+            passed = [stages.kept, stages.computed, stages.reduced]
+            if stages.sums_on_arrival:
+                passed.append(stages.wire)
+            dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in passed)
             for message in lane.messages:
                 for slot in message.slots:
                     entry = self.entries[slot.entry]

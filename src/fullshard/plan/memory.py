@@ -63,6 +63,7 @@ class Sharding:
     is_flat: bool = False
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
     is_offloaded: bool = False
     device_type: str = "cpu"
 
@@ -95,11 +96,12 @@ class Sharding:
     def layout(self, unit: UnitShapes) -> UnitLayout:
         """The layout that the engine will have for a unit."""
         num_shards = 1 if self.is_whole else self.num_shards
+        wire_dtype = None if num_shards == 1 else self.wire_dtype
         entries = [
             Entry(
                 parameter.name,
                 Split(parameter.shape, 0 if parameter.shape else None, num_shards),
-                Stages.of(parameter.dtype, self.param_dtype, self.reduce_dtype),
+                Stages.of(parameter.dtype, self.param_dtype, self.reduce_dtype, wire_dtype),
                 parameter.is_trainable,
             )
             for parameter in unit.parameters
@@ -222,7 +224,7 @@ def plan_memory(
         if sharding.keeps_full
         else moving,
         moving_full=moving,
-        gradient_messages=_gradient_messages(layouts),
+        gradient_messages=_gradient_messages(layouts, sharding),
         work=work or Work(),
     )
 
@@ -275,17 +277,18 @@ def _moving_full(layouts: Sequence[UnitLayout], sharding: Sharding) -> int:
     return root_slab + max([_buffer_bytes(root), *alone, *pairs])
 
 
-def _gradient_messages(layouts: Sequence[UnitLayout]) -> int:
+def _gradient_messages(layouts: Sequence[UnitLayout], sharding: Sharding) -> int:
     """The root's full gradients, and one unit's being made while another's are reduced.
 
     The head's gradient comes first and the embedding's last, so the root's wait until the end.
     """
     *inner, root = layouts
     made = [_gradient_bytes(layout) for layout in inner]
-    sent = [_message_bytes(layout) for layout in inner]
+    sent = [_message_bytes(layout) + _received_bytes(layout, sharding) for layout in inner]
     pairs = [sent[index + 1] + made[index] for index in range(len(inner) - 1)]
     alone = [max(a, b) for a, b in zip(made, sent, strict=True)]
-    return _gradient_bytes(root) + max([_copied_bytes(root), *alone, *pairs])
+    copied = _copied_bytes(root) + _received_bytes(root, sharding)
+    return _gradient_bytes(root) + max([copied, *alone, *pairs])
 
 
 def _trained_messages(layout: UnitLayout) -> Iterator[tuple[Lane, Message]]:
@@ -305,17 +308,32 @@ def _gradient_bytes(layout: UnitLayout) -> int:
 
 def _message_bytes(layout: UnitLayout) -> int:
     return sum(
-        layout.num_ranks * message.segment_numel * lane.stages.reduced.itemsize
+        layout.num_ranks * message.segment_numel * lane.stages.wire.itemsize
         for lane, message in _trained_messages(layout)
     )
+
+
+def _received_bytes(layout: UnitLayout, sharding: Sharding) -> int:
+    """What arrives of the largest message that is added up in a wider dtype; one at a time is.
+
+    CPU ranks of one host read it where the others have laid it.
+    """
+    if sharding.device_type == "cpu":
+        return 0
+    arriving = [
+        layout.num_ranks * message.segment_numel * lane.stages.wire.itemsize
+        for lane, message in _trained_messages(layout)
+        if lane.stages.sums_on_arrival
+    ]
+    return max(arriving, default=0)
 
 
 def _copied_bytes(layout: UnitLayout) -> int:
     """Of the messages that gradients are copied into; the others are the gradients (rule 4)."""
     return sum(
-        layout.num_ranks * message.segment_numel * lane.stages.reduced.itemsize
+        layout.num_ranks * message.segment_numel * lane.stages.wire.itemsize
         for lane, message in _trained_messages(layout)
-        if message.landing is not Landing.IN_PLACE or lane.stages.computed != lane.stages.reduced
+        if message.landing is not Landing.IN_PLACE or lane.stages.computed != lane.stages.wire
     )
 
 

@@ -116,7 +116,6 @@ def _sharding(config: TrainConfig, num_ranks: int, device: torch.device) -> Shar
     section = config.sharding
     num_replicas, num_shards = mesh_shape(section, num_ranks)
     dtypes = Dtypes.of(section.precision, device)
-    dtypes = Dtypes.of(section.precision, device)
     return Sharding(
         num_shards=num_shards,
         num_replicas=num_replicas,

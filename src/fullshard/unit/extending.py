@@ -86,7 +86,7 @@ class ExtensionGatherer:
             transfer.wait()
         for member in self._members:
             assert member.extension is not None
-            dtype = member.stages(self._policy.param_dtype, None).computed
+            dtype = member.stages(self._policy).computed
             split = member.split
             assert isinstance(split, Split)
             made = member.extension.finish(member.current_local, dtype, member.full, split)

@@ -17,11 +17,11 @@ from fullshard.trace.activities import Activity
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What is left of a reduction: results on the reduce stream, until `event` has passed."""
+    """What is left of a reduction: memory of the reduce stream that is used until `event`."""
 
     unit: str
     event: Any
-    results: list[Any]
+    held: list[Any]
 
 
 # Of messages with large gradients that are reduced before the rest of their unit.

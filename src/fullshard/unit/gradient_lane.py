@@ -40,7 +40,7 @@ class GradientMessage:
         self.message = message
         self.members = [members[slot.entry] for slot in message.slots]
         self.numel = num_ranks * message.segment_numel
-        self.num_bytes = self.numel * lane.stages.reduced.itemsize
+        self.num_bytes = self.numel * lane.stages.wire.itemsize
         self.home_range = range(message.home_offset, message.home_offset + message.segment_numel)
         self.places = [
             (member, message.home_offset + message.shard_offset(slot, rank))
@@ -50,7 +50,8 @@ class GradientMessage:
         # rank cannot know whether they have used a parameter of which it has a part.
         is_cut_as_one = any(isinstance(member.split, FlatSplit) for member in self.members)
         self.is_always_due = is_cut_as_one and lane.is_trainable
-        self._dtype = lane.stages.reduced
+        self.sums_on_arrival = lane.stages.sums_on_arrival
+        self._dtype = lane.stages.wire
         self._num_ranks = num_ranks
         is_flat = message.landing is Landing.FLAT
         # Whether it is one parameter's, and worth being reduced before the others arrive.

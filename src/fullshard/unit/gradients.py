@@ -94,12 +94,11 @@ class Gradients:
         """
         self._drop_zeroed(members)
         self.was_reduced = True
-        policy = self._policy
         for member in members:
             grad = self._taken(member)
             if grad is None:
                 continue
-            grad = grad.to(member.stages(policy.param_dtype, policy.reduce_dtype).reduced)
+            grad = grad.to(member.stages(self._policy).reduced)
             if member.accumulated is None:
                 member.accumulated = grad
             else:

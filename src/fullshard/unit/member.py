@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.placement import DTensorSpec, as_dtensor, with_dtype
 from fullshard.layout import FlatSplit, Split, Stages
 from fullshard.unit.extension import Extension
@@ -152,5 +153,7 @@ class Member(ABC):
         for location in self.locations:
             location.put(param)
 
-    def stages(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Stages:
-        return Stages.of(self.dtype, param_dtype, reduce_dtype)
+    def stages(self, policy: MixedPrecisionPolicy, *, is_alone: bool = False) -> Stages:
+        """The dtypes under a policy; `is_alone` if there is no rank that gradients travel to."""
+        wire_dtype = None if is_alone else policy.wire_dtype
+        return Stages.of(self.dtype, policy.param_dtype, policy.reduce_dtype, wire_dtype)

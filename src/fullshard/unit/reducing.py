@@ -64,7 +64,8 @@ class LaneReduction:
     """One lane's part of a reduction.
 
     `result` has the parts one after another: the arrangement of the lane's home, if no message is
-    without gradients. `home` is what the results lie in instead, if they do.
+    without gradients. `home` is what the results lie in instead, if they do; `sums` are what they
+    were cast from on their way there.
     """
 
     plan: GradientLane
@@ -74,6 +75,7 @@ class LaneReduction:
     outs: list[torch.Tensor] = field(default_factory=list)
     result: torch.Tensor | None = None
     home: GradientHome | None = None
+    sums: Sequence[torch.Tensor] = ()
     transfer: Transfer = field(default_factory=Transfer)
 
     @property
@@ -187,13 +189,15 @@ class Reduction:
             seam.begin(Activity.AWAIT_REDUCE, self._route.unit)
         if not self._flow.device.is_ordered:
             self._complete()
-        # The inputs were allocated by compute, which may reuse their memory from here on.
-        self._flow.device.wait(self._exchanged)
+        # The inputs were allocated by compute, which may reuse their memory from here on. The sums
+        # over one rank are its inputs, and are read until the end.
+        is_read_on = self._route.axis.is_single
+        self._flow.device.wait(self._event if is_read_on else self._exchanged)
         if seam.observers:
             seam.end(Activity.AWAIT_REDUCE, self._route.unit)
-        results = [lane.result for lane in self._lanes]
+        held = [tensor for lane in self._lanes for tensor in (lane.result, *lane.sums)]
         self._lanes.clear()
-        return Tail(self._route.unit, self._event, results)
+        return Tail(self._route.unit, self._event, held)
 
     def abandon(self) -> None:
         """Wait for what is under way and forget it."""
@@ -211,7 +215,7 @@ class Reduction:
         """Whether a large message is copied on the stream that reduces it, piece by piece.
 
         Then what is in flight is the gradient that autograd made and one piece, instead of the
-        whole message in the dtype of the reduction.
+        whole message in the dtype that it travels in, or what arrives in the place of it.
         """
         if not part.plan.is_large or not self._flow.device.is_ordered:
             return False
@@ -221,7 +225,9 @@ class Reduction:
             or self._route.comm_hook
         ):
             return False
-        return bool(part.plan.pieces(part.grads)) and not part.plan.is_in_place(part.grads)
+        plan = part.plan
+        is_copied = plan.sums_on_arrival or not plan.is_in_place(part.grads)
+        return is_copied and bool(plan.pieces(part.grads))
 
     def _reduce_pieces(
         self, lane: LaneReduction, part: MessageGradients, out: torch.Tensor
@@ -231,7 +237,9 @@ class Reduction:
         assert group is not None
         for piece in part.plan.pieces(part.grads):
             buffer = torch.empty_like(
-                piece.segments, dtype=out.dtype, memory_format=torch.contiguous_format
+                piece.segments,
+                dtype=lane.plan.lane.stages.wire,
+                memory_format=torch.contiguous_format,
             )
             buffer.copy_(piece.segments)
             if scaling.before != 1.0:
@@ -245,7 +253,7 @@ class Reduction:
         """The gradients of a message, as all ranks' segments."""
         plan, collectives = part.plan, self._route.collectives
         brought = collectives.reduce_comm
-        dtype, device = lane.plan.lane.stages.reduced, self._flow.device.torch_device
+        dtype, device = lane.plan.lane.stages.wire, self._flow.device.torch_device
         first = part.grads[0] if part.grads else None
         if brought is None and first is not None and plan.is_in_place(part.grads):
             buffer = first.view(-1)
@@ -374,9 +382,9 @@ class Reduction:
         if lane.home is None and stages.reduced != stages.kept and self._ends_in_home(stages):
             home = plan.room_for([part.plan for part in lane.parts], result.device)
             if home is not None:
-                sums = lane.outs
+                lane.sums = lane.outs
                 lane.move_in(home)
-                torch._foreach_copy_(lane.outs, sums)
+                torch._foreach_copy_(lane.outs, lane.sums)
         if lane.home is not None:
             gifts = lane.gifts()
             holders = plan.holders if gifts is plan.gifts else [holder for holder, _ in gifts]

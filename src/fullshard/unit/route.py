@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.topology import Axis, Topology
+from fullshard.errors import ConfigError
 from fullshard.unit.settings import Settings
 
 
@@ -75,3 +77,16 @@ class Scaling:
         ):
             return cls(1.0, topology.num_ranks > 1, 1.0)
         return cls(1.0, False, float(topology.num_ranks) if factor is None else factor)
+
+
+def require_own_reduce(
+    what: str, unit: str, topology: Topology, policy: MixedPrecisionPolicy
+) -> None:
+    """Raise where gradients may travel in a dtype that a reduce of the user's knows nothing of."""
+    wire, reduced = policy.wire_dtype, policy.reduce_dtype or policy.param_dtype
+    if wire is not None and wire != reduced and not topology.shard.is_single:
+        raise ConfigError(
+            f"{unit}: {what} needs gradients that travel in the dtype that they are reduced in, "
+            f"found wire_dtype={wire}; leave wire_dtype out, and let what you bring choose the "
+            "dtype of its messages."
+        )

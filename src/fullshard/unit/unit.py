@@ -134,18 +134,18 @@ class Unit:
             self.flat.collect()
 
     def _planned(self, members: Sequence[Member]) -> UnitLayout:
-        policy = self.policy
+        axis = self.topology.shard
         entries = [
             Entry(
                 m.name,
                 m.split if isinstance(m.split, Split) else Split(m.split.shape, None, 1),
-                m.stages(policy.param_dtype, policy.reduce_dtype),
+                m.stages(self.policy, is_alone=axis.is_single),
                 m.is_trainable,
             )
             for m in members
         ]
         cost = CostModel.of_device(self.flow.device.torch_device.type)
-        return plan_unit(entries, self.topology.shard.size, cost, is_flat=self.flat is not None)
+        return plan_unit(entries, axis.size, cost, is_flat=self.flat is not None)
 
     def refresh(self, *, plan_training: bool = False) -> None:
         """Notice shards that changed since they were gathered, or that a user replaced.
