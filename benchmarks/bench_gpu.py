@@ -56,7 +56,6 @@ from variants import (
     TORCH_FSDP2,
     UNSHARDED,
     WRAPPER,
-    has_by_unit,
 )
 from worlds import device_of, one_rank
 
@@ -75,7 +74,7 @@ def variants(*, with_wrapper_of_torch: bool = False) -> list[str]:
     names = [TORCH_FSDP2, OURS, WRAPPER]
     if with_wrapper_of_torch:
         names.insert(1, TORCH_FSDP1)
-    return [*names, BY_UNIT] if has_by_unit() else names
+    return [*names, BY_UNIT]
 
 
 def check_on_one_rank(device: torch.device) -> None:

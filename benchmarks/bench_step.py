@@ -46,7 +46,17 @@ from measuring import (
 )
 from models import GPT, GPT_SIZES, GPTBlock, num_parameters, tokens_for
 from peers import DEEPSPEED, FAIRSCALE, DeepSpeedStep, fairscale_wrapped, installed
-from variants import BASE, OURS, TORCH_FSDP1, TORCH_FSDP2, UNSHARDED, WRAPPER, Sharding, shard
+from variants import (
+    BASE,
+    BF16_WIRE,
+    OURS,
+    TORCH_FSDP1,
+    TORCH_FSDP2,
+    UNSHARDED,
+    WRAPPER,
+    Sharding,
+    shard,
+)
 
 DDP = "torch DDP"
 FLOOR = "floor"
@@ -56,6 +66,7 @@ LEARNING_RATE = 0.01
 TIMEOUT_S = 1500.0
 ALL = [UNSHARDED, FLOOR, DDP, TORCH_FSDP1, TORCH_FSDP2, OURS, WRAPPER]
 ALL += [OURS + OVER_GLOO, WRAPPER + OVER_GLOO]
+OF_BF16 = [BF16_WIRE, BF16_WIRE + OVER_GLOO]
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -224,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "length": options.length,
                 "num_warm": 2,
                 "num_steps": options.steps or (5 if size == "150m" else 9),
-                "variants": names,
+                "variants": names + OF_BF16 * (dtype == "bf16"),
             }
             # Ranks of one size must not hold memory while those of the next are measured.
             with RankPool(num_ranks, options.backend, TIMEOUT_S) as ranks:

@@ -25,6 +25,9 @@ FLAT_WRAPPER = "fullshard wrapper, use_orig_params=False"
 BY_UNIT = "fullshard fully_shard, by_unit"
 """As `OURS`, with an optimizer that runs over the contiguous shard of each unit."""
 
+BF16_WIRE = "fullshard fully_shard, bf16 wire"
+"""As `OURS`, with gradients that travel in bf16 and are added up in float32."""
+
 SHARDED = (TORCH_FSDP2, TORCH_FSDP1, OURS, WRAPPER, FLAT_WRAPPER)
 BASE = TORCH_FSDP2
 """What ratios are relative to."""
@@ -46,17 +49,13 @@ class Sharding:
         return {"param_dtype": self.dtype, "reduce_dtype": torch.float32}
 
 
-def has_by_unit() -> bool:
-    return hasattr(fullshard, "by_unit")
-
-
 def optimizer_for(variant: str, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """Fused AdamW over what the library hands out as parameters."""
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, fused=True
     )
     if variant == BY_UNIT:
-        optimizer = getattr(fullshard, "by_unit")(optimizer)  # noqa: B009
+        optimizer = fullshard.by_unit(optimizer)
     return optimizer
 
 
@@ -65,9 +64,11 @@ def shard(variant: str, model: nn.Module, how: Sharding) -> nn.Module:
     return _WAYS[variant](model, how)
 
 
-def _fully_sharded(package: Any) -> Callable[[nn.Module, Sharding], nn.Module]:
+def _fully_sharded(
+    package: Any, **more_precision: torch.dtype
+) -> Callable[[nn.Module, Sharding], nn.Module]:
     def apply(model: nn.Module, how: Sharding) -> nn.Module:
-        policy = package.MixedPrecisionPolicy(**how.precision)
+        policy = package.MixedPrecisionPolicy(**how.precision, **more_precision)
         units = [module for module in model.modules() if isinstance(module, how.unit_class)]
         for module in [*units, model]:
             package.fully_shard(module, mesh=how.mesh, mp_policy=policy)
@@ -104,6 +105,7 @@ _WAYS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
     TORCH_FSDP1: _wrapped(torch_fsdp, torch_wrap, use_orig_params=True),
     OURS: _fully_sharded(fullshard),
     BY_UNIT: _fully_sharded(fullshard),
+    BF16_WIRE: _fully_sharded(fullshard, wire_dtype=torch.bfloat16),
     WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=True),
     FLAT_WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=False),
 }

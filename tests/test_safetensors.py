@@ -686,8 +686,9 @@ def test_no_rank_ever_has_a_whole_tensor_in_memory(rank: Rank, tmp_path: Path) -
     model.to_empty(device="cpu")
     fill(model)
     whole_mb, shards_mb, constant_mb = 64, 16, 24
-    # A whole tensor would be noticed. Not one that gloo has made, whose threads let go of it late.
-    assert growth_mb(lambda: torch.ones(model.embed.weight.shape)) > 40
+    # A whole tensor would be noticed, once gloo's threads have let go of what they had before. Not
+    # one that they have made.
+    assert max(growth_mb(lambda: torch.ones(model.embed.weight.shape)) for _ in range(3)) > 40
     for dtype in (None, torch.float16):
         folder = tmp_path / str(dtype)
         assert (

@@ -321,7 +321,9 @@ class Scaled(nn.Module):
         return torch.tanh(x * self.scale) if hasattr(self, "scale") else torch.tanh(x)
 
 
-@pytest.mark.parametrize("policy", [{Scaled}, {Scaled, nn.Linear}, None], ids=str)
+@pytest.mark.parametrize(
+    "policy", [{Scaled}, {Scaled, nn.Linear}, None], ids=["scaled", "scaled_and_linear", "root"]
+)
 @both_forms
 @on_ranks(2, 4)
 def test_units_of_few_elements_leave_ranks_with_nothing(

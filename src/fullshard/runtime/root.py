@@ -95,6 +95,8 @@ class Root:
         self._cursor = 0
         self._is_as_expected = bool(self._order)
         self.flow.start_gathers_after_compute(self.post_optim_event)
+        # Compute gets the memory of gradients back, which an optimizer elsewhere may still read.
+        self.flow.device.wait(self.post_optim_event)
         self.post_optim_event = None
         for runner in self.runners:
             for unit in runner.units:

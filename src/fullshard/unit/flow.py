@@ -144,6 +144,10 @@ class Flow:
             if seam.observers:
                 seam.begin(Activity.AWAIT_REDUCE, self._tail.unit)
             self.device.wait(self._tail.event)
+            # The reduce stream has waited for the tails before this one, on whichever stream.
+            with self.device.on(self.streams.reduce):
+                reduced = self.device.record()
+            self.device.wait(reduced)
             if seam.observers:
                 seam.end(Activity.AWAIT_REDUCE, self._tail.unit)
             self._tail = None
@@ -151,4 +155,6 @@ class Flow:
     def abandon_reductions(self) -> None:
         while self._reductions:
             self._reductions.popleft().abandon()
-        self._tail = None
+        if self._tail is not None:
+            self.device.wait(self._tail.event)
+            self._tail = None

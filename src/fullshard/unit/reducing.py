@@ -172,7 +172,15 @@ class Reduction:
                     lane.ins.append(self._message_input(lane, part))
                     part.grads = []
         device.wait(device.record(), streams.reduce)
-        with device.on(streams.reduce):
+        try:
+            self._start_on_reduce_stream()
+        except BaseException:
+            self._outlast()
+            raise
+
+    def _start_on_reduce_stream(self) -> None:
+        device = self._flow.device
+        with device.on(self._flow.streams.reduce):
             if seam.observers:
                 seam.begin(Activity.REDUCE, self._route.unit)
             for lane in self._lanes:
@@ -182,6 +190,22 @@ class Reduction:
                 seam.end_after(futures, Activity.REDUCE, self._route.unit)
             if device.is_ordered:
                 self._complete()
+
+    def _outlast(self) -> None:
+        """Make compute, which gets the inputs' memory back, wait for all that was enqueued."""
+        device = self._flow.device
+        for stream in dict.fromkeys((self._flow.streams.reduce, self._last_stream)):
+            with device.on(stream):
+                event = device.record()
+            device.wait(event)
+
+    @property
+    def _last_stream(self) -> Any:
+        """Where sums are all-reduced, and hooks on them run."""
+        hook = self._route.hook
+        if hook is not None and hook.stream is not None:
+            return hook.stream
+        return self._flow.streams.replicate
 
     def conclude(self) -> Tail:
         """Let go of the inputs; what is left is the results and the event that ends them."""
@@ -320,7 +344,7 @@ class Reduction:
         return is_kept and not self._hand_over.to_host and not self._is_put_aside
 
     def _complete(self) -> None:
-        device, streams = self._flow.device, self._flow.streams
+        device = self._flow.device
         for lane in self._lanes:
             lane.transfer.wait()
         self._exchanged = device.record()
@@ -339,9 +363,7 @@ class Reduction:
             self._finish_lanes()
             return
         self._is_worked_on = True
-        stream = streams.replicate
-        if hook is not None and hook.stream is not None:
-            stream = hook.stream
+        stream = self._last_stream
         device.wait(device.record(), stream)
         with device.on(stream):
             for lane in self._lanes:
