@@ -1,15 +1,13 @@
-"""The examples run as a user runs them, and show what they say."""
+"""The examples run, and show what they say."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import printed_by_ranks
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MAX_LINES = 120
-LIMIT_S = 240
 
 # How many ranks, and what a reader should see.
 SHOWN = {
@@ -22,33 +20,18 @@ SHOWN = {
 }
 
 
-def run(name: str, num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_ranks), str(EXAMPLES / f"{name}.py"), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-
-
-def require_success(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "Warning" not in done.stderr, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_runs_and_shows_what_it_is_about(name):
     num_ranks, shown = SHOWN[name]
-    printed = require_success(run(name, num_ranks))
+    printed = printed_by_ranks(EXAMPLES / f"{name}.py", num_ranks)
     assert [each for each in shown if each not in printed] == [], printed
 
 
 def test_a_run_is_resumed_on_another_number_of_ranks(tmp_path):
-    name, folder = "resume_on_another_world_size", str(tmp_path / "run")
-    first = require_success(run(name, 2, "--folder", folder))
+    example, folder = EXAMPLES / "resume_on_another_world_size.py", str(tmp_path / "run")
+    first = printed_by_ranks(example, 2, "--folder", folder)
     assert "starts at step 0 on 2 ranks" in first
-    second = require_success(run(name, 3, "--folder", folder))
+    second = printed_by_ranks(example, 3, "--folder", folder)
     assert "resumed at step 8 on 3 ranks" in second
     assert "largest difference to the first run" in second
 

@@ -256,8 +256,8 @@ def check(spec: Spec) -> None:
     pool(size).run(train, spec, timeout_s=60.0, expect_failure=True)
 
 
-few = settings(derandomize=True, deadline=None, max_examples=24)
-fewer = settings(derandomize=True, deadline=None, max_examples=16)
+few = settings(derandomize=True, deadline=None, max_examples=12)
+fewer = settings(derandomize=True, deadline=None, max_examples=8)
 
 
 @few

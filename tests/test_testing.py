@@ -143,6 +143,18 @@ def test_a_pool_keeps_its_processes_between_calls():
     assert pool(2).run(pid) == pool(2).run(pid)
 
 
+def open_groups(rank: Rank, num_groups: int) -> int:
+    for _ in range(num_groups):
+        dist.new_group()
+    return os.getpid()
+
+
+def test_ranks_with_many_groups_are_replaced(own_pool):
+    first = own_pool.run(open_groups, 2)
+    assert own_pool.run(open_groups, 30) == first
+    assert not set(own_pool.run(open_groups, 1)) & set(first)
+
+
 def test_every_call_starts_from_the_same_seed_and_dtype():
     assert pool(2).run(random_number) == pool(2).run(random_number)
 

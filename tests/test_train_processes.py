@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from fullshard.cli.commands import fullshard
+from fullshard.training.debugging import DEBUG
 from tests.tiny_run import TEXT, losses
 
 COMMAND = [sys.executable, "-m", "fullshard"]
@@ -224,23 +227,27 @@ def test_two_hosts_under_torchrun_have_the_losses_of_one(
 
 
 def test_what_cannot_be_done_is_one_sentence_and_status_2(text: str, tmp_path: Path) -> None:
+    ended = finished(["train", "--model", "8b", "--device", "cpu", "--out", str(tmp_path / "run")])
+    assert ended.returncode == 2, ended
+    assert "8b" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+def test_a_port_in_use_is_refused_before_anything_is_started(text: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        cases = {
-            "in use": options(text, tmp_path / "a", "--port", port),
-            "8b": ["train", "--model", "8b", "--device", "cpu", "--out", str(tmp_path / "b")],
-        }
-        for words, arguments in cases.items():
-            ended = finished(arguments)
-            assert ended.returncode == 2, (words, ended)
-            assert words in ended.stderr
-            assert len(ended.stderr.splitlines()) == 1, ended.stderr
-        debugged = finished([*cases["in use"], "--debug"])
-        assert debugged.returncode == 2
-        assert "Traceback" in debugged.stderr
-        assert "in use" in debugged.stderr.splitlines()[-1]
+        arguments = options(text, tmp_path / "run", "--port", str(taken.getsockname()[1]))
+        plain, debugged = [
+            CliRunner(env={DEBUG: ""}).invoke(fullshard, [*arguments, *more])
+            for more in ([], ["--debug"])
+        ]
+    assert [plain.exit_code, debugged.exit_code] == [2, 2]
+    assert len(plain.stderr.splitlines()) == 1, plain.stderr
+    assert "in use" in plain.stderr
+    assert "Traceback" in debugged.stderr
+    assert "in use" in debugged.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused(text: str, undisturbed: Path) -> None:

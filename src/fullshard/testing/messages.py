@@ -107,9 +107,10 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A rank's function returned; `result` is packed."""
+    """A rank's function returned; `result` is packed. The rank is in so many process groups."""
 
     result: bytes
+    num_groups: int
 
 
 @dataclass(frozen=True, slots=True)

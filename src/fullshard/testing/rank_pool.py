@@ -15,14 +15,16 @@ from fullshard.testing.nursery import current_sys_path
 
 START_TIMEOUT_S = 180.0
 GRACE_S = 5.0
+MAX_GROUPS = 24
 
 
 class RankPool:
     """`num_ranks` processes in one process group, to run functions on.
 
     The processes start on the first `run` and stay; after a failure that may have left them out
-    of step they are killed, and the next `run` starts new ones. They die with this process.
-    One thread at a time may call `run`.
+    of step they are killed, and the next `run` starts new ones; so it does when they have opened
+    many process groups, because gloo has threads for each that wake up a hundred times a second.
+    They die with this process. One thread at a time may call `run`.
 
     Ranks are forked from a process that has loaded torch, so that a pool starts in a fraction of a
     second. `fresh` ranks load it themselves: for variables that torch reads as it loads. Where
@@ -78,7 +80,7 @@ class RankPool:
                 crew.ask(call)
                 outcome = crew.collect(limit_s, limit_s if expect_failure else GRACE_S)
                 _print_output(crew)
-                results = self._results(call.function.qualname, outcome)
+                answers = self._answers(call.function.qualname, outcome)
             except RanksFailed as failure:
                 if not (expect_failure and failure.alike):
                     self._kill()
@@ -86,7 +88,9 @@ class RankPool:
             except BaseException:
                 self._kill()  # interrupted half way: the ranks are in an unknown place
                 raise
-        return [unpack(result) for result in results]
+            if max(answer.num_groups for answer in answers) > MAX_GROUPS:
+                self._kill()
+        return [unpack(answer.result) for answer in answers]
 
     def close(self) -> None:
         """Let the ranks leave their process group and exit; a later `run` starts new ones."""
@@ -109,7 +113,7 @@ class RankPool:
             world = World(self.num_ranks, self.backend, self.timeout_s, self.fresh)
             self._crew = Crew(world)
             outcome = self._crew.collect(START_TIMEOUT_S, GRACE_S)
-            self._results(f"start of {self.num_ranks} {self.backend} ranks", outcome)
+            self._answers(f"start of {self.num_ranks} {self.backend} ranks", outcome)
             self._crew.new_output()  # what backends say while they start is of no interest
         return self._crew
 
@@ -118,7 +122,7 @@ class RankPool:
         if crew is not None:
             crew.kill()
 
-    def _results(self, subject: str, outcome: Outcome) -> list[bytes]:
+    def _answers(self, subject: str, outcome: Outcome) -> list[Returned]:
         raised = {
             rank: _exception(answer)
             for rank, answer in outcome.answers.items()
@@ -126,9 +130,7 @@ class RankPool:
         }
         if raised or outcome.silent:
             raise RanksFailed(subject, self.num_ranks, raised, outcome.silent, outcome.waited_s)
-        return [
-            answer.result for answer in outcome.answers.values() if isinstance(answer, Returned)
-        ]
+        return [answer for answer in outcome.answers.values() if isinstance(answer, Returned)]
 
 
 _shared_pools: dict[tuple[int, str], RankPool] = {}

@@ -43,13 +43,14 @@ def main(birth: Birth) -> None:
     except BaseException as error:
         connection.send_bytes(pack(_raised(error)))
         raise
-    connection.send_bytes(pack(Returned(pack(None))))
+    connection.send_bytes(pack(_returned(None)))
 
     while isinstance(call := calls.get(), Call):
         connection.send_bytes(pack(_answer(rank, call)))
     del call
     gc.collect()  # process groups held by dead models go before the backend does
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a function may have left the world
+        dist.destroy_process_group()
 
 
 def _read_calls(connection: Connection, calls: "queue.SimpleQueue[Call | Close]") -> None:
@@ -109,9 +110,13 @@ def _answer(rank: Rank, call: Call) -> Answer:
             result = function(rank, *args, **kwargs)
             if rank.device.type == "cuda":
                 torch.cuda.synchronize()  # a kernel's error belongs to this call
-            return Returned(pack(result))
+            return _returned(result)
     except BaseException as error:
         return _raised(error)
+
+
+def _returned(result: object) -> Returned:
+    return Returned(pack(result), len(dist.distributed_c10d._world.pg_map))
 
 
 def _raised(error: BaseException) -> Raised:

@@ -1,0 +1,36 @@
+"""Programs that make their own process group, on ranks that are forked for them."""
+
+import contextlib
+import io
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fullshard.testing import Rank, RankPool
+
+
+def printed_by_ranks(path: Path, num_ranks: int, *arguments: str) -> str:
+    """What the ranks of a program print, one after another. A warning is an error."""
+    with RankPool(num_ranks, timeout_s=240) as ranks:
+        return "".join(ranks.run(_run, str(path), arguments, _free_port()))
+
+
+def _run(rank: Rank, path: str, arguments: tuple[str, ...], port: int) -> str:
+    """Leave the pool's world, and be a rank of the program's, as a launcher would have it."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    sys.argv = [path, *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
