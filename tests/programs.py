@@ -1,9 +1,10 @@
-"""Programs that make their own process group, on ranks that are forked for them."""
+"""Programs that make their own process group, and processes that are not ours."""
 
 import contextlib
 import io
 import os
 import runpy
+import select
 import socket
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from fullshard.testing import Rank, RankPool
 def printed_by_ranks(path: Path, num_ranks: int, *arguments: str) -> str:
     """What the ranks of a program print, one after another. A warning is an error."""
     with RankPool(num_ranks, timeout_s=240) as ranks:
-        return "".join(ranks.run(_run, str(path), arguments, _free_port()))
+        return "".join(ranks.run(_run, str(path), arguments, free_port()))
 
 
 def _run(rank: Rank, path: str, arguments: tuple[str, ...], port: int) -> str:
@@ -30,7 +31,19 @@ def _run(rank: Rank, path: str, arguments: tuple[str, ...], port: int) -> str:
     return printed.getvalue()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
+
+
+def has_ended(pid: int, within_s: float) -> bool:
+    """Wait for a process that is not a child of ours to end."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], within_s)[0])
+    finally:
+        os.close(descriptor)

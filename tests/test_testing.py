@@ -1,7 +1,6 @@
 """fullshard.testing: ranks that answer, fail, hang and die; fake worlds; training parity."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from fullshard.testing import (
     on_ranks,
     pool,
 )
+from tests.programs import has_ended
 
 
 def whoami(rank: Rank, *args: object, **kwargs: object) -> tuple[object, ...]:
@@ -288,18 +288,6 @@ def test_ranks_are_forked_anew_after_their_nursery_was_killed(own_pool):
     assert own_pool.run(sum_of_ranks) == [1.0, 1.0]  # those that live are not concerned
     with RankPool(2) as another:
         assert another.run(sum_of_ranks) == [1.0, 1.0]
-
-
-def has_ended(pid: int, within_s: float) -> bool:
-    """Wait for a process that is not a child of ours to end."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], within_s)[0])
-    finally:
-        os.close(descriptor)
 
 
 def test_a_closed_pool_leaves_no_process_behind():

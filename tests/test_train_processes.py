@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from fullshard.cli.commands import fullshard
 from fullshard.training.debugging import DEBUG
+from tests.programs import free_port, has_ended
 from tests.tiny_run import TEXT, losses
 
 COMMAND = [sys.executable, "-m", "fullshard"]
@@ -79,14 +80,6 @@ def ranks_of(launcher: int) -> list[int]:
     return [int(pid) for task in tasks for pid in task.read_text().split()]
 
 
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
 def test_runs_that_are_killed_or_left_have_the_losses_of_an_undisturbed_one(
     text: str, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -133,7 +126,7 @@ def test_a_second_ctrl_c_leaves_at_once(text: str, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
-    assert not any(is_running(pid) for pid in ranks)
+    assert all(has_ended(pid, within_s=20) for pid in ranks)
 
 
 def test_a_rank_that_dies_without_restarts_left_ends_the_run(text: str, tmp_path: Path) -> None:
@@ -144,7 +137,7 @@ def test_a_rank_that_dies_without_restarts_left_ends_the_run(text: str, tmp_path
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert "rank 0 failed (SIGKILL); what it said is above" in errors.splitlines()[-1]
-    assert not any(is_running(pid) for pid in ranks)
+    assert all(has_ended(pid, within_s=20) for pid in ranks)
 
 
 @contextmanager
@@ -179,12 +172,6 @@ def two_hosts() -> Iterator[tuple[list[list[str]], str]]:
         if shutil.which("ip"):
             for name in names:
                 subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_two_hosts_under_torchrun_have_the_losses_of_one(
