@@ -235,11 +235,3 @@ def test_a_port_in_use_is_refused_before_anything_is_started(text: str, tmp_path
     assert "Traceback" in debugged.stderr
     assert "in use" in debugged.stderr.splitlines()[-1]
     assert not (tmp_path / "run").exists()
-
-
-def test_a_checkpoint_of_another_model_is_refused(text: str, undisturbed: Path) -> None:
-    other = finished(options(text, undisturbed, "--resume", "--model", "10m"))
-    assert other.returncode == 2
-    assert len(other.stderr.splitlines()) == 1
-    assert "found" in other.stderr
-    assert "Traceback" not in other.stderr

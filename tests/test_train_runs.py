@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fullshard.errors import ConfigError, TopologyError
+from fullshard.errors import ConfigError, FullshardError, TopologyError
 from fullshard.report import read_record
 from fullshard.state import checkpoints, verify
 from fullshard.testing import Rank, on_ranks
@@ -81,6 +81,18 @@ def test_doors_strategies_and_memory_savers_change_no_losses(rank: Rank, tmp_pat
     for name, changes in SAME_LOSSES.items():
         found = trained(rank, configured(tmp_path, name.replace(" ", "-"), **changes))
         assert found == pytest.approx(expected, rel=2e-4), name
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_another_model_is_refused(rank: Rank, tmp_path: Path) -> None:
+    if rank.rank == 0:
+        written(tmp_path)
+    trained(rank, configured(tmp_path, "run", optimizer={"steps": 1}))
+    other = {"model": {"name": "10m", "sequence": 32}, "run": {"resume": True}}
+    world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
+    with pytest.raises(FullshardError, match="found") as refusal:
+        Run(configured(tmp_path, "run", **other), world).run(Leaving())
+    assert len(str(refusal.value).splitlines()) == 1
 
 
 @on_ranks(2)

@@ -174,12 +174,12 @@ _nurseries: dict[tuple[int, int], _Nursery] = {}
 
 def _nursery(number: int) -> _Nursery:
     """One of this process's nurseries; a fork of this process has its own."""
-    key = (os.getpid(), number)
-    if key not in _nurseries or not _nurseries[key].is_open:
-        for other in range(_NUM_NURSERIES):  # all at once: each takes its time to load
-            _nurseries[os.getpid(), other] = _Nursery(current_sys_path())
-            atexit.register(_nurseries[os.getpid(), other].close)
-    return _nurseries[key]
+    keys = [(os.getpid(), each) for each in range(_NUM_NURSERIES)]
+    for key in keys:  # all at once: each takes its time to load
+        if key not in _nurseries or not _nurseries[key].is_open:
+            _nurseries[key] = _Nursery(current_sys_path())
+            atexit.register(_nurseries[key].close)
+    return _nurseries[keys[number]]
 
 
 def tend(line_fd: int) -> Birth:
