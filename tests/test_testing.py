@@ -151,7 +151,7 @@ def open_groups(rank: Rank, num_groups: int) -> int:
 
 def test_ranks_with_many_groups_are_replaced(own_pool):
     first = own_pool.run(open_groups, 2)
-    assert own_pool.run(open_groups, 30) == first
+    assert own_pool.run(open_groups, 10) == first
     assert not set(own_pool.run(open_groups, 1)) & set(first)
 
 

@@ -15,7 +15,7 @@ from fullshard.testing.nursery import current_sys_path
 
 START_TIMEOUT_S = 180.0
 GRACE_S = 5.0
-MAX_GROUPS = 24
+MAX_GROUPS = 8
 
 
 class RankPool:
