@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -21,11 +22,13 @@ from fullshard import (
     DataParallelMeshDims,
     FullshardError,
     LifecycleError,
+    OffloadPolicy,
     TopologyError,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fullshard.api import own_offload
 from fullshard.errors import MisuseError, UnsupportedError
 from fullshard.testing import Rank, fake_world
 
@@ -465,3 +468,9 @@ def test_a_shard_replaced_by_a_plain_tensor_is_refused(rank: Rank) -> None:
     model(torch.ones(2, WIDTH)).sum().backward()
     model.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
     refused(lambda: model(torch.ones(2, WIDTH)), ConfigError, "weight", "DTensor", "Parameter")
+
+
+def test_an_offload_policy_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="an OffloadPolicy is expected, found True; pass CPU"):
+        own_offload(True)
+    assert own_offload(torch_fsdp.OffloadPolicy()) == OffloadPolicy()

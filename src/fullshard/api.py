@@ -64,8 +64,15 @@ def own_offload(given: Any) -> OffloadPolicy:
     """A policy of ours that says what torch's own object, or one like it, does."""
     if isinstance(given, OffloadPolicy):
         return given
+    if hasattr(given, "pin_memory"):
+        return CPUOffloadPolicy(given.pin_memory)
     # The policy that keeps shards where they are has no fields to know it by.
-    return CPUOffloadPolicy(given.pin_memory) if hasattr(given, "pin_memory") else OffloadPolicy()
+    if type(given).__name__ != "OffloadPolicy":
+        raise ConfigError(
+            f"offload_policy: an OffloadPolicy is expected, found {given!r}; pass "
+            "CPUOffloadPolicy() to offload, or leave it out."
+        )
+    return OffloadPolicy()
 
 
 @dataclass(frozen=True)
