@@ -35,8 +35,8 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EMPTY = -1  # a place in the slab, a home or a message that nobody wrote to
 PADDING = -2
 
-SHARES = CostModel(message_s=inf, copy_bytes_per_s=1.0)
-OWNS = CostModel(message_s=0.0, copy_bytes_per_s=1.0)
+SHARES = CostModel(collective_s=inf, copy_bytes_per_s=1.0)
+OWNS = CostModel(collective_s=0.0, copy_bytes_per_s=1.0)
 
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -44,7 +44,7 @@ num_ranks = st.integers(1, 6)
 costs = st.one_of(
     st.just(SHARES),
     st.just(OWNS),
-    st.integers(1, 600).map(lambda n: CostModel(message_s=float(n), copy_bytes_per_s=2.0)),
+    st.integers(1, 600).map(lambda n: CostModel(collective_s=float(n), copy_bytes_per_s=2.0)),
 )
 dtypes = st.builds(
     DtypePlan.of,
@@ -369,19 +369,19 @@ def test_the_cost_model_decides_who_gets_a_message_of_its_own(layout: UnitLayout
 
 @many
 @given(st.integers(0, 10**9), st.floats(0, 1), st.floats(1, 1e13))
-def test_a_parameter_deserves_a_message_once_copying_it_costs_more(
-    full_bytes: int, message_s: float, copy_bytes_per_s: float
+def test_a_parameter_deserves_a_bucket_once_copying_it_costs_more(
+    full_bytes: int, collective_s: float, copy_bytes_per_s: float
 ) -> None:
-    cost = CostModel(message_s, copy_bytes_per_s)
+    cost = CostModel(collective_s, copy_bytes_per_s)
     copy_s = 2 * full_bytes / copy_bytes_per_s  # read and written
-    assert cost.deserves_message(full_bytes) == (copy_s >= message_s)
+    assert cost.deserves_bucket(full_bytes) == (copy_s >= collective_s)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
 def test_the_cost_model_of_a_device_shares_biases_and_not_large_matrices(device_type: str) -> None:
     cost = CostModel.of_device(device_type)
-    assert not cost.deserves_message(4 * 1024)
-    assert cost.deserves_message(4 * 4096 * 4096)
+    assert not cost.deserves_bucket(4 * 1024)
+    assert cost.deserves_bucket(4 * 4096 * 4096)
 
 
 @many
@@ -434,7 +434,7 @@ def test_repr_says_shape_dim_dtypes_message_and_landing() -> None:
             ParamSpec("inner", Split((3, 5), 1, 2), plain, False),
         ],
         num_ranks=2,
-        cost=CostModel(message_s=1.0, copy_bytes_per_s=4096.0),
+        cost=CostModel(collective_s=1.0, copy_bytes_per_s=4096.0),
     )
     rows = [row.split() for row in repr(layout).splitlines()[1:]]
     dtypes = "float32/bfloat16/float32"
