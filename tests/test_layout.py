@@ -412,8 +412,8 @@ def test_repr_is_a_table_with_a_row_for_every_parameter(layout: UnitLayout) -> N
         "shape",
         "dim",
         "dtypes",
-        "message",
-        "lands",
+        "bucket",
+        "kind",
         "offset",
         "slot",
     ]

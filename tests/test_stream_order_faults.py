@@ -286,9 +286,9 @@ def test_a_slab_that_is_emptied_while_it_is_read_is_filled_with_the_same_memory(
     before = slab.address_range
     full.sum()
     event = order.device.record()
-    slab.empty()
+    slab.free()
     with order.on(gather):
-        slab.fill()
+        slab.allocate()
         assert slab.address_range == before
         if is_awaited:
             order.device.wait(event)
@@ -302,13 +302,13 @@ def test_gathers_get_the_range_that_fits_best(order: StreamOrder) -> None:
         sizes = (4096, 512, 1024, 512)
         slabs = [ResizableBuffer(size, torch.device("cpu")) for size in sizes]
         starts = [slab.address_range[0] for slab in slabs]
-        slabs[0].empty()
-        slabs[2].empty()
-        slabs[2].fill()
+        slabs[0].free()
+        slabs[2].free()
+        slabs[2].allocate()
         assert slabs[2].address_range[0] == starts[2]
         for slab in slabs[1:]:
-            slab.empty()  # joined with its neighbours
-        slabs[0].fill()
+            slab.free()  # joined with its neighbours
+        slabs[0].allocate()
         assert slabs[0].address_range[0] == starts[0]
 
 
@@ -318,18 +318,18 @@ def test_ranges_that_do_not_overlap_do_not_race(order: StreamOrder) -> None:
         small, large = (ResizableBuffer(size, torch.device("cpu")) for size in (512, 4096))
         views = [slab.view(0, (slab.num_bytes,), torch.uint8) for slab in (small, large)]
         views[0].zero_()
-        large.empty()
+        large.free()
         kept = torch.empty(4096, dtype=torch.uint8)
         waits_for_current(order, order.compute)
     views[0].sum()
-    small.empty()
+    small.free()
     with order.on(gather):
-        large.fill()
+        large.allocate()
         views[1].zero_()
         assert not order.races
         kept.zero_()
         del kept
-        small.fill()
+        small.allocate()
         views[0].zero_()
     assert order.races
 
