@@ -625,9 +625,9 @@ def emulated_streams(
         order.block_of(storage).address = storage.data_ptr()
         return storage
 
-    def address_range(slab: ResizableBuffer) -> tuple[int, int]:
-        start = order.block_of(slab._storage).start
-        return start, start + slab.num_bytes
+    def address_range(buffer: ResizableBuffer) -> tuple[int, int]:
+        start = order.block_of(buffer._storage).start
+        return start, start + buffer.num_bytes
 
     def address(tensor: torch.Tensor) -> int:
         if not is_offloading or type(tensor) is not torch.Tensor:
