@@ -107,7 +107,7 @@ def watched_reduces() -> Iterator[list[list[int]]]:
         calls.append([out.numel() for out in outs])
         return reduce(self, outs, *args, **kwargs)
 
-    with patch.object(ShmCollectives, "reduce", watched):
+    with patch.object(ShmCollectives, "reduce_scatter", watched):
         yield calls
 
 

@@ -121,7 +121,7 @@ def counted_bytes() -> Iterator[list[int]]:
         found.append(sum(inp.nbytes for inp in ins))
         return reduce(self, outs, ins, *args, **kwargs)
 
-    with patch.object(ShmCollectives, "reduce", counted):
+    with patch.object(ShmCollectives, "reduce_scatter", counted):
         yield found
 
 
@@ -185,7 +185,7 @@ def test_a_gradient_that_was_computed_in_the_wire_dtype_is_the_message(rank: Ran
         policy = {"param_dtype": BF16, "reduce_dtype": FP32, "wire_dtype": wire}
         with (
             patch.object(CostModel, "of_device", lambda _: own_messages),
-            patch.object(ShmCollectives, "reduce", noted),
+            patch.object(ShmCollectives, "reduce_scatter", noted),
         ):
             model = in_place(rank.mesh())(Probe(weight=torch.ones(shape)), policy)
             model({"weight": torch.ones(shape)}).backward()
