@@ -1,8 +1,9 @@
 """Reproduces a data race in torch's gloo process group; needs torch only.
 
-A gloo process group has two worker threads. Both assign the name of the operation they have finished
-to one std::string without a lock. Up to 15 characters are stored in the string itself. A longer name,
-such as ALLGATHER_COALESCED, is stored on the heap, and both threads free the same buffer.
+A gloo process group has two worker threads. Both assign the name of the operation they have
+finished to one std::string without a lock. Up to 15 characters are stored in the string itself. A
+longer name, such as ALLGATHER_COALESCED, is stored on the heap, and both threads free the same
+buffer.
 
     python docs/gloo_name_race.py                   long names: crashes with torch 2.13 in most runs
     python docs/gloo_name_race.py --names short     short names: finishes
