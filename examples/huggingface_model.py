@@ -76,7 +76,7 @@ def main() -> None:
     export_safetensors(folder / "trained", model)
     tokens = batch(torch.Generator().manual_seed(0), device_type)
     with torch.no_grad():
-        expected = model(input_ids=tokens).logits.float().cpu()  # on all ranks, because it all-gathers
+        expected = model(input_ids=tokens).logits.float().cpu()  # all-gathers, so on all ranks
     if rank == 0:
         CONFIG.save_pretrained(folder / "trained")
         opened = AutoModelForCausalLM.from_pretrained(folder / "trained", dtype=torch.float32)
