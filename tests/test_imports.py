@@ -116,7 +116,7 @@ def forbidden_modules(tree: ast.AST, module: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             found.append((node, ast.unparse(node)))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+        elif isinstance(node, ast.ModuleCall) and ast.unparse(node.func).endswith(
             ("import_module", "__import__")
         ):
             found += [(node, a.value) for a in node.args if isinstance(a, ast.Constant)]
@@ -199,10 +199,10 @@ def test_no_two_rooms_import_each_other():
         ("fullshard.layout.rows", "from fullshard.comm.groups import Groups"),
         ("fullshard.comm.groups", "import fullshard.unit.slab"),
         ("fullshard.unit.slab", "def f():\n    from fullshard.runtime import root"),
-        ("fullshard.runtime.root", "from fullshard import fully_shard"),
-        ("fullshard.runtime.root", "from fullshard import FSDPModule"),
+        ("fullshard.runtime.scheduler", "from fullshard import fully_shard"),
+        ("fullshard.runtime.scheduler", "from fullshard import FSDPModule"),
         ("fullshard.plan.memory", "from fullshard.unit.slab import Slab"),
-        ("fullshard.trace.events", "from fullshard.runtime.root import Root"),
+        ("fullshard.trace.events", "from fullshard.runtime.scheduler import Root"),
         ("fullshard.state.model", "from fullshard.testing import Rank"),
         ("fullshard.state.model", "from fullshard.fully_shard import FSDPModule"),
         ("fullshard.__init__", "from fullshard.cli import main"),
