@@ -10,8 +10,13 @@ import torch
 from torch import nn
 
 from fullshard.api import AllGather, ReduceScatter
-from fullshard.comm.allocated import is_ours, process_group_comms, symmetric_memory_comms
-from fullshard.comm.collectives import CustomCollectives
+from fullshard.comm.collectives import (
+    CustomCollectives,
+    ProcessGroupAllGather,
+    ProcessGroupReduceScatter,
+    is_ours,
+    symmetric_all_gather,
+)
 from fullshard.comm.mesh import subgroup_size
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
 from fullshard.runtime.hooks import ModuleHooks, hooks_of
@@ -262,15 +267,16 @@ class FSDPModule:
         for unit in self._units(recurse=False):
             _require_own_collectives(unit, "set_allocate_memory_from_process_group_for_comm")
             unit.collectives = unit.default_collectives
-            if enable and unit.mesh_info.shard.group is not None:
-                gather, reduce = process_group_comms(unit.mesh_info.shard.group)
+            group = unit.mesh_info.shard.group
+            if enable and group is not None:
+                gather, reduce = ProcessGroupAllGather(group), ProcessGroupReduceScatter(group)
                 unit.bring(gather=gather, reduce=reduce)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let gathers travel in symmetric memory; needs GPUs that NCCL can register it on."""
         for unit in self._units(recurse=False):
             _require_own_collectives(unit, "set_symm_mem_for_comm")
-            gather = symmetric_memory_comms(unit.name, unit.mesh_info, backend)
+            gather = symmetric_all_gather(unit.name, unit.mesh_info, backend)
             unit.bring(gather=gather)
 
     def set_separate_reduce_scatter_group(
