@@ -12,7 +12,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A room sees the rooms of its own level and below.
 LEVELS = [
-    ("api", "errors", "layout", "trace"),
+    ("_torch", "api", "errors", "layout", "trace"),
     ("comm", "device"),
     ("unit",),
     ("runtime",),
@@ -38,8 +38,8 @@ LEVELS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # They work without a process group, so they see what works without one.
-SEES_ONLY = {room: {room, "api", "errors", "layout"} for room in ("plan", "trace")}
-SEES_ONLY["report"] = {"report", "api", "errors", "trace", "runtime"}
+SEES_ONLY = {room: {room, "_torch", "api", "errors", "layout"} for room in ("plan", "trace")}
+SEES_ONLY["report"] = {"report", "_torch", "api", "errors", "trace", "runtime"}
 SEES_ONLY["__main__"] = {"cli"}
 SEEN_BY_NOBODY = {"testing"}
 # Users of the package like any other: they may take what the package itself offers.

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.comm.shared_memory import ShmCollectives
-from fullshard.comm.transfer import CollectiveWork
+from fullshard.comm.collectives import CollectiveWork, ShmCollectives
 from fullshard.device import Device
 from fullshard.layout import CostModel
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks

@@ -33,8 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fullshard import DataParallelMeshDims, ShardPlacementResult, fully_shard
-from fullshard.comm.shared_memory import ShmCollectives
-from fullshard.comm.transfer import CollectiveWork
+from fullshard.comm.collectives import CollectiveWork, ShmCollectives
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.layout import BucketKind, CostModel
 from fullshard.runtime.hooks import hooks_of

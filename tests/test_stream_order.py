@@ -39,7 +39,7 @@ from fullshard import (
     fully_shard,
     share_comm_ctx,
 )
-from fullshard.comm.transfer import CollectiveWork
+from fullshard.comm.collectives import CollectiveWork
 from fullshard.device import FreedRanges
 from fullshard.layout import CostModel
 from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather

@@ -23,11 +23,15 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.comm.collectives import BackendCollectives, GlooCollectives, collectives_for
-from fullshard.comm.handshake import SWITCH, link_of
-from fullshard.comm.regions import regions
-from fullshard.comm.shared_memory import ShmCollectives
-from fullshard.comm.transfer import CollectiveWork
+from fullshard.comm.collectives import (
+    BackendCollectives,
+    CollectiveWork,
+    GlooCollectives,
+    ShmCollectives,
+    collectives_for,
+)
+from fullshard.comm.shm.handshake import SWITCH, link_of
+from fullshard.comm.shm.regions import regions
 from fullshard.layout import CostModel
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks

@@ -22,8 +22,13 @@ from fullshard.api import (
     own_offload,
     own_precision,
 )
-from fullshard.comm.allocated import is_ours, process_group_comms, symmetric_memory_comms
-from fullshard.comm.collectives import CustomCollectives
+from fullshard.comm.collectives import (
+    CustomCollectives,
+    ProcessGroupAllGather,
+    ProcessGroupReduceScatter,
+    is_ours,
+    symmetric_all_gather,
+)
 from fullshard.comm.mesh import MeshInfo, default_mesh, device_of, mesh_info_of, subgroup_size
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
 from fullshard.runtime.build import ShardRequest, build_hooks
@@ -432,15 +437,16 @@ class FSDPModule:
         for unit in self._units(recurse=False):
             _require_own_collectives(unit, "set_allocate_memory_from_process_group_for_comm")
             unit.comm.current = unit.comm.default
-            if enable and unit.mesh_info.shard.group is not None:
-                gather, reduce = process_group_comms(unit.mesh_info.shard.group)
+            group = unit.mesh_info.shard.group
+            if enable and group is not None:
+                gather, reduce = ProcessGroupAllGather(group), ProcessGroupReduceScatter(group)
                 unit.comm.customize(all_gather=gather, reduce_scatter=reduce)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let gathers travel in symmetric memory; needs GPUs that NCCL can register it on."""
         for unit in self._units(recurse=False):
             _require_own_collectives(unit, "set_symm_mem_for_comm")
-            gather = symmetric_memory_comms(unit.name, unit.mesh_info, backend)
+            gather = symmetric_all_gather(unit.name, unit.mesh_info, backend)
             unit.comm.customize(all_gather=gather)
 
     def set_separate_reduce_scatter_group(
