@@ -445,7 +445,7 @@ def test_memory_holds_a_block_and_not_the_checkpoint(tmp_path: Path) -> None:
 # Strangers
 
 
-class ModuleCall:
+class Call:
     """What unpickles into a call."""
 
     def __init__(self, *call: Any) -> None:
@@ -464,7 +464,7 @@ def test_an_index_that_names_a_call_is_refused_without_running_it(
         call, f"__import__('os').mkdir({str(trace)!r})"
     )
     arguments = (str(trace), "w") if call is open else (argument,)
-    reindexed(path, lambda index: ModuleCall(call, *arguments))
+    reindexed(path, lambda index: Call(call, *arguments))
     with pytest.raises(CheckpointError, match="only the classes of the checkpoint format"):
         open_checkpoint(path)
     assert subjects(verify(path)) == {".metadata"}
@@ -476,7 +476,7 @@ def test_a_tensor_that_names_a_call_is_refused_without_running_it(path: Path) ->
     opened = open_checkpoint(path)
     where = opened.places("model.weight")[0]
     entry = opened.entry("model.weight", where)
-    torch.save(ModuleCall(os.mkdir, str(trace)), path / "own.distcp")
+    torch.save(Call(os.mkdir, str(trace)), path / "own.distcp")
     size = (path / "own.distcp").stat().st_size
 
     def elsewhere(index: Metadata) -> None:
