@@ -8,6 +8,11 @@ BENCH ?= build/benchmarks
 # Half of the time a test waits: for ranks to start, to time out, to die.
 WORKERS ?= 2
 
+# Every process that a test starts loads torch. Without byte code on disk it would compile torch's
+# sources first, which takes three times as long as loading them.
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: env demo test check bench clean
 
 env: $(STAMP)
