@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fullshard._torch import tree_leaves, tree_map_only
 from fullshard.errors import TopologyError
 
 # Wrappers put these into the names of parameters; the reference has none of them.
