@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collectives import Collectives, Composed, Native
-from fullshard.comm.shared_memory import SharedMemory
+from fullshard.comm.collectives import BackendCollectives, Collectives, GlooCollectives
+from fullshard.comm.shared_memory import ShmCollectives
 from fullshard.testing import Rank, pool
 from measuring import (
     Table,
@@ -43,18 +43,22 @@ TIMEOUT_S = 900.0
 
 def ways_for(group: dist.ProcessGroup, device: torch.device) -> dict[str, Collectives]:
     if device.type != "cpu":
-        return {NATIVE: Native()}
-    composed = Composed()
-    return {NATIVE: Native(), COMPOSED: composed, SHARED: SharedMemory(group, otherwise=composed)}
+        return {NATIVE: BackendCollectives()}
+    composed = GlooCollectives()
+    return {
+        NATIVE: BackendCollectives(),
+        COMPOSED: composed,
+        SHARED: ShmCollectives(group, otherwise=composed),
+    }
 
 
 def check(rank: Rank, name: str, way: Collectives, group: dist.ProcessGroup) -> None:
     """Two messages arrive, in the order of ranks, and are summed."""
     own = [torch.arange(4.0, device=rank.device) + 10 * rank.rank + 100 * i for i in range(2)]
     fulls = [torch.empty(4 * rank.size, device=rank.device) for _ in own]
-    way.gather(fulls, own, group).wait()
+    way.all_gather(fulls, own, group).wait()
     sums = [torch.empty(4, device=rank.device) for _ in own]
-    way.reduce(sums, fulls, group, average=False).wait()
+    way.reduce_scatter(sums, fulls, group, average=False).wait()
     for i in range(2):
         offsets = 10.0 * torch.arange(rank.size, device=rank.device).repeat_interleave(4)
         expected = torch.arange(4.0, device=rank.device).repeat(rank.size) + offsets + 100 * i

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fullshard.comm.collectives import Native
+from fullshard.comm.collectives import BackendCollectives
 from fullshard.testing import Rank, RankPool
 from measuring import (
     Result,
@@ -115,7 +115,7 @@ class Floor:
         sizes = [num_parameters(block) for block in blocks]
         sizes.append(num_parameters(model) - sum(sizes))
         self._share = [-(-size // rank.size) for size in sizes]
-        self._native, self._group = Native(), rank.mesh().get_group()
+        self._native, self._group = BackendCollectives(), rank.mesh().get_group()
         self._num_ranks, self._device, self._dtype = rank.size, rank.device, dtype
         shares = [torch.zeros(n, device=rank.device, requires_grad=True) for n in self._share]
         self._optimizer = torch.optim.SGD(shares, lr=LEARNING_RATE)
@@ -126,13 +126,13 @@ class Floor:
             for numel in self._share:
                 own = torch.zeros(numel, dtype=self._dtype, device=self._device)
                 full = own.new_empty(numel * self._num_ranks)
-                self._native.gather([full], [own], self._group).wait()
+                self._native.all_gather([full], [own], self._group).wait()
         loss: Tensor = self._model(tokens)
         loss.backward()
         for share in self._shares:
             share.grad = torch.empty_like(share)
             full = torch.zeros(share.numel() * self._num_ranks, device=self._device)
-            self._native.reduce([share.grad], [full], self._group, average=False).wait()
+            self._native.reduce_scatter([share.grad], [full], self._group, average=False).wait()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._model.zero_grad()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from fullshard.layout.rectangles import Rectangle
+from fullshard.layout.split import Box
 from fullshard.state.dcp_format import HeldTensor
 from fullshard.state.manifest import Manifest
 from fullshard.state.opened import open_checkpoint
@@ -38,7 +38,7 @@ def write(
         blocks, row = [], 0
         for values in tensor.chunk(num_files):
             blocks.append(
-                Block(Rectangle((row, *(0,) * (tensor.dim() - 1)), tuple(values.shape)), values)
+                Block(Box((row, *(0,) * (tensor.dim() - 1)), tuple(values.shape)), values)
             )
             row += len(values)
         held[key] = HeldTensor(tensor.shape, tensor.dtype, blocks)

@@ -28,7 +28,7 @@ accesses of a freed block are remembered with its pool, and whoever touches a bl
 out later must come after them, else that is a race, too. Which block comes back depends on sizes
 that a model chooses: any may, except on the gather stream. There the engine goes by addresses
 (rule 2), and so does the pool: it has an address space of its own, of which it gives out the free
-range that fits best, and joins neighbours. `Slab.address_range` tells these addresses.
+range that fits best, and joins neighbours. `ResizableBuffer.address_range` tells these addresses.
 Resizing a storage that has memory moves it: new memory, a copy on the current stream, a free.
 Storages that share memory (through dlpack) share a block.
 
@@ -60,8 +60,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.device.storage import Slab
-from fullshard.device.streams import Device, Streams
+from fullshard.device import Device, ResizableBuffer, Streams
 from fullshard.testing import fake_world
 
 _ENGINE = "/src/fullshard/"
@@ -626,7 +625,7 @@ def emulated_streams(
         order.block_of(storage).address = storage.data_ptr()
         return storage
 
-    def address_range(slab: Slab) -> tuple[int, int]:
+    def address_range(slab: ResizableBuffer) -> tuple[int, int]:
         start = order.block_of(slab._storage).start
         return start, start + slab.num_bytes
 
@@ -643,7 +642,7 @@ def emulated_streams(
         enter(patch("fullshard.runtime.build.device_for", lambda _: order.device))
         enter(patch.object(torch.UntypedStorage, "resize_", resized))
         enter(patch.object(torch.Tensor, "data_ptr", address))
-        enter(patch.object(Slab, "address_range", property(address_range)))
+        enter(patch.object(ResizableBuffer, "address_range", property(address_range)))
         for kind in (dist.Work, FakeWork):
             enter(patch.object(kind, "wait", _waiting(order, kind.wait)))
         enter(order)

@@ -18,7 +18,7 @@ from fullshard import (
     fully_shard,
     share_comm_ctx,
 )
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.counted import CountedGather, CountedReduce
 
@@ -286,7 +286,7 @@ def test_no_sync_accumulates_and_puts_sync_back(rank: Rank) -> None:
 
 
 def settings_of(model: nn.Module) -> list[Any]:
-    return [runner_of(part).units[0].settings for part in (model[0], model[2], model)]
+    return [hooks_of(part).units[0].settings for part in (model[0], model[2], model)]
 
 
 @on_ranks(2)
@@ -316,13 +316,13 @@ def test_scopes_restore_what_they_found_also_after_an_error(rank: Rank) -> None:
             is_last_backward=False,
         ):
             assert [s.gradient_divide_factor for s in settings_of(model)] == [3.0] * 3
-            assert not runner_of(model).root.is_last_backward
+            assert not hooks_of(model).scheduler.is_last_backward
             raise KeyError("planted")
 
     with pytest.raises(KeyError, match="planted"):
         fail_in_settings()
     assert settings_of(model) == before
-    assert runner_of(model).root.is_last_backward
+    assert hooks_of(model).scheduler.is_last_backward
 
 
 @on_ranks(2)
@@ -478,14 +478,14 @@ def test_reduces_over_a_group_of_their_own_train_alike(rank: Rank, recurse: bool
     def ours(model: Any) -> None:
         shard(model, mesh)
         model.set_separate_reduce_scatter_group(recurse=recurse)
-        units = [runner_of(part).units[0] for part in (model[0], model)]
+        units = [hooks_of(part).units[0] for part in (model[0], model)]
         separate = [unit.reduce_axis.group is not mesh.get_group() for unit in units]
         assert separate == [recurse, True]
 
     trained = assert_same_training(build, ours, Training(make_batch, steps=2))
     model = trained.sharded
     model.set_separate_reduce_scatter_group(False)
-    assert runner_of(model).units[0].reduce_axis.group is mesh.get_group()
+    assert hooks_of(model).units[0].reduce_axis.group is mesh.get_group()
     model(batch_of(0, rank.rank)).sum().backward()
     assert model[0].weight.grad is not None
 
@@ -636,8 +636,8 @@ def test_two_roots_that_share_their_streams_train_as_unsharded(rank: Rank, when:
                     expected.sub_(expected.grad, alpha=0.1)
             chunk.zero_grad()
             reference.zero_grad()
-    assert runner_of(chunks[0]).root is not runner_of(chunks[1]).root
-    assert runner_of(chunks[0]).root.flow is runner_of(chunks[1]).root.flow
+    assert hooks_of(chunks[0]).scheduler is not hooks_of(chunks[1]).scheduler
+    assert hooks_of(chunks[0]).scheduler.comm_ctx is hooks_of(chunks[1]).scheduler.comm_ctx
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard import ConfigError, auto_shard, explain, fully_shard
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, fake_world, on_ranks
 from fullshard.wrap import (
     CustomPolicy,
@@ -284,7 +284,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_sharded(
     model = GPT()
     with pytest.raises(ConfigError, match=message):
         function(model, policy, **options)
-    assert all(runner_of(module) is None for module in model.modules())
+    assert all(hooks_of(module) is None for module in model.modules())
 
 
 @pytest.mark.parametrize("model", [nn.ModuleList([nn.Linear(2, 2)]), {}])
@@ -299,7 +299,7 @@ def test_a_model_that_is_sharded_in_part_is_refused_and_left_as_it_is():
         fully_shard(model.blocks[1])
         with pytest.raises(RuntimeError, match=r"blocks\.1: auto_shard expects .* sharded already"):
             auto_shard(model)
-        assert runner_of(model.blocks[0]) is None
+        assert hooks_of(model.blocks[0]) is None
 
 
 def test_auto_shard_makes_the_units_that_explain_names():
@@ -307,7 +307,7 @@ def test_auto_shard_makes_the_units_that_explain_names():
         model = GPT()
         expected = [unit.name for unit in explain(model).units]
         assert auto_shard(model) is model
-        names = [name for name, module in model.named_modules() if runner_of(module)]
+        names = [name for name, module in model.named_modules() if hooks_of(module)]
         assert sorted(name or "(root)" for name in names) == sorted(expected)
         # And a sharded model is explained as it was before.
         assert [unit.name for unit in explain(model).units] == expected
@@ -321,7 +321,7 @@ def test_options_reach_every_unit_and_those_of_the_policy_win():
     with fake_world(4):
         model = auto_shard(GPT(2), CustomPolicy(half), reshard_after_forward=2)
         found = [
-            runner_of(module).units[0].settings.reshard_after_forward
+            hooks_of(module).units[0].settings.reshard_after_forward
             for module in (*model.blocks, model)
         ]
     assert found == [2, 2, True]
@@ -349,5 +349,5 @@ def test_a_model_trains_as_unsharded(rank: Rank, policy: str) -> None:
     # Once the model has run, ties are settled: the engine's units are the explained ones.
     for unit in expected.units:
         module = trained.sharded.get_submodule(unit.name.replace("(root)", ""))
-        members = [member for unit in runner_of(module).units for member in unit.members]
+        members = [member for unit in hooks_of(module).units for member in unit.params]
         assert sum(member.shard.numel() for member in members) == unit.numel

@@ -150,9 +150,9 @@ def test_communication_is_exposed_where_nothing_else_runs():
 def test_a_quiet_world_delivers_nothing_but_what_ranks_say():
     with quiet_world(4, rank=1) as rank:
         group = rank.mesh().get_group()
-        gathered = torch.full((8,), 7.0)
-        group._allgather_base(gathered, torch.zeros(2)).wait()
-        assert gathered.tolist() == [7.0] * 8
+        all_gather_flat = torch.full((8,), 7.0)
+        group._allgather_base(all_gather_flat, torch.zeros(2)).wait()
+        assert all_gather_flat.tolist() == [7.0] * 8
         said = torch.zeros(4, dtype=torch.int64)
         group._allgather_base(said, torch.tensor([5])).wait()
         assert said.tolist() == [5] * 4

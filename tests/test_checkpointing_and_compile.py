@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
-from fullshard.unit.states import Sharded
+from fullshard.unit.unit import Sharded
 
 WIDTH = 6
 Door = Callable[..., Any]
@@ -48,8 +48,8 @@ def assert_same(
     ours = functools.partial(shard, functools.partial(fully_shard, mesh=rank.mesh()))
     trained = assert_same_training(build, ours, training, rtol=rtol, atol=atol)
     for module in trained.sharded.modules():
-        runner = runner_of(module)
-        for unit in runner.units if runner is not None else ():
+        hooks = hooks_of(module)
+        for unit in hooks.units if hooks is not None else ():
             assert isinstance(unit.state, Sharded), unit
             assert unit._gatherer._slab._storage.size() == 0, unit
     assert all(isinstance(p, DTensor) for p in trained.sharded.parameters())
@@ -194,7 +194,7 @@ def test_checkpointed_blocks_are_not_all_unsharded_at_once_in_backward(rank: Ran
     held: list[int] = []
 
     def look(*_: Any) -> None:
-        units = [runner_of(block).units[0] for block in model.blocks]
+        units = [hooks_of(block).units[0] for block in model.blocks]
         held.append(sum(unit._gatherer._slab._storage.size() > 0 for unit in units))
 
     for step in range(2):

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
-from fullshard.layout.rectangles import Rectangle, rectangles
+from fullshard.layout.split import Box, boxes_of_range
 from fullshard.state import checksum as module
 from fullshard.state.checksum import MASK, as_text, checksum, joined
 
@@ -48,15 +48,15 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> int:
     shape = tuple(tensor.shape)
-    return checksum(shape, Rectangle((0,) * len(shape), shape), tensor)
+    return checksum(shape, Box((0,) * len(shape), shape), tensor)
 
 
-def region(tensor: torch.Tensor, where: Rectangle) -> torch.Tensor:
+def region(tensor: torch.Tensor, where: Box) -> torch.Tensor:
     ends = zip(where.offsets, where.sizes, strict=True)
     return tensor[tuple(slice(offset, offset + size) for offset, size in ends)]
 
 
-def in_blocks(tensor: torch.Tensor, blocks: list[Rectangle]) -> int:
+def in_blocks(tensor: torch.Tensor, blocks: list[Box]) -> int:
     return joined(checksum(tensor.shape, where, region(tensor, where)) for where in blocks)
 
 
@@ -66,14 +66,14 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 @st.composite
-def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Rectangle]:
+def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     """A tensor cut in any places of any dims."""
     per_dim = []
     for size in shape:
         cuts = sorted(draw(st.sets(st.integers(0, size), max_size=3)) | {0, size})
         per_dim.append([(a, b - a) for a, b in itertools.pairwise(cuts)] or [(0, 0)])
     cells = itertools.product(*per_dim)
-    return [Rectangle(tuple(o for o, _ in cell), tuple(s for _, s in cell)) for cell in cells]
+    return [Box(tuple(o for o, _ in cell), tuple(s for _, s in cell)) for cell in cells]
 
 
 @many
@@ -83,7 +83,7 @@ def test_any_cutting_gives_the_same_sum(data: st.DataObject) -> None:
     assert in_blocks(tensor, data.draw(grids(tuple(tensor.shape)))) == whole(tensor)
     begin, end = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
     runs = [range(begin), range(begin, end), range(end, tensor.numel())]
-    cut = [where for run in runs for where in rectangles(tensor.shape, run)]
+    cut = [where for run in runs for where in boxes_of_range(tensor.shape, run)]
     assert in_blocks(tensor, cut) == whole(tensor)
 
 
@@ -99,8 +99,8 @@ def test_a_tensor_of_several_pieces_has_the_sum_of_its_parts(data: st.DataObject
 
 def test_a_tensor_larger_than_a_piece_has_the_sum_of_its_parts() -> None:
     tensor = bits((3, 700_001), torch.int16, seed=0)
-    rows = [Rectangle((row, 0), (1, 700_001)) for row in range(3)]
-    columns = [Rectangle((0, 0), (3, 5)), Rectangle((0, 5), (3, 699_996))]
+    rows = [Box((row, 0), (1, 700_001)) for row in range(3)]
+    columns = [Box((0, 0), (3, 5)), Box((0, 5), (3, 699_996))]
     assert whole(tensor) == in_blocks(tensor, rows) == in_blocks(tensor, columns)
 
 
@@ -144,7 +144,7 @@ def test_swapped_elements_change_the_sum(data: st.DataObject) -> None:
 @given(st.integers(1, 9), st.integers(0, 2**16))
 def test_a_block_in_another_place_changes_the_sum(shift: int, seed: int) -> None:
     values = bits((4, 3), torch.float32, seed)
-    sums = {checksum((20, 3), Rectangle((row, 0), (4, 3)), values) for row in (0, shift, shift + 4)}
+    sums = {checksum((20, 3), Box((row, 0), (4, 3)), values) for row in (0, shift, shift + 4)}
     assert len(sums) == 3
 
 
@@ -222,6 +222,6 @@ def test_it_leaves_its_input_alone() -> None:
 
 def test_values_of_another_shape_are_refused() -> None:
     with pytest.raises(ConfigError, match="values of shape"):
-        checksum((4, 4), Rectangle((0, 0), (2, 4)), torch.zeros(4, 2))
+        checksum((4, 4), Box((0, 0), (2, 4)), torch.zeros(4, 2))
     with pytest.raises(ConfigError, match="2 dims"):
-        checksum((16,), Rectangle((0, 0), (4, 4)), torch.zeros(4, 4))
+        checksum((16,), Box((0, 0), (4, 4)), torch.zeros(4, 4))

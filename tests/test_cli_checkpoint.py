@@ -26,7 +26,7 @@ from torch.optim import AdamW
 
 from fullshard import fully_shard
 from fullshard.cli.commands import fullshard
-from fullshard.layout.rectangles import Rectangle
+from fullshard.layout.split import Box
 from fullshard.state.manifest import read_manifest
 from fullshard.state.opened import open_checkpoint
 from fullshard.state.restoring import load
@@ -119,7 +119,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
 
 
 def lazily(values: torch.Tensor) -> LazyTensor:
-    def read(where: Rectangle) -> torch.Tensor:
+    def read(where: Box) -> torch.Tensor:
         part = values
         for dim, (offset, size) in enumerate(zip(where.offsets, where.sizes, strict=True)):
             part = part.narrow(dim, offset, size)
@@ -601,8 +601,8 @@ def on_terminal(*args: Any) -> tuple[str, int]:
 
 
 def test_on_a_terminal_a_table_is_not_wider_than_it(made):
-    runner = CliRunner(env={"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "70"})
-    result = runner.invoke(fullshard, ["checkpoint", "info", str(made / "first")])
+    hooks = CliRunner(env={"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "70"})
+    result = hooks.invoke(fullshard, ["checkpoint", "info", str(made / "first")])
     table = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).split("\n\n")[1]
     assert "model.inner.weight" in table
     assert max(len(line) for line in table.splitlines()) == 70

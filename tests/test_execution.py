@@ -19,10 +19,9 @@ from torch.distributed.fsdp import register_fsdp_forward_method as torch_registe
 from torch.distributed.tensor import DTensor
 
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
-from fullshard.unit.states import Sharded
-from fullshard.unit.unit import Unit
+from fullshard.unit.unit import Sharded, Unit
 from tests.counted import CountedGather, CountedReduce
 
 WIDTH = 6
@@ -48,8 +47,8 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    runners = dict.fromkeys(r for m in model.modules() if (r := runner_of(m)) is not None)
-    return [unit for runner in runners for unit in runner.units]
+    hooks_list = dict.fromkeys(r for m in model.modules() if (r := hooks_of(m)) is not None)
+    return [unit for hooks in hooks_list for unit in hooks.units]
 
 
 def held_bytes(unit: Unit) -> int:
@@ -229,8 +228,8 @@ def shard_heads_together(door: Door, model: TwoHeads) -> None:
 @on_ranks(2)
 def test_a_list_of_modules_is_one_unit(rank: Rank) -> None:
     ours = assert_same_steps(rank, TwoHeads, shard_heads_together)
-    assert runner_of(ours.left) is runner_of(ours.right)
-    assert len(runner_of(ours.left).units[0].members) == 4
+    assert hooks_of(ours.left) is hooks_of(ours.right)
+    assert len(hooks_of(ours.left).units[0].params) == 4
 
 
 @on_ranks(2)
@@ -243,7 +242,7 @@ def test_a_list_of_modules_may_run_in_part(rank: Rank) -> None:
 
     def counted(model: Any, batch: Tensor, scale: float) -> Tensor:
         loss = step(model, batch, scale)
-        if isinstance(model, nn.Module) and runner_of(model) is not None:
+        if isinstance(model, nn.Module) and hooks_of(model) is not None:
             turn["step"] += 1
         return loss
 
@@ -441,8 +440,8 @@ def test_an_inner_unit_that_saw_no_gradient_holds_no_memory_after_eval(rank: Ran
         with torch.no_grad():
             model(batch_of(0, 0))
         for block in model.blocks:
-            assert isinstance(runner_of(block).units[0].state, Sharded)
-            assert held_bytes(runner_of(block).units[0]) == 0
+            assert isinstance(hooks_of(block).units[0].state, Sharded)
+            assert held_bytes(hooks_of(block).units[0]) == 0
 
 
 @on_ranks(2)
@@ -931,7 +930,7 @@ def test_an_input_that_many_units_share_does_not_keep_them_all_unsharded(rank: R
     held: list[int] = []
 
     def look(*_: Any) -> None:
-        held.append(sum(held_bytes(runner_of(layer).units[0]) > 0 for layer in layers))
+        held.append(sum(held_bytes(hooks_of(layer).units[0]) > 0 for layer in layers))
 
     for layer in layers:
         layer.register_forward_hook(lambda _, args, output: output.register_hook(look) and None)

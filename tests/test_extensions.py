@@ -95,9 +95,9 @@ class Quantised(Wrapped):
         return (values, scale), ("metadata", tuple(values.shape[1:]))
 
     def fsdp_post_all_gather(
-        self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+        self, all_gather_flat: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        values, scale = gathered
+        values, scale = all_gather_flat
         assert values.dtype == torch.int8
         assert scale.dtype == torch.float32
         assert metadata == ("metadata", tuple(values.shape[1:]))
@@ -127,9 +127,9 @@ class Float8(Quantised):
         return (values, scale), None
 
     def fsdp_post_all_gather(
-        self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+        self, all_gather_flat: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        values, scales = gathered
+        values, scales = all_gather_flat
         assert values.dtype == torch.float8_e4m3fn
         assert metadata is None
         rows = values.shape[0] // scales.shape[0]
@@ -157,9 +157,9 @@ class Halved(Wrapped):
         return (sent,), outer_size
 
     def fsdp_post_all_gather(
-        self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+        self, all_gather_flat: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        (data,) = gathered
+        (data,) = all_gather_flat
         assert data.dtype == torch.bfloat16
         if out is not None:
             self.calls["out"] += 1
@@ -184,9 +184,9 @@ class Sent(Halved):
         return (self.inner.bfloat16(),), None
 
     def fsdp_post_all_gather(
-        self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+        self, all_gather_flat: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        (data,) = gathered
+        (data,) = all_gather_flat
         if out is None:
             made = data.to(param_dtype)
             return made, (made,)

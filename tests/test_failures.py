@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import LifecycleError, fully_shard, register_fsdp_forward_method
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
-from fullshard.unit.states import Sharded
-from fullshard.unit.unit import Unit
+from fullshard.unit.unit import Sharded, Unit
 
 WIDTH = 6
 
@@ -108,8 +107,8 @@ def batch_of(rank: int, step: int) -> Tensor:
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    runners = dict.fromkeys(r for m in model.modules() if (r := runner_of(m)) is not None)
-    return [unit for runner in runners for unit in runner.units]
+    hooks_list = dict.fromkeys(r for m in model.modules() if (r := hooks_of(m)) is not None)
+    return [unit for hooks in hooks_list for unit in hooks.units]
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -314,7 +313,7 @@ class ReshardsWhatFailed(Model):
             try:
                 x = x + block(x)
             except PlannedError:
-                if runner_of(block) is not None:
+                if hooks_of(block) is not None:
                     block.reshard()
                     assert isinstance(block.up.weight, DTensor)
         return self.last(x)
@@ -541,7 +540,7 @@ def test_shards_written_by_hand_are_seen(rank: Rank) -> None:
     pair = Pair(rank)
     batch = batch_of(0, 0)
     pair.model(batch)  # the root stays unsharded for a backward that does not come
-    shards = [member.shard for unit in units_of(pair.model) for member in unit.members]
+    shards = [member.shard for unit in units_of(pair.model) for member in unit.params]
     with torch.no_grad():
         for shard in shards:
             shard.mul_(0.5)

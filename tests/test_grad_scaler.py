@@ -28,7 +28,7 @@ def make_scaler(kind: Callable[..., Any], **options: Any) -> Any:
     return kind("cpu", init_scale=2.0**8, growth_interval=2, **options)
 
 
-def gathered(value: Any) -> list[Any]:
+def all_gather_flat(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -72,7 +72,7 @@ def test_scales_and_skipped_steps_are_those_of_torchs_scaler(
         torch.testing.assert_close(got[2:], expected[2:], rtol=0, atol=0, equal_nan=True)
     scales = [scale for scale, *_ in ours]
     assert scales == [256, 512, 256, 256, 128, 64, 64, 128, 128, 256]
-    assert gathered(scales) == [scales] * rank.size
+    assert all_gather_flat(scales) == [scales] * rank.size
 
 
 # Sharded models
@@ -219,14 +219,14 @@ def test_a_process_group_bounds_who_skips_and_a_mesh_that_reaches_further_widens
     plain = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
     row = mesh.get_group("shard")  # ranks 0 and 1, ranks 2 and 3
     scale = one_step(make_scaler(ShardedGradScaler, process_group=row), plain, value)
-    assert gathered(scale) == [128, 128, 256, 256]
+    assert all_gather_flat(scale) == [128, 128, 256, 256]
     assert one_step(make_scaler(ShardedGradScaler), plain, value) == 128
 
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=mesh)
     sharded = torch.optim.SGD(model.parameters(), lr=0.1)
     scale = one_step(make_scaler(ShardedGradScaler, process_group=row), sharded, value)
-    assert gathered(scale) == [128] * 4
+    assert all_gather_flat(scale) == [128] * 4
 
     first = dist.new_group([0, 1])
     scaler = make_scaler(ShardedGradScaler, process_group=first)

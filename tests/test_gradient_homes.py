@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import FullyShardedDataParallel, fully_shard
-from fullshard.device.storage import Slab
-from fullshard.runtime.runner import runner_of
+from fullshard.device import ResizableBuffer
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 
 WIDTH = 8
@@ -184,11 +184,11 @@ def test_only_a_unit_whose_inputs_do_not_tell_listens_to_its_parameters(
     model = Watched()
     fully_shard(model.inner, mesh=rank.mesh())
     fully_shard(model, mesh=rank.mesh())
-    (unit,) = runner_of(model.inner).units
+    (unit,) = hooks_of(model.inner).units
     found = []
     for _ in range(2):
         model(torch.ones(2, WIDTH), give).backward()
-        found.append(all(member.is_hooked for member in unit.members))
+        found.append(all(member.is_hooked for member in unit.params))
         weight = model.inner.layer.weight.grad
         assert isinstance(weight, DTensor)
         assert bool((weight.full_tensor() != 0).any())
@@ -198,7 +198,7 @@ def test_only_a_unit_whose_inputs_do_not_tell_listens_to_its_parameters(
 
 def test_memory_that_is_there_stays_where_it_is() -> None:
     """A slab that moved would be where the gather has waited for nobody."""
-    slab = Slab(1 << 16, torch.device("cpu"))
+    slab = ResizableBuffer(1 << 16, torch.device("cpu"))
     slab.empty()
     slab.fill()
     view = slab.view(0, (1 << 14,), torch.float32)

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.comm.shared_memory import SharedMemory
-from fullshard.comm.transfer import Transfer
-from fullshard.device.streams import Device
+from fullshard.comm.shared_memory import ShmCollectives
+from fullshard.comm.transfer import CollectiveWork
+from fullshard.device import Device
 from fullshard.layout import CostModel
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 
@@ -44,7 +44,7 @@ class Ordered(Device):
 @contextmanager
 def ordered_and_small() -> Iterator[None]:
     """Messages are large from 1 KiB on, and every parameter has one."""
-    lanes, free = "fullshard.unit.gradient_lane", CostModel(0.0, 1.0)
+    lanes, free = "fullshard.unit.reduce_scatter", CostModel(0.0, 1.0)
     with (
         patch("fullshard.runtime.build.device_for", Ordered),
         patch(f"{lanes}.LARGE_BYTES", 1024),
@@ -99,13 +99,15 @@ def test_large_gradients_that_are_reduced_early_and_by_pieces_train_alike(
 def watched_reduces() -> Iterator[list[list[int]]]:
     """The elements of every segment that is reduced, by call."""
     calls: list[list[int]] = []
-    reduce = SharedMemory.reduce
+    reduce = ShmCollectives.reduce_scatter
 
-    def watched(self: SharedMemory, outs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Transfer:
+    def watched(
+        self: ShmCollectives, outs: Sequence[Tensor], *args: Any, **kwargs: Any
+    ) -> CollectiveWork:
         calls.append([out.numel() for out in outs])
         return reduce(self, outs, *args, **kwargs)
 
-    with patch.object(SharedMemory, "reduce", watched):
+    with patch.object(ShmCollectives, "reduce", watched):
         yield calls
 
 

@@ -15,19 +15,19 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fullshard.layout import (
+    Bucket,
+    BucketKind,
     CostModel,
-    Entry,
-    Landing,
+    DtypePlan,
     Lane,
-    Message,
+    ParamSpec,
     Split,
-    Stages,
     UnitLayout,
     plan_layout,
 )
-from fullshard.layout.messages import SLAB_ALIGNMENT_BYTES
+from fullshard.layout.plan import FULL_ALIGNMENT_BYTES
 from fullshard.testing import fake_world
-from fullshard.unit.gathering import permuted_pairs
+from fullshard.unit.all_gather import permuted_pairs
 
 many = settings(derandomize=True, deadline=None, max_examples=200)
 
@@ -35,8 +35,8 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EMPTY = -1  # a place in the slab, a home or a message that nobody wrote to
 PADDING = -2
 
-SHARES = CostModel(message_s=inf, copy_bytes_per_s=1.0)
-OWNS = CostModel(message_s=0.0, copy_bytes_per_s=1.0)
+SHARES = CostModel(collective_s=inf, copy_bytes_per_s=1.0)
+OWNS = CostModel(collective_s=0.0, copy_bytes_per_s=1.0)
 
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -44,10 +44,10 @@ num_ranks = st.integers(1, 6)
 costs = st.one_of(
     st.just(SHARES),
     st.just(OWNS),
-    st.integers(1, 600).map(lambda n: CostModel(message_s=float(n), copy_bytes_per_s=2.0)),
+    st.integers(1, 600).map(lambda n: CostModel(collective_s=float(n), copy_bytes_per_s=2.0)),
 )
-stages = st.builds(
-    Stages.of,
+dtypes = st.builds(
+    DtypePlan.of,
     st.sampled_from((*FLOATS, torch.int64, torch.uint8)),
     st.sampled_from((None, *FLOATS)),
     st.sampled_from((None, *FLOATS)),
@@ -68,9 +68,9 @@ cut_splits = splits().filter(lambda split: split.dim is not None)
 @st.composite
 def plans(draw: st.DrawFn) -> UnitLayout:
     size = draw(num_ranks)
-    few_stages = draw(st.lists(stages, min_size=1, max_size=3))
-    entries = [
-        Entry(
+    few_stages = draw(st.lists(dtypes, min_size=1, max_size=3))
+    params = [
+        ParamSpec(
             f"layers.{index}.weight",
             draw(splits(size)),
             draw(st.sampled_from(few_stages)),
@@ -78,20 +78,20 @@ def plans(draw: st.DrawFn) -> UnitLayout:
         )
         for index in range(draw(st.integers(0, 7)))
     ]
-    return plan_layout(entries, size, draw(costs))
+    return plan_layout(params, size, draw(costs))
 
 
-def all_messages(layout: UnitLayout) -> Iterator[tuple[Lane, Message]]:
+def all_messages(layout: UnitLayout) -> Iterator[tuple[Lane, Bucket]]:
     for lane in layout.lanes:
-        for message in lane.messages:
-            yield lane, message
+        for bucket in lane.buckets:
+            yield lane, bucket
 
 
 def numbered(layout: UnitLayout) -> list[torch.Tensor]:
     """Full parameters in which every element of the unit has a number of its own."""
-    sizes = [entry.split.numel for entry in layout.entries]
+    sizes = [param.split.numel for param in layout.params]
     parts = torch.arange(sum(sizes)).split(sizes)
-    return [part.view(e.split.shape) for part, e in zip(parts, layout.entries, strict=True)]
+    return [part.view(e.split.shape) for part, e in zip(parts, layout.params, strict=True)]
 
 
 def shard_of(full: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
@@ -103,16 +103,16 @@ def shard_of(full: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
 
 def home_of(layout: UnitLayout, lane: Lane, fulls: list[torch.Tensor], rank: int) -> torch.Tensor:
     """What a rank keeps of a lane, laid out as the plan says."""
-    home = torch.full((lane.home_numel,), EMPTY)
-    for message in lane.messages:
-        for slot in message.slots:
-            split = layout.entries[slot.entry].split
-            shard = shard_of(fulls[slot.entry], split, rank).reshape(-1)
-            place = home[message.home_offset + slot.offset :][: slot.numel]
+    shard_buffer = torch.full((lane.shard_numel,), EMPTY)
+    for bucket in lane.buckets:
+        for slot in bucket.slots:
+            split = layout.params[slot.param_index].split
+            shard = shard_of(fulls[slot.param_index], split, rank).reshape(-1)
+            place = shard_buffer[bucket.buffer_offset + slot.offset :][: slot.numel]
             assert (place == EMPTY).all(), "two slots of a home overlap"
             place[: shard.numel()] = shard
             place[shard.numel() :] = PADDING
-    return home
+    return shard_buffer
 
 
 class PlayedSlab:
@@ -123,7 +123,7 @@ class PlayedSlab:
         self._is_taken = torch.zeros(num_bytes, dtype=torch.bool)
 
     def write(self, offset_bytes: int, numbers: torch.Tensor, itemsize: int) -> None:
-        assert offset_bytes % SLAB_ALIGNMENT_BYTES == 0
+        assert offset_bytes % FULL_ALIGNMENT_BYTES == 0
         num_bytes = numbers.numel() * itemsize
         taken = self._is_taken[offset_bytes:][:num_bytes]
         assert taken.numel() == num_bytes, "a slot reaches past the end of the slab"
@@ -136,24 +136,24 @@ class PlayedSlab:
         return self._numbers[offset_bytes:][:num_bytes:itemsize].view(shape)
 
 
-def land(slab: PlayedSlab, layout: UnitLayout, lane: Lane, message: Message, sent: torch.Tensor):
+def land(full: PlayedSlab, layout: UnitLayout, lane: Lane, bucket: Bucket, sent: torch.Tensor):
     """Put a gathered message (ranks x segment) into the slab, by what the plan says alone."""
-    itemsize = lane.stages.computed.itemsize
-    if message.landing is Landing.IN_PLACE:
-        slab.write(message.slots[0].slab_offset_bytes, sent, itemsize)
-    elif message.landing is Landing.PERMUTED:
-        (slot,) = message.slots
-        split = layout.entries[slot.entry].split
+    itemsize = lane.dtypes.computed.itemsize
+    if bucket.kind is BucketKind.IN_PLACE:
+        full.write(bucket.slots[0].full_offset_bytes, sent, itemsize)
+    elif bucket.kind is BucketKind.PERMUTED:
+        (slot,) = bucket.slots
+        split = layout.params[slot.param_index].split
         shards = [
             sent[rank, : split.shard_numel(rank)].view(split.shard_shape(rank))
             for rank in range(layout.num_ranks)
         ]
-        slab.write(slot.slab_offset_bytes, torch.cat(shards, dim=split.dim), itemsize)
+        full.write(slot.full_offset_bytes, torch.cat(shards, dim=split.dim), itemsize)
     else:
-        for slot in message.slots:
+        for slot in bucket.slots:
             part = sent[:, slot.offset : slot.offset + slot.numel]
-            slab.write(slot.slab_offset_bytes, part, itemsize)
-        slab.write(message.padding_offset_bytes, sent[:, message.used_numel :], itemsize)
+            full.write(slot.full_offset_bytes, part, itemsize)
+        full.write(bucket.padding_offset_bytes, sent[:, bucket.used_numel :], itemsize)
 
 
 @many
@@ -223,17 +223,20 @@ def test_a_stacked_split_is_the_tensor_as_it_lies_in_memory(split: Split) -> Non
 @given(plans())
 def test_what_ranks_send_lands_as_the_full_parameters(layout: UnitLayout) -> None:
     fulls = numbered(layout)
-    slab = PlayedSlab(layout.slab_bytes)
+    full = PlayedSlab(layout.full_bytes)
     for lane in layout.lanes:
-        homes = [home_of(layout, lane, fulls, rank) for rank in range(layout.num_ranks)]
-        for message in lane.messages:
-            pieces = [home[message.home_offset :][: message.segment_numel] for home in homes]
-            assert all(piece.numel() == message.segment_numel for piece in pieces)
-            land(slab, layout, lane, message, torch.stack(pieces))
-    for lane, message in all_messages(layout):
-        for slot in message.slots:
-            full, itemsize = fulls[slot.entry], lane.stages.computed.itemsize
-            landed = slab.read(slot.slab_offset_bytes, tuple(full.shape), itemsize)
+        shard_buffers = [home_of(layout, lane, fulls, rank) for rank in range(layout.num_ranks)]
+        for bucket in lane.buckets:
+            pieces = [
+                shard_buffer[bucket.buffer_offset :][: bucket.segment_numel]
+                for shard_buffer in shard_buffers
+            ]
+            assert all(piece.numel() == bucket.segment_numel for piece in pieces)
+            land(full, layout, lane, bucket, torch.stack(pieces))
+    for lane, bucket in all_messages(layout):
+        for slot in bucket.slots:
+            full, itemsize = fulls[slot.param_index], lane.dtypes.computed.itemsize
+            landed = full.read(slot.full_offset_bytes, tuple(full.shape), itemsize)
             assert torch.equal(landed, full), layout
 
 
@@ -245,8 +248,8 @@ def test_every_element_is_in_the_homes_of_all_ranks_exactly_once(layout: UnitLay
     for lane in layout.lanes:
         for rank in range(layout.num_ranks):
             copies.update(home_of(layout, lane, fulls, rank).tolist())
-    for full, entry in zip(fulls, layout.entries, strict=True):
-        expected = layout.num_ranks if entry.split.dim is None else 1
+    for full, param in zip(fulls, layout.params, strict=True):
+        expected = layout.num_ranks if param.split.dim is None else 1
         assert all(copies[number] == expected for number in full.reshape(-1).tolist())
 
 
@@ -255,24 +258,24 @@ def test_every_element_is_in_the_homes_of_all_ranks_exactly_once(layout: UnitLay
 def test_every_parameter_has_one_slot_in_a_lane_of_its_stages_and_trainability(
     layout: UnitLayout,
 ) -> None:
-    found = Counter(slot.entry for _, message in all_messages(layout) for slot in message.slots)
-    assert found == Counter(range(len(layout.entries)))
-    for lane, message in all_messages(layout):
-        for slot in message.slots:
-            entry = layout.entries[slot.entry]
-            assert (entry.stages, entry.is_trainable) == (lane.stages, lane.is_trainable)
-    kinds = [(lane.stages, lane.is_trainable) for lane in layout.lanes]
+    found = Counter(slot.param_index for _, bucket in all_messages(layout) for slot in bucket.slots)
+    assert found == Counter(range(len(layout.params)))
+    for lane, bucket in all_messages(layout):
+        for slot in bucket.slots:
+            param = layout.params[slot.param_index]
+            assert (param.dtypes, param.is_trainable) == (lane.dtypes, lane.is_trainable)
+    kinds = [(lane.dtypes, lane.is_trainable) for lane in layout.lanes]
     assert len(kinds) == len(set(kinds))
 
 
 @many
 @given(plans())
 def test_a_message_is_a_multiple_of_16_bytes_per_rank_in_every_stage(layout: UnitLayout) -> None:
-    for lane, message in all_messages(layout):
-        stages = lane.stages
-        for dtype in (stages.kept, stages.computed, stages.reduced, stages.wire):
-            assert message.segment_numel * dtype.itemsize % 16 == 0
-            assert message.home_offset * dtype.itemsize % 16 == 0
+    for lane, bucket in all_messages(layout):
+        dtypes = lane.dtypes
+        for dtype in (dtypes.stored, dtypes.computed, dtypes.reduced, dtypes.wire):
+            assert bucket.segment_numel * dtype.itemsize % 16 == 0
+            assert bucket.buffer_offset * dtype.itemsize % 16 == 0
 
 
 @many
@@ -280,15 +283,15 @@ def test_a_message_is_a_multiple_of_16_bytes_per_rank_in_every_stage(layout: Uni
 def test_messages_fill_their_home_without_gaps(layout: UnitLayout) -> None:
     for lane in layout.lanes:
         end = 0
-        for message in lane.messages:
-            assert message.home_offset == end
-            end += message.segment_numel
+        for bucket in lane.buckets:
+            assert bucket.buffer_offset == end
+            end += bucket.segment_numel
             used = 0
-            for slot in message.slots:
+            for slot in bucket.slots:
                 assert slot.offset == used
                 used += slot.numel
-            assert used == message.used_numel == message.segment_numel - message.padding_numel
-        assert end == lane.home_numel
+            assert used == bucket.used_numel == bucket.segment_numel - bucket.padding_numel
+        assert end == lane.shard_numel
 
 
 @many
@@ -296,10 +299,10 @@ def test_messages_fill_their_home_without_gaps(layout: UnitLayout) -> None:
 def test_padding_is_less_than_one_alignment_per_message_and_one_row_per_rank(
     layout: UnitLayout,
 ) -> None:
-    for lane, message in all_messages(layout):
-        assert 0 <= message.padding_numel < lane.stages.alignment_numel
-        for slot in message.slots:
-            split = layout.entries[slot.entry].split
+    for lane, bucket in all_messages(layout):
+        assert 0 <= bucket.padding_numel < lane.dtypes.alignment_numel
+        for slot in bucket.slots:
+            split = layout.params[slot.param_index].split
             if split.dim is None:
                 assert slot.numel == split.numel
                 continue
@@ -312,73 +315,73 @@ def test_padding_is_less_than_one_alignment_per_message_and_one_row_per_rank(
 @given(plans())
 def test_slab_memory_is_the_parameters_padding_and_alignment_gaps(layout: UnitLayout) -> None:
     full_bytes = padding_bytes = num_regions = 0
-    for lane, message in all_messages(layout):
-        itemsize = lane.stages.computed.itemsize
-        num_regions += len(message.slots) + 1
-        padding_bytes += layout.num_ranks * message.padding_numel * itemsize
-        for slot in message.slots:
-            split = layout.entries[slot.entry].split
-            kept = split.numel if message.landing is Landing.PERMUTED else 0
+    for lane, bucket in all_messages(layout):
+        itemsize = lane.dtypes.computed.itemsize
+        num_regions += len(bucket.slots) + 1
+        padding_bytes += layout.num_ranks * bucket.padding_numel * itemsize
+        for slot in bucket.slots:
+            split = layout.params[slot.param_index].split
+            kept = split.numel if bucket.kind is BucketKind.PERMUTED else 0
             full_bytes += (kept or layout.num_ranks * slot.numel) * itemsize
-    gaps = num_regions * (SLAB_ALIGNMENT_BYTES - 1)
-    assert layout.slab_bytes <= full_bytes + padding_bytes + gaps
+    gaps = num_regions * (FULL_ALIGNMENT_BYTES - 1)
+    assert layout.full_bytes <= full_bytes + padding_bytes + gaps
 
 
 @many
 @given(plans())
 def test_a_landing_fits_the_split_that_it_is_for(layout: UnitLayout) -> None:
-    for _, message in all_messages(layout):
-        found = [layout.entries[slot.entry].split for slot in message.slots]
-        if message.landing is Landing.IN_PLACE:
+    for _, bucket in all_messages(layout):
+        found = [layout.params[slot.param_index].split for slot in bucket.slots]
+        if bucket.kind is BucketKind.IN_PLACE:
             assert len(found) == 1
             assert found[0].is_stacked
-            assert message.padding_numel == 0  # padding between shards would tear it apart
-        elif message.landing is Landing.PERMUTED:
+            assert bucket.padding_numel == 0  # padding between shards would tear it apart
+        elif bucket.kind is BucketKind.PERMUTED:
             assert len(found) == 1
             assert not found[0].is_stacked
         else:
             assert all(s.is_stacked or s.dim is None or s.slot_numel == 0 for s in found)
     for lane in layout.lanes:
-        assert sum(message.landing is Landing.SPLIT for message in lane.messages) <= 1
+        assert sum(bucket.kind is BucketKind.SPLIT for bucket in lane.buckets) <= 1
 
 
 @many
 @given(plans())
 def test_the_cost_model_decides_who_gets_a_message_of_its_own(layout: UnitLayout) -> None:
     """Of two plans that differ in the cost model only, dear messages give the fewer of them."""
-    frugal = plan_layout(layout.entries, layout.num_ranks, SHARES)
-    lavish = plan_layout(layout.entries, layout.num_ranks, OWNS)
+    frugal = plan_layout(layout.params, layout.num_ranks, SHARES)
+    lavish = plan_layout(layout.params, layout.num_ranks, OWNS)
 
     def own(plan: UnitLayout) -> set[int]:
         return {
-            message.slots[0].entry
-            for _, message in all_messages(plan)
-            if message.landing is Landing.IN_PLACE
+            bucket.slots[0].param
+            for _, bucket in all_messages(plan)
+            if bucket.kind is BucketKind.IN_PLACE
         }
 
     assert own(frugal) == set()
     assert own(frugal) <= own(layout) <= own(lavish)
-    for index, entry in enumerate(layout.entries):
-        split, alignment = entry.split, entry.stages.alignment_numel
+    for index, param in enumerate(layout.params):
+        split, alignment = param.split, param.dtypes.alignment_numel
         could_own = split.is_stacked and split.slot_numel and split.slot_numel % alignment == 0
         assert (index in own(lavish)) == bool(could_own)
 
 
 @many
 @given(st.integers(0, 10**9), st.floats(0, 1), st.floats(1, 1e13))
-def test_a_parameter_deserves_a_message_once_copying_it_costs_more(
-    full_bytes: int, message_s: float, copy_bytes_per_s: float
+def test_a_parameter_deserves_a_bucket_once_copying_it_costs_more(
+    full_bytes: int, collective_s: float, copy_bytes_per_s: float
 ) -> None:
-    cost = CostModel(message_s, copy_bytes_per_s)
+    cost = CostModel(collective_s, copy_bytes_per_s)
     copy_s = 2 * full_bytes / copy_bytes_per_s  # read and written
-    assert cost.deserves_message(full_bytes) == (copy_s >= message_s)
+    assert cost.deserves_bucket(full_bytes) == (copy_s >= collective_s)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
 def test_the_cost_model_of_a_device_shares_biases_and_not_large_matrices(device_type: str) -> None:
     cost = CostModel.of_device(device_type)
-    assert not cost.deserves_message(4 * 1024)
-    assert cost.deserves_message(4 * 4096 * 4096)
+    assert not cost.deserves_bucket(4 * 1024)
+    assert cost.deserves_bucket(4 * 4096 * 4096)
 
 
 @many
@@ -414,24 +417,24 @@ def test_repr_is_a_table_with_a_row_for_every_parameter(layout: UnitLayout) -> N
         "offset",
         "slot",
     ]
-    assert sorted(row.split()[0] for row in rows) == sorted(e.name for e in layout.entries)
+    assert sorted(row.split()[0] for row in rows) == sorted(e.name for e in layout.params)
     for column in header.split()[1:]:
         start = header.index(column)
         assert all(row[start - 1] == " " != row[start] for row in rows)  # columns line up
 
 
 def test_repr_says_shape_dim_dtypes_message_and_landing() -> None:
-    mixed = Stages.of(torch.float32, torch.bfloat16, torch.float32)
-    plain = Stages.of(torch.float32)
+    mixed = DtypePlan.of(torch.float32, torch.bfloat16, torch.float32)
+    plain = DtypePlan.of(torch.float32)
     layout = plan_layout(
         [
-            Entry("embed", Split((64, 32), 0, 2), mixed, True),
-            Entry("bias", Split((7,), 0, 2), mixed, True),
-            Entry("scale", Split((), None, 2), mixed, True),
-            Entry("inner", Split((3, 5), 1, 2), plain, False),
+            ParamSpec("embed", Split((64, 32), 0, 2), mixed, True),
+            ParamSpec("bias", Split((7,), 0, 2), mixed, True),
+            ParamSpec("scale", Split((), None, 2), mixed, True),
+            ParamSpec("inner", Split((3, 5), 1, 2), plain, False),
         ],
         num_ranks=2,
-        cost=CostModel(message_s=1.0, copy_bytes_per_s=4096.0),
+        cost=CostModel(collective_s=1.0, copy_bytes_per_s=4096.0),
     )
     rows = [row.split() for row in repr(layout).splitlines()[1:]]
     dtypes = "float32/bfloat16/float32"
@@ -446,9 +449,9 @@ def test_repr_says_shape_dim_dtypes_message_and_landing() -> None:
 @many
 @given(plans())
 def test_a_plan_is_a_value(layout: UnitLayout) -> None:
-    again = plan_layout(layout.entries, layout.num_ranks, SHARES)
-    assert again == plan_layout(list(layout.entries), layout.num_ranks, SHARES)
-    assert hash(again) == hash(plan_layout(list(layout.entries), layout.num_ranks, SHARES))
+    again = plan_layout(layout.params, layout.num_ranks, SHARES)
+    assert again == plan_layout(list(layout.params), layout.num_ranks, SHARES)
+    assert hash(again) == hash(plan_layout(list(layout.params), layout.num_ranks, SHARES))
 
 
 @pytest.mark.parametrize(
@@ -473,8 +476,8 @@ def test_stages_apply_a_precision_policy_to_floating_point_parameters_only(
     reduce_dtype: torch.dtype | None,
     expected: tuple[torch.dtype, ...],
 ) -> None:
-    found = Stages.of(kept, param_dtype, reduce_dtype)
-    assert (found.kept, found.computed, found.reduced) == expected
+    found = DtypePlan.of(kept, param_dtype, reduce_dtype)
+    assert (found.stored, found.computed, found.reduced) == expected
     assert found.casts_to_gather == (expected[0] != expected[1])
     assert (found.wire, found.sums_on_arrival) == (found.reduced, False)
 
@@ -493,14 +496,14 @@ def test_a_gradient_travels_in_the_wire_dtype_if_that_is_narrower_than_what_it_i
         (torch.int64, torch.float32, torch.float32, torch.bfloat16): torch.int64,
     }
     for given_dtypes, expected in cases.items():
-        found = Stages.of(*given_dtypes)
+        found = DtypePlan.of(*given_dtypes)
         assert found.wire == expected, given_dtypes
         assert found.sums_on_arrival == (found.wire != found.reduced)
 
 
 def test_repr_says_what_gradients_travel_in_where_it_is_another_dtype() -> None:
-    narrow = Stages.of(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
-    entry = Entry("bias", Split((7,), 0, 2), narrow, True)
-    layout = plan_layout([entry], num_ranks=2, cost=SHARES)
+    narrow = DtypePlan.of(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+    param = ParamSpec("bias", Split((7,), 0, 2), narrow, True)
+    layout = plan_layout([param], num_ranks=2, cost=SHARES)
     row = repr(layout).splitlines()[1].split()
     assert row[3] == "float32/bfloat16/float32/bfloat16"

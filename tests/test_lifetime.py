@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 
 
@@ -26,12 +26,12 @@ def test_a_model_that_nobody_holds_is_freed_with_all_that_was_made_for_it(rank: 
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    unit = runner_of(model[0]).units[0]
+    unit = hooks_of(model[0]).units[0]
     refs = {
         "model": weakref.ref(model),
         "unit": weakref.ref(unit),
-        "shard": weakref.ref(unit.members[0].shard),
-        "full parameter": weakref.ref(unit.members[0].full),
+        "shard": weakref.ref(unit.params[0].shard),
+        "full parameter": weakref.ref(unit.params[0].full),
     }
     del model, block, optimizer, unit
     gc.collect()
@@ -47,6 +47,6 @@ def test_a_unit_holds_no_memory_for_full_parameters_between_steps(rank: Rank) ->
     for _ in range(2):
         model(torch.randn(2, 4)).sum().backward()
     for block in model:
-        for member in runner_of(block).units[0].members:
+        for member in hooks_of(block).units[0].params:
             assert member.full.untyped_storage().size() == 0
             assert member.full.grad is None

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.layout.rectangles import rectangles
+from fullshard.layout.split import boxes_of_range
 from fullshard.state.checksum import as_text, joined
 from fullshard.state.manifest import Manifest, StoredBlock, StoredTensor, digest_of, read_manifest
 
@@ -34,7 +34,9 @@ def stored_tensors(draw: st.DrawFn) -> StoredTensor:
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
     numel = torch.Size(shape).numel()
     cut = draw(st.integers(0, numel))
-    places = [where for run in (range(cut), range(cut, numel)) for where in rectangles(shape, run)]
+    places = [
+        where for run in (range(cut), range(cut, numel)) for where in boxes_of_range(shape, run)
+    ]
     sums = [draw(st.integers(0, 2**64 - 1)) for _ in places]
     blocks = tuple(
         StoredBlock(where.offsets, where.sizes, as_text(each))

@@ -33,11 +33,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fullshard import DataParallelMeshDims, ShardPlacementResult, fully_shard
-from fullshard.comm.shared_memory import SharedMemory
-from fullshard.comm.transfer import Transfer
+from fullshard.comm.shared_memory import ShmCollectives
+from fullshard.comm.transfer import CollectiveWork
 from fullshard.errors import ConfigError, TopologyError
-from fullshard.layout import CostModel, Landing
-from fullshard.runtime.runner import runner_of
+from fullshard.layout import BucketKind, CostModel
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Trained, Training, assert_same_training, on_ranks
 
 Sharder = Callable[..., Any]
@@ -751,17 +751,19 @@ def test_a_dim_that_a_parameter_does_not_have_is_refused(rank: Rank) -> None:
 def gather_sizes() -> Iterator[list[int]]:
     """The number of ranks of every gather."""
     sizes: list[int] = []
-    gather = SharedMemory.gather
+    gather = ShmCollectives.all_gather
 
-    def noted(self: SharedMemory, outs: Any, ins: Any, group: dist.ProcessGroup) -> Transfer:
+    def noted(
+        self: ShmCollectives, outs: Any, ins: Any, group: dist.ProcessGroup
+    ) -> CollectiveWork:
         sizes.append(group.size())
         return gather(self, outs, ins, group)
 
-    SharedMemory.gather = noted  # type: ignore[method-assign]
+    ShmCollectives.all_gather = noted  # type: ignore[method-assign]
     try:
         yield sizes
     finally:
-        SharedMemory.gather = gather  # type: ignore[method-assign]
+        ShmCollectives.all_gather = gather  # type: ignore[method-assign]
 
 
 def three_layers() -> nn.Module:
@@ -939,7 +941,7 @@ def test_an_evaluation_between_steps_changes_nothing(rank: Rank) -> None:
 def num_rows_worth_a_message(width: int) -> int:
     """The smallest multiple of 8 rows with which a float32 matrix gets a message of its own."""
     cost, rows = CostModel.of_device("cpu"), 8
-    while not cost.deserves_message(4 * width * rows):
+    while not cost.deserves_bucket(4 * width * rows):
         rows += 8
     return rows
 
@@ -960,11 +962,11 @@ class Wide(nn.Module):
         return F.linear(torch.tanh(x), self.uneven)[..., :3] + self.bias
 
 
-def landings(model: Any) -> list[Landing]:
-    runner = runner_of(model)
-    assert runner is not None
-    layout = runner.units[0].layout
-    return [message.landing for lane in layout.lanes for message in lane.messages]
+def landings(model: Any) -> list[BucketKind]:
+    hooks = hooks_of(model)
+    assert hooks is not None
+    layout = hooks.units[0].layout
+    return [message.kind for lane in layout.lanes for message in lane.buckets]
 
 
 @pytest.mark.parametrize("reshard, num_kept_back", [(True, 0), (False, 1)])
@@ -980,7 +982,7 @@ def test_large_parameters_in_messages_of_their_own_train_alike(
 
     training = Training(batch_of_8, steps=2, micro_batches=num_kept_back + 1, before_forward=switch)
     trained = assert_trains_like_both(Wide, shard, training)
-    assert landings(trained.sharded) == [Landing.IN_PLACE, Landing.IN_PLACE, Landing.SPLIT]
+    assert landings(trained.sharded) == [BucketKind.IN_PLACE, BucketKind.IN_PLACE, BucketKind.SPLIT]
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
@@ -998,7 +1000,7 @@ def test_large_parameters_on_a_mesh_with_replicas_train_alike(
 
     training = Training(batch_of_8, steps=2, micro_batches=2, before_forward=switch)
     trained = assert_trains_like_both(Wide, shard, training)
-    assert Landing.IN_PLACE in landings(trained.sharded)
+    assert BucketKind.IN_PLACE in landings(trained.sharded)
 
 
 @on_ranks(2)
@@ -1020,6 +1022,6 @@ def test_units_on_equal_meshes_of_two_groups_each_use_their_own(rank: Rank) -> N
     for mesh in meshes:
         layer = nn.Linear(4, 4)
         fully_shard(layer, mesh=mesh)
-        groups.append(runner_of(layer).units[0].topology.shard.group)
+        groups.append(hooks_of(layer).units[0].mesh_info.shard.group)
     assert groups == [mesh.get_group() for mesh in meshes]
     assert groups[0] is not groups[1]

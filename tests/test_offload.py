@@ -7,7 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_units_with_and_without_offload_train_side_by_side(rank: Rank) -> None:
         fully_shard(model, mesh=rank.mesh())
 
     trained = assert_same_training(build, shard, Training(make_batch))
-    offloads = [type(runner_of(part).units[0].offload) for part in trained.sharded[0:3:2]]
+    offloads = [type(hooks_of(part).units[0].offload) for part in trained.sharded[0:3:2]]
     assert offloads == [CPUOffloadPolicy, OffloadPolicy]
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fullshard import FSDPModule, fully_shard
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.counted import CountedReduce
 
@@ -49,7 +49,7 @@ def test_an_ignored_parameter_is_left_alone(rank: Rank) -> None:
         # Not reduced: the gradient is that of this rank's batch alone.
         torch.testing.assert_close(ignored.grad, local[2].weight.grad)
         assert not torch.allclose(model[2].bias.grad.full_tensor(), local[2].bias.grad)
-    held = [member.name for member in runner_of(model).units[0].members]
+    held = [member.name for member in hooks_of(model).units[0].params]
     assert held == ["0.weight", "0.bias", "2.bias", "4.weight", "4.bias"]
 
 
@@ -95,12 +95,12 @@ def test_a_frozen_parameter_takes_no_gradient_memory_and_no_part_in_a_reduce(ran
     # 0.bias: 5 of 9, 2.weight: 3 of 5 rows of 9, 4.weight: 1 of 2 rows of 5, 4.bias: 1 of 2.
     trained = 5 + 27 + 5 + 1
     assert sum(counted.numels) - trained in range(4), counted.numels  # up to 16 bytes of padding
-    layout = runner_of(model).units[0].layout
+    layout = hooks_of(model).units[0].layout
     frozen = {
-        layout.entries[slot.entry].name
+        layout.params[slot.param_index].name
         for lane in layout.lanes
         if not lane.is_trainable
-        for message in lane.messages
+        for message in lane.buckets
         for slot in message.slots
     }
     assert frozen == {"0.weight", "2.bias"}

@@ -26,7 +26,7 @@ from fullshard.plan import (
     readable,
     saved_activation_bytes,
 )
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, fake_world, on_ranks
 from fullshard.training.config import (
     ModelSection,
@@ -41,7 +41,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WIDTH, VOCABULARY = 12, 19
 
 
-class Block(nn.Module):
+class RankRun(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -59,7 +59,7 @@ class Model(nn.Module):
     def __init__(self, width: int = WIDTH, num_blocks: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(RankRun(width) for _ in range(num_blocks))
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class SmallArchitecture(Architecture):
         return model
 
     def block_classes(self) -> tuple[type[nn.Module], ...]:
-        return (Block,)
+        return (RankRun,)
 
     def fill(self, model: nn.Module, seed: int) -> None:
         raise NotImplementedError
@@ -120,15 +120,13 @@ def config_of(**sharding: object) -> TrainConfig:
 
 def held(model: nn.Module) -> dict[str, int]:
     """What this rank holds after a step."""
-    homes = gradients = 0
-    for unit in {
-        id(u): u for m in model.modules() if (r := runner_of(m)) for u in r.units
-    }.values():
-        for lane, home in zip(unit.layout.lanes, unit.homes.lanes, strict=True):
-            homes += home.numel() * home.element_size()
+    shard_buffers = gradients = 0
+    for unit in {id(u): u for m in model.modules() if (r := hooks_of(m)) for u in r.units}.values():
+        for lane, shard_buffer in zip(unit.layout.lanes, unit.shard_buffers.lanes, strict=True):
+            shard_buffers += shard_buffer.numel() * shard_buffer.element_size()
             if lane.is_trainable:
-                gradients += home.numel() * home.element_size()
-    return {"parameters": homes, "gradients": gradients}
+                gradients += shard_buffer.numel() * shard_buffer.element_size()
+    return {"parameters": shard_buffers, "gradients": gradients}
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
@@ -146,7 +144,7 @@ def sharded(rank: Rank, section: ShardingSection, is_adapted: bool) -> nn.Module
     model = Model()
     for name, param in model.named_parameters():
         param.requires_grad_(not is_adapted or "up" in name)
-    policy = ModuleWrapPolicy({Block})
+    policy = ModuleWrapPolicy({RankRun})
     low = torch.bfloat16 if section.precision == "bf16" else None
     reduced = torch.float32 if low else None
     mesh = rank.mesh(rank.size)
@@ -354,7 +352,7 @@ def test_what_a_small_mlp_saves_is_counted_by_hand():
 
 def test_checkpointed_blocks_save_their_inputs_only():
     with torch.device("meta"):
-        blocks = nn.ModuleList(Block() for _ in range(3))
+        blocks = nn.ModuleList(RankRun() for _ in range(3))
         batch = torch.empty(5, WIDTH, requires_grad=True)
 
     def run() -> Tensor:

@@ -22,7 +22,7 @@ from fullshard import (
     OffloadPolicy,
     fully_shard,
 )
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -428,8 +428,8 @@ def test_a_parameter_frozen_before_the_first_forward_is_planned_as_frozen(
         each.get_parameter(name).requires_grad_(False)
     for step in range(2):
         step_both(rank, model, reference, step)
-    unit = runner_of(model[0] if name.startswith("0") else model).units[0]
-    planned = {entry.name: entry.is_trainable for entry in unit.layout.entries}
+    unit = hooks_of(model[0] if name.startswith("0") else model).units[0]
+    planned = {entry.name: entry.is_trainable for entry in unit.layout.params}
     assert [name for name, trainable in planned.items() if not trainable] == [name]
 
 
@@ -517,14 +517,14 @@ def test_torchs_policies_mean_at_the_first_door_what_ours_do(rank: Rank) -> None
         Net, torchs, Training(make_batch), oracle=ours, rtol=0.0, atol=0.0
     )
     for sharded in (trained.sharded, trained.reference):
-        (unit,) = runner_of(sharded).units
+        (unit,) = hooks_of(sharded).units
         assert unit.policy == MixedPrecisionPolicy(**settings)
     for given, expected in (
         (torch_fsdp.CPUOffloadPolicy(pin_memory=False), CPUOffloadPolicy(pin_memory=False)),
         (torch_fsdp.OffloadPolicy(), OffloadPolicy()),
     ):
         model = fully_shard(nn.Linear(4, 3), mesh=rank.mesh(), offload_policy=given)
-        assert runner_of(model).units[0].offload == expected
+        assert hooks_of(model).units[0].offload == expected
     with pytest.raises(ConfigError, match="found a MixedPrecision without output_dtype; import"):
         fully_shard(nn.Linear(4, 3), mesh=rank.mesh(), mp_policy=torch_fsdp.MixedPrecision())
 
@@ -555,7 +555,7 @@ def test_torchs_policies_mean_at_the_second_door_what_ours_do(rank: Rank) -> Non
         atol=0.0,
     )
     assert trained.sharded.mixed_precision == MixedPrecision(**settings)
-    assert runner_of(trained.sharded.module[1]).policy == MixedPrecisionPolicy(
+    assert hooks_of(trained.sharded.module[1]).policy == MixedPrecisionPolicy(
         cast_forward_inputs=False
     )
     with pytest.raises(ConfigError, match="a MixedPrecision is expected, found a dict without"):

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import AllGather, UnshardHandle, fully_shard
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
-from fullshard.unit.states import Sharded, Unsharded, Unsharding
-from fullshard.unit.unit import Unit
+from fullshard.unit.unit import Sharded, Unit, Unsharded, Unsharding
 
 WIDTH = 6
 Log = list[tuple[str, str]]
@@ -66,7 +65,7 @@ class LoggingGather(AllGather):
 
 
 def unit_of(module: nn.Module) -> Unit:
-    (unit,) = runner_of(module).units
+    (unit,) = hooks_of(module).units
     return unit
 
 
@@ -391,7 +390,7 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it(rank: Rank) -
     log.clear()
     output.sum().backward()
     assert "2" not in indices(log, "gather")
-    assert unit_of(model.blocks[2]).members[1].shard.grad is not None
+    assert unit_of(model.blocks[2]).params[1].shard.grad is not None
 
 
 def _without_weight(linear: nn.Linear, x: Tensor) -> Tensor:

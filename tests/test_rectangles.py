@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.layout.rectangles import Rectangle, rectangles, tiles
+from fullshard.layout.split import Box, boxes_of_range, tiles
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -19,7 +19,7 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], range]:
     return shape, range(begin, end)
 
 
-def region(tensor: torch.Tensor, block: Rectangle) -> torch.Tensor:
+def region(tensor: torch.Tensor, block: Box) -> torch.Tensor:
     where = tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))
     return tensor[where]
 
@@ -28,7 +28,9 @@ def region(tensor: torch.Tensor, block: Rectangle) -> torch.Tensor:
 def test_rectangles_are_the_run_in_its_order(run: tuple[tuple[int, ...], range]) -> None:
     shape, elements = run
     numbered = torch.arange(prod(shape)).view(shape)
-    found = [n for each in rectangles(shape, elements) for n in region(numbered, each).flatten()]
+    found = [
+        n for each in boxes_of_range(shape, elements) for n in region(numbered, each).flatten()
+    ]
     assert [int(n) for n in found] == list(elements)
 
 
@@ -37,7 +39,7 @@ def test_there_are_at_most_two_rectangles_per_dim_and_one(
     run: tuple[tuple[int, ...], range],
 ) -> None:
     shape, elements = run
-    assert len(list(rectangles(shape, elements))) <= max(2 * len(shape) - 1, 1)
+    assert len(list(boxes_of_range(shape, elements))) <= max(2 * len(shape) - 1, 1)
 
 
 @given(SHAPES, st.lists(st.integers(0, 700), max_size=5))
@@ -47,7 +49,7 @@ def test_the_runs_of_all_ranks_tile_the_tensor(shape: tuple[int, ...], cuts: lis
     blocks = [
         block
         for begin, end in itertools.pairwise(ends)
-        for block in rectangles(shape, range(begin, end))
+        for block in boxes_of_range(shape, range(begin, end))
     ]
     assert tiles(shape, blocks)
     if blocks:
@@ -56,7 +58,7 @@ def test_the_runs_of_all_ranks_tile_the_tensor(shape: tuple[int, ...], cuts: lis
 
 
 def test_blocks_that_overlap_do_not_tile_though_their_sizes_add_up() -> None:
-    assert not tiles((4, 2), [Rectangle((0, 0), (2, 2)), Rectangle((1, 0), (2, 2))])
-    assert not tiles((2, 2), [Rectangle((1, 0), (2, 2))])
-    assert tiles((4, 2), [Rectangle((0, 0), (4, 1)), Rectangle((0, 1), (4, 1))])
-    assert tiles((), [Rectangle((), ())])
+    assert not tiles((4, 2), [Box((0, 0), (2, 2)), Box((1, 0), (2, 2))])
+    assert not tiles((2, 2), [Box((1, 0), (2, 2))])
+    assert tiles((4, 2), [Box((0, 0), (4, 1)), Box((0, 1), (4, 1))])
+    assert tiles((), [Box((), ())])

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fullshard.errors import CheckpointError
-from fullshard.layout.rectangles import Rectangle, rectangles, tiles
+from fullshard.layout.split import Box, boxes_of_range, tiles
 from fullshard.state import load_safetensors
 from fullshard.state.safetensors_format import TensorFile, cut_out, pieces, runs
 
@@ -29,15 +29,14 @@ def test_pieces_tile_a_block_and_runs_are_its_elements(data):
         data.draw(st.integers(1, size - offset))
         for size, offset in zip(shape, offsets, strict=True)
     )
-    block = Rectangle(offsets, sizes)
-    whole = Rectangle((0,) * len(shape), shape)
+    block = Box(offsets, sizes)
+    whole = Box((0,) * len(shape), shape)
     numbers = torch.arange(whole.numel).view(shape)
     max_numel = data.draw(st.integers(1, 30))
     found = list(pieces(block, max_numel))
     assert all(piece.numel <= max_numel for piece in found)
     inside = [
-        Rectangle(tuple(o - b for o, b in zip(p.offsets, offsets, strict=True)), p.sizes)
-        for p in found
+        Box(tuple(o - b for o, b in zip(p.offsets, offsets, strict=True)), p.sizes) for p in found
     ]
     assert tiles(sizes, inside)
     for piece in found:
@@ -49,7 +48,7 @@ def test_pieces_tile_a_block_and_runs_are_its_elements(data):
 
 
 def test_a_whole_run_of_elements_is_written_at_once():
-    (middle,) = rectangles((4, 3, 2), range(6, 18))
+    (middle,) = boxes_of_range((4, 3, 2), range(6, 18))
     assert list(runs((4, 3, 2), middle)) == [(6, 12)]
 
 
@@ -133,7 +132,7 @@ def test_a_file_is_read_as_it_is_also_if_nothing_is_aligned(tmp_path):
     found = load_safetensors(path, model, strict=False)
     assert torch.equal(model.a, torch.tensor([1.5, -2.0]))
     assert sorted(found.unexpected) == ["flag", "flags"]
-    flags = TensorFile(path).view("flags", Rectangle((0,), (3,)))
+    flags = TensorFile(path).view("flags", Box((0,), (3,)))
     assert flags.view(torch.uint8).tolist() == [0, 1, 1]
 
 

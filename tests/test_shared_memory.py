@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard.comm.regions as regions_module
 from fullshard import ConfigError, DisagreementError, fully_shard
-from fullshard.comm.collectives import Composed, all_reduce, collectives_for
+from fullshard.comm.collectives import GlooCollectives, all_reduce, collectives_for
 from fullshard.comm.handshake import SWITCH, link_of
 from fullshard.comm.links import Link
 from fullshard.comm.regions import regions
@@ -66,7 +66,7 @@ def new_group(**settings: Any) -> Iterator[dist.ProcessGroup]:
 def gather(rank: Rank, collectives: Collectives, group: Any, numel: int, seed: int = 0) -> Any:
     """A gather under way, its output, and what that is to become."""
     out = torch.full((rank.size * numel,), -1.0)
-    transfer = collectives.gather([out], [drawn(numel, out.dtype, seed + rank.rank)], group)
+    transfer = collectives.all_gather([out], [drawn(numel, out.dtype, seed + rank.rank)], group)
     parts = [drawn(numel, out.dtype, seed + other) for other in range(rank.size)]
     return transfer, out, torch.cat(parts)
 
@@ -74,7 +74,7 @@ def gather(rank: Rank, collectives: Collectives, group: Any, numel: int, seed: i
 def reduce(rank: Rank, collectives: Collectives, group: Any, numel: int, seed: int = 0) -> Any:
     out = torch.full((numel,), -1.0)
     inputs = [drawn(rank.size * numel, out.dtype, seed + other) for other in range(rank.size)]
-    transfer = collectives.reduce([out], [inputs[rank.rank]], group, average=False)
+    transfer = collectives.reduce_scatter([out], [inputs[rank.rank]], group, average=False)
     segments = [inp.view(rank.size, -1)[rank.rank] for inp in inputs]
     return transfer, out, torch.stack(segments).sum(0)
 
@@ -102,10 +102,12 @@ def test_gathers_and_sums_are_those_of_gloo_whatever_the_sizes(rank: Rank) -> No
             sizes = [300_001]  # more than is copied, or summed, at once
         ins = [drawn(numel, dtype, case + rank.rank) for numel in sizes]
         outs = [inp.new_zeros(rank.size * inp.numel()) for inp in ins]
-        shared.gather(outs, ins, group).wait()
+        shared.all_gather(outs, ins, group).wait()
         by_gloo = [torch.zeros_like(out) for out in outs]
         filled = [index for index, numel in enumerate(sizes) if numel]
-        Composed().gather([by_gloo[i] for i in filled], [ins[i] for i in filled], group).wait()
+        GlooCollectives().all_gather(
+            [by_gloo[i] for i in filled], [ins[i] for i in filled], group
+        ).wait()
         for found, expected in zip(outs, by_gloo, strict=True):
             assert torch.equal(found, expected), (sizes, dtype)
 
@@ -115,10 +117,10 @@ def test_gathers_and_sums_are_those_of_gloo_whatever_the_sizes(rank: Rank) -> No
         ]
         sums = [torch.zeros_like(inp) for inp in ins]
         own = fulls[rank.rank]
-        shared.reduce(sums, own, group, average=False).wait()
+        shared.reduce_scatter(sums, own, group, average=False).wait()
         by_gloo = [torch.zeros_like(inp) for inp in ins]
         pairs = [by_gloo[i] for i in filled], [own[i] for i in filled]
-        Composed().reduce(*pairs, group, average=False).wait()
+        GlooCollectives().reduce_scatter(*pairs, group, average=False).wait()
         for index, found in enumerate(sums):
             parts = [full[index].view(rank.size, -1)[rank.rank] for full in fulls]
             assert torch.equal(found, sum_in_order(parts)), (sizes, dtype)
@@ -131,7 +133,7 @@ def test_a_gather_in_place_sends_its_segment_of_the_output(rank: Rank) -> None:
     for numel in (5, 200_000):
         out = torch.full((rank.size, numel), -1.0)
         out[rank.rank] = rank.rank
-        shared.gather([out.view(-1)], [out[rank.rank]], group).wait()
+        shared.all_gather([out.view(-1)], [out[rank.rank]], group).wait()
         expected = torch.arange(rank.size, dtype=torch.float32)[:, None].expand_as(out)
         assert torch.equal(out, expected)
 
@@ -140,7 +142,7 @@ def test_a_gather_in_place_sends_its_segment_of_the_output(rank: Rank) -> None:
 def test_a_sum_may_replace_the_segment_of_its_input(rank: Rank) -> None:
     group, shared = chosen(rank)
     inp = torch.full((rank.size, 300_000), float(rank.rank + 1))
-    shared.reduce([inp[rank.rank]], [inp.view(-1)], group, average=False).wait()
+    shared.reduce_scatter([inp[rank.rank]], [inp.view(-1)], group, average=False).wait()
     assert inp[rank.rank].eq(sum(range(rank.size + 1))).all()
 
 
@@ -159,11 +161,11 @@ def test_sums_over_replicas_are_the_same_on_all_of_them(rank: Rank, dtype: torch
 def test_messages_of_a_wrong_size_are_refused_before_anything_is_read(rank: Rank) -> None:
     group, shared = chosen(rank)
     with pytest.raises(ConfigError, match="found 32 and 12; give it a tensor for all ranks"):
-        shared.gather([torch.empty(8)], [torch.empty(3)], group)
+        shared.all_gather([torch.empty(8)], [torch.empty(3)], group)
     with pytest.raises(ConfigError, match="found 32 and 12"):
-        shared.reduce([torch.empty(3)], [torch.empty(8)], group, average=False)
+        shared.reduce_scatter([torch.empty(3)], [torch.empty(8)], group, average=False)
     with pytest.raises(ConfigError, match="must be contiguous"):
-        shared.gather([torch.empty(8, 2)[:, 0]], [torch.empty(4)], group)
+        shared.all_gather([torch.empty(8, 2)[:, 0]], [torch.empty(4)], group)
     transfer, out, expected = gather(rank, shared, group, 4)
     transfer.wait()
     assert torch.equal(out, expected)
@@ -203,7 +205,7 @@ def test_several_groups_at_once_do_not_meet(rank: Rank) -> None:
             out = torch.empty(2 * 9)
             own = torch.full((9,), float(rank.rank + 10 * step))
             expected = torch.tensor(members).repeat_interleave(9) + 10.0 * step
-            started.append((shared.gather([out], [own], group), out, expected))
+            started.append((shared.all_gather([out], [own], group), out, expected))
         for transfer, out, expected in reversed(started):
             transfer.wait()
             assert torch.equal(out, expected)
@@ -271,9 +273,9 @@ def test_regions_are_used_again_and_none_is_made_in_a_steady_state(rank: Rank) -
             for transfer, out, expected in (first, second):
                 transfer.wait()
                 assert torch.equal(out, expected)
-            buffer = shared.message_buffer(rank.size * numel, torch.float32, CPU).fill_(number)
+            buffer = shared.allocate_bucket(rank.size * numel, torch.float32, CPU).fill_(number)
             total = torch.empty(numel)
-            shared.reduce([total], [buffer], group, average=False).wait()
+            shared.reduce_scatter([total], [buffer], group, average=False).wait()
             assert total.eq(rank.size * number).all()
 
     for number in range(6):
@@ -327,28 +329,28 @@ def test_a_region_that_nobody_uses_for_long_is_given_back_on_both_sides(rank: Ra
 def test_a_message_buffer_is_not_copied_and_is_free_again_when_no_view_is_left(rank: Rank) -> None:
     group, shared = chosen(rank)
     numel = 100_000
-    buffer = shared.message_buffer(2 * numel, torch.bfloat16, CPU)
+    buffer = shared.allocate_bucket(2 * numel, torch.bfloat16, CPU)
     assert (buffer.shape, buffer.dtype, buffer.device) == ((2 * numel,), torch.bfloat16, CPU)
     region = regions.find(buffer)
     assert region is not None
     view = buffer.view(2, -1)[1]
     del buffer
     gc.collect()
-    other = shared.message_buffer(2 * numel, torch.bfloat16, CPU)
+    other = shared.allocate_bucket(2 * numel, torch.bfloat16, CPU)
     assert regions.find(other) is not region, "a view of the first one is alive"
     other.fill_(1)
     num_taken = regions._num_taken
     total = torch.empty(numel, dtype=torch.bfloat16)
-    transfer = shared.reduce([total], [other], group, average=False)
+    transfer = shared.reduce_scatter([total], [other], group, average=False)
     assert regions._num_taken == num_taken, "nothing was laid anywhere else"
     del other, view
     transfer.wait()
     assert total.eq(2).all()
     del transfer
-    again = shared.message_buffer(2 * numel, torch.bfloat16, CPU)
+    again = shared.allocate_bucket(2 * numel, torch.bfloat16, CPU)
     assert regions.find(again) is region
     # Of few bytes, a copy is cheaper than a tensor of that kind.
-    assert regions.find(shared.message_buffer(10, torch.float32, CPU)) is None
+    assert regions.find(shared.allocate_bucket(10, torch.float32, CPU)) is None
 
 
 @on_ranks(2)
@@ -357,9 +359,9 @@ def test_a_buffer_that_was_sent_is_not_lent_again_before_the_other_has_read_it(r
     numel = 100_000
     transfers, totals = [], []
     for number in range(6):
-        buffer = shared.message_buffer(2 * numel, torch.float32, CPU).fill_(number + rank.rank)
+        buffer = shared.allocate_bucket(2 * numel, torch.float32, CPU).fill_(number + rank.rank)
         totals.append(torch.empty(numel))
-        transfers.append(shared.reduce([totals[-1]], [buffer], group, average=False))
+        transfers.append(shared.reduce_scatter([totals[-1]], [buffer], group, average=False))
         del buffer
     for number, (transfer, total) in enumerate(zip(transfers, totals, strict=True)):
         transfer.wait()
@@ -445,9 +447,9 @@ def test_ranks_that_start_different_collectives_are_told_of_both(rank: Rank) -> 
     odd = rank.rank == 1
     full, piece = torch.zeros(rank.size * 8), torch.zeros(8)
     if odd:
-        transfer = shared.reduce([piece], [full], group, average=False)
+        transfer = shared.reduce_scatter([piece], [full], group, average=False)
     else:
-        transfer = shared.gather([full], [piece], group)
+        transfer = shared.all_gather([full], [piece], group)
     with pytest.raises(DisagreementError) as raised:
         transfer.wait()
     message = str(raised.value)
@@ -464,7 +466,7 @@ def test_ranks_that_start_different_collectives_are_told_of_both(rank: Rank) -> 
     if odd:
         outs, ins = outs[::-1], ins[::-1]
     with pytest.raises(DisagreementError, match="of other sizes or dtypes on rank"):
-        shared.gather(outs, ins, group).wait()
+        shared.all_gather(outs, ins, group).wait()
     # All are at the same place still.
     transfer, out, expected = gather(rank, shared, group, 50)
     transfer.wait()
@@ -529,7 +531,7 @@ def test_a_rank_that_is_killed_is_named_at_once_on_all_others() -> None:
     assert sorted(failed.value.silent) == [1]
     for other in failed.value.exceptions.values():
         assert isinstance(other.exception, RuntimeError)
-        assert "found that rank 1 is gone (Connection closed by peer)" in other.message
+        assert "found that rank 1 is gone (Connection closed by peer)" in other.bucket
 
 
 # Without
@@ -570,7 +572,7 @@ def test_a_switch_on_one_rank_makes_all_of_them_use_gloo(rank: Rank) -> None:
                 transfer.wait()
                 torch.testing.assert_close(out, expected)
             assert link_of(group) is None
-            assert regions.find(shared.message_buffer(100_000, torch.float32, CPU)) is None
+            assert regions.find(shared.allocate_bucket(100_000, torch.float32, CPU)) is None
             total = torch.ones(3)
             all_reduce(total, group, average=False)
             assert total.eq(rank.size).all()

@@ -39,12 +39,12 @@ from fullshard import (
     fully_shard,
     share_comm_ctx,
 )
-from fullshard.comm.transfer import Transfer
-from fullshard.device.releases import Releases
+from fullshard.comm.transfer import CollectiveWork
+from fullshard.device import Releases
 from fullshard.layout import CostModel
-from fullshard.unit.flow import Flow
-from fullshard.unit.gathering import Gatherer, Gathering
-from fullshard.unit.reducing import LaneReduction, Reduction
+from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather
+from fullshard.unit.context import CommContext
+from fullshard.unit.reduce_scatter import InFlightReduceScatter, LaneReduceScatter
 from fullshard.wrap import ModuleWrapPolicy
 from tests.counted import CountedGather, CountedReduce
 from tests.stream_order import StreamOrder, emulated_streams
@@ -158,7 +158,7 @@ def messages_apart() -> Iterator[None]:
 
 @contextmanager
 def large_from_1_kib() -> Iterator[None]:
-    lanes = "fullshard.unit.gradient_lane"
+    lanes = "fullshard.unit.reduce_scatter"
     with (
         messages_apart(),
         patch(f"{lanes}.LARGE_BYTES", 1024),
@@ -581,7 +581,7 @@ def large_gradients_sent_in_bfloat16(order: StreamOrder) -> None:
 
 @scenario(4, streams=("gather", "reduce", "replicate"))
 def large_gradients_of_replicas(order: StreamOrder) -> None:
-    with large_from_1_kib(), patch("fullshard.unit.flow._MOST_BYTES", 1 << 12):
+    with large_from_1_kib(), patch("fullshard.unit.context._MOST_BYTES", 1 << 12):
         train(sharded(mesh=mesh_of(2, 2), policy=BF16_COMPUTE))
 
 
@@ -955,7 +955,7 @@ def places_that_call(*methods: str) -> set[str]:
     def visit(node: ast.AST, path: tuple[str, ...]) -> None:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             path = (*path, node.name)
-        func = node.func if isinstance(node, ast.Call) else None
+        func = node.func if isinstance(node, ast.ModuleCall) else None
         if isinstance(func, ast.Attribute) and func.attr in methods:
             owner = ast.unparse(func.value).rpartition(".")[2]
             if owner in ("device", "_device"):
@@ -991,26 +991,26 @@ def test_an_event_that_says_nothing_is_missed(place: str) -> None:
 
 @contextmanager
 def sums_dropped_once_they_are_cast() -> Iterator[None]:
-    give = Reduction._give
+    give = InFlightReduceScatter._give
 
-    def dropping(reduction: Reduction, lane: LaneReduction) -> None:
+    def dropping(reduction: InFlightReduceScatter, lane: LaneReduceScatter) -> None:
         give(reduction, lane)
         lane.sums = ()
 
-    with patch.object(Reduction, "_give", dropping):
+    with patch.object(InFlightReduceScatter, "_give", dropping):
         yield
 
 
 @contextmanager
 def inputs_dropped_once_they_are_exchanged() -> Iterator[None]:
     """Compute waits for the exchange and no longer, also where sums are inputs."""
-    conclude = Reduction.conclude
+    conclude = InFlightReduceScatter.conclude
 
-    def concluding(reduction: Reduction) -> Any:
+    def concluding(reduction: InFlightReduceScatter) -> Any:
         event, reduction._event = reduction._event, reduction._exchanged
         return replace(conclude(reduction), event=event)
 
-    with patch.object(Reduction, "conclude", concluding):
+    with patch.object(InFlightReduceScatter, "conclude", concluding):
         yield
 
 
@@ -1022,32 +1022,34 @@ def everything_dropped_once_it_is_exchanged() -> Iterator[None]:
 
 @contextmanager
 def inputs_dropped_once_they_are_sent() -> Iterator[None]:
-    start = Reduction.start
+    start = InFlightReduceScatter.start
 
-    def starting(reduction: Reduction) -> None:
+    def starting(reduction: InFlightReduceScatter) -> None:
         start(reduction)
         for lane in reduction._lanes:
             lane.ins = []
 
-    with patch.object(Reduction, "start", starting):
+    with patch.object(InFlightReduceScatter, "start", starting):
         yield
 
 
 @contextmanager
 def results_dropped_once_concluded() -> Iterator[None]:
-    conclude = Reduction.conclude
-    with patch.object(Reduction, "conclude", lambda self: replace(conclude(self), held=[])):
+    conclude = InFlightReduceScatter.conclude
+    with patch.object(
+        InFlightReduceScatter, "conclude", lambda self: replace(conclude(self), held=[])
+    ):
         yield
 
 
 @contextmanager
 def thinned_parameters_dropped_once_they_are_sent() -> Iterator[None]:
-    start = Gatherer.start_from_thin
+    start = UnitAllGather.start_from_thin
 
-    def starting(*args: Any) -> Gathering:
+    def starting(*args: Any) -> InFlightAllGather:
         return replace(start(*args), staged=[])
 
-    with patch.object(Gatherer, "start_from_thin", starting):
+    with patch.object(UnitAllGather, "start_from_thin", starting):
         yield
 
 
@@ -1056,11 +1058,11 @@ def forgotten_releases() -> AbstractContextManager[object]:
 
 
 def users_code_before_releases() -> AbstractContextManager[object]:
-    return patch.object(Flow, "await_all_releases", lambda _: None)
+    return patch.object(CommContext, "await_all_releases", lambda _: None)
 
 
 def unawaited_transfers() -> AbstractContextManager[object]:
-    return patch.object(Transfer, "wait", lambda _: None)
+    return patch.object(CollectiveWork, "wait", lambda _: None)
 
 
 FAULTS: list[tuple[Callable[[], AbstractContextManager[object]], str]] = [

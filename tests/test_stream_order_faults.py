@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from fullshard.device.storage import Slab
+from fullshard.device import ResizableBuffer
 from tests.stream_order import StreamOrder, emulated_streams
 from tests.test_stream_order import SCENARIOS
 
@@ -279,7 +279,7 @@ def test_a_slab_that_is_emptied_while_it_is_read_is_filled_with_the_same_memory(
 ) -> None:
     gather = order.device.make_streams().gather
     with order.on(gather):
-        slab = Slab(4096, torch.device("cpu"))
+        slab = ResizableBuffer(4096, torch.device("cpu"))
         full = slab.view(0, (1024,), torch.float32)
         full.fill_(1.0)
         waits_for_current(order, order.compute)
@@ -300,7 +300,7 @@ def test_gathers_get_the_range_that_fits_best(order: StreamOrder) -> None:
     gather = order.device.make_streams().gather
     with order.on(gather):
         sizes = (4096, 512, 1024, 512)
-        slabs = [Slab(size, torch.device("cpu")) for size in sizes]
+        slabs = [ResizableBuffer(size, torch.device("cpu")) for size in sizes]
         starts = [slab.address_range[0] for slab in slabs]
         slabs[0].empty()
         slabs[2].empty()
@@ -315,7 +315,7 @@ def test_gathers_get_the_range_that_fits_best(order: StreamOrder) -> None:
 def test_ranges_that_do_not_overlap_do_not_race(order: StreamOrder) -> None:
     gather = order.device.make_streams().gather
     with order.on(gather):
-        small, large = (Slab(size, torch.device("cpu")) for size in (512, 4096))
+        small, large = (ResizableBuffer(size, torch.device("cpu")) for size in (512, 4096))
         views = [slab.view(0, (slab.num_bytes,), torch.uint8) for slab in (small, large)]
         views[0].zero_()
         large.empty()
@@ -337,7 +337,7 @@ def test_ranges_that_do_not_overlap_do_not_race(order: StreamOrder) -> None:
 def test_resizing_a_storage_that_has_memory_moves_it(order: StreamOrder) -> None:
     gather = order.device.make_streams().gather
     with order.on(gather):
-        slab = Slab(4096, torch.device("cpu"))
+        slab = ResizableBuffer(4096, torch.device("cpu"))
         before = slab.address_range
         slab._storage.resize_(4096)
         assert slab.address_range != before
@@ -407,7 +407,7 @@ def test_what_runs_in_the_engine_is_told_with_the_lines_of_the_engine() -> None:
 
 @pytest.mark.parametrize("name", ["float32", "compute in bfloat16"])
 def test_a_slab_that_is_filled_twice_is_found_where_nobody_waited(name: str) -> None:
-    def fill(slab: Slab) -> None:
+    def fill(slab: ResizableBuffer) -> None:
         slab._storage.resize_(slab.num_bytes)
 
-    assert SCENARIOS[name].order(fault=patch.object(Slab, "fill", fill)).races
+    assert SCENARIOS[name].order(fault=patch.object(ResizableBuffer, "fill", fill)).races

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from fullshard.errors import CheckpointError, ConfigError, UnknownNameError
-from fullshard.layout.rectangles import Rectangle
+from fullshard.layout.split import Box
 from fullshard.state.dcp_format import HeldTensor
 from fullshard.state.opened import Opened, open_checkpoint
 from fullshard.state.pickled import require_bounded
@@ -219,7 +219,7 @@ def test_progress_ends_with_all_bytes(path: Path) -> None:
 
 
 def held(tensor: torch.Tensor) -> HeldTensor:
-    where = Rectangle((0,) * tensor.dim(), tuple(tensor.shape))
+    where = Box((0,) * tensor.dim(), tuple(tensor.shape))
     return HeldTensor(tensor.shape, tensor.dtype, [Block(where, tensor)])
 
 
@@ -234,7 +234,7 @@ def test_any_block_is_read_from_any_cut(
     num_files = data.draw(st.integers(1, 4))
     write_checkpoint(path, {"it": lazy(tensor)}, num_files=num_files)
     ends = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in shape]
-    where = Rectangle(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+    where = Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
     opened = open_checkpoint(path)
     assert torch.equal(opened.read_block("it", where), tensor[tuple(slice(*end) for end in ends)])
     assert torch.equal(opened.read("it"), tensor)
@@ -244,10 +244,10 @@ def test_any_block_is_read_from_any_cut(
 def test_only_the_files_that_are_needed_are_read(path: Path) -> None:
     opened = open_checkpoint(path)
     (path / "__0_0.distcp").unlink()
-    found = opened.read_block("model.weight", Rectangle((3, 1), (3, 2)))
+    found = opened.read_block("model.weight", Box((3, 1), (3, 2)))
     assert torch.equal(found, content(1)["model.weight"][3:, 1:3])
     with pytest.raises(CheckpointError, match="__0_0"):
-        opened.read_block("model.weight", Rectangle((2, 1), (4, 2)))
+        opened.read_block("model.weight", Box((2, 1), (4, 2)))
 
 
 def test_what_is_not_there_is_said_by_name(path: Path) -> None:
@@ -255,7 +255,7 @@ def test_what_is_not_there_is_said_by_name(path: Path) -> None:
     for ask in (opened.shape, opened.dtype, opened.read, opened.read_object):
         with pytest.raises(UnknownNameError, match="nothing"):
             ask("nothing")
-    for where in (Rectangle((0,), (1,)), Rectangle((5, 0), (2, 4)), Rectangle((-1, 0), (2, 4))):
+    for where in (Box((0,), (1,)), Box((5, 0), (2, 4)), Box((-1, 0), (2, 4))):
         with pytest.raises(UnknownNameError, match="inside of"):
             opened.read_block("model.weight", where)
 
@@ -307,7 +307,7 @@ def test_an_unfinished_one_is_not_opened(path: Path, state: str) -> None:
 
 
 def lazy(tensor: torch.Tensor) -> LazyTensor:
-    def read(where: Rectangle) -> torch.Tensor:
+    def read(where: Box) -> torch.Tensor:
         ends = zip(where.offsets, where.sizes, strict=True)
         return tensor[tuple(slice(offset, offset + size) for offset, size in ends)]
 
@@ -389,7 +389,7 @@ def test_tensors_that_are_given_are_left_as_they_are(tmp_path: Path) -> None:
 
 def test_mistakes_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     tensor = torch.zeros(4, 2)
-    gap = HeldTensor((4, 2), tensor.dtype, [Block(Rectangle((0, 0), (3, 2)), tensor[:3])])
+    gap = HeldTensor((4, 2), tensor.dtype, [Block(Box((0, 0), (3, 2)), tensor[:3])])
     short = LazyTensor((4, 2), tensor.dtype, lambda where: tensor[:1])
     half = LazyTensor((4, 2), torch.float16, lambda where: tensor)
     for wrong, words in [(gap, "cover shape"), (short, "a block of"), (half, "a block of")]:
@@ -445,7 +445,7 @@ def test_memory_holds_a_block_and_not_the_checkpoint(tmp_path: Path) -> None:
 # Strangers
 
 
-class Call:
+class ModuleCall:
     """What unpickles into a call."""
 
     def __init__(self, *call: Any) -> None:
@@ -464,7 +464,7 @@ def test_an_index_that_names_a_call_is_refused_without_running_it(
         call, f"__import__('os').mkdir({str(trace)!r})"
     )
     arguments = (str(trace), "w") if call is open else (argument,)
-    reindexed(path, lambda index: Call(call, *arguments))
+    reindexed(path, lambda index: ModuleCall(call, *arguments))
     with pytest.raises(CheckpointError, match="only the classes of the checkpoint format"):
         open_checkpoint(path)
     assert subjects(verify(path)) == {".metadata"}
@@ -476,7 +476,7 @@ def test_a_tensor_that_names_a_call_is_refused_without_running_it(path: Path) ->
     opened = open_checkpoint(path)
     where = opened.places("model.weight")[0]
     entry = opened.entry("model.weight", where)
-    torch.save(Call(os.mkdir, str(trace)), path / "own.distcp")
+    torch.save(ModuleCall(os.mkdir, str(trace)), path / "own.distcp")
     size = (path / "own.distcp").stat().st_size
 
     def elsewhere(index: Metadata) -> None:

@@ -23,13 +23,13 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.comm.collectives import Composed, Native, collectives_for
+from fullshard.comm.collectives import BackendCollectives, GlooCollectives, collectives_for
 from fullshard.comm.handshake import SWITCH, link_of
 from fullshard.comm.regions import regions
-from fullshard.comm.shared_memory import SharedMemory
-from fullshard.comm.transfer import Transfer
+from fullshard.comm.shared_memory import ShmCollectives
+from fullshard.comm.transfer import CollectiveWork
 from fullshard.layout import CostModel
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 from tests.counted import CountedReduce
 
@@ -109,15 +109,19 @@ def new_group(*, over_gloo: bool) -> Iterator[dist.ProcessGroup]:
 def counted_bytes() -> Iterator[list[int]]:
     """The bytes of this rank's messages, by reduce."""
     found: list[int] = []
-    reduce = SharedMemory.reduce
+    reduce = ShmCollectives.reduce_scatter
 
     def counted(
-        self: SharedMemory, outs: Sequence[Tensor], ins: Sequence[Tensor], *args: Any, **kwargs: Any
-    ) -> Transfer:
+        self: ShmCollectives,
+        outs: Sequence[Tensor],
+        ins: Sequence[Tensor],
+        *args: Any,
+        **kwargs: Any,
+    ) -> CollectiveWork:
         found.append(sum(inp.nbytes for inp in ins))
         return reduce(self, outs, ins, *args, **kwargs)
 
-    with patch.object(SharedMemory, "reduce", counted):
+    with patch.object(ShmCollectives, "reduce", counted):
         yield found
 
 
@@ -167,9 +171,11 @@ def test_gradients_computed_in_the_wire_dtype_train_the_same_to_the_last_bit_wit
 @on_ranks(2)
 def test_a_gradient_that_was_computed_in_the_wire_dtype_is_the_message(rank: Rank) -> None:
     is_copied = []
-    reduce = SharedMemory.reduce
+    reduce = ShmCollectives.reduce_scatter
 
-    def noted(self: SharedMemory, outs: Any, ins: Any, *args: Any, **kwargs: Any) -> Transfer:
+    def noted(
+        self: ShmCollectives, outs: Any, ins: Any, *args: Any, **kwargs: Any
+    ) -> CollectiveWork:
         # A gradient that has to be copied is laid into a region.
         is_copied.extend(regions.find(message) is not None for message in ins)
         return reduce(self, outs, ins, *args, **kwargs)
@@ -179,7 +185,7 @@ def test_a_gradient_that_was_computed_in_the_wire_dtype_is_the_message(rank: Ran
         policy = {"param_dtype": BF16, "reduce_dtype": FP32, "wire_dtype": wire}
         with (
             patch.object(CostModel, "of_device", lambda _: own_messages),
-            patch.object(SharedMemory, "reduce", noted),
+            patch.object(ShmCollectives, "reduce", noted),
         ):
             model = in_place(rank.mesh())(Probe(weight=torch.ones(shape)), policy)
             model({"weight": torch.ones(shape)}).backward()
@@ -329,11 +335,11 @@ def test_settings_of_a_reduction_mean_the_same(rank: Rank) -> None:
 
 def gradient_and_stages(model: nn.Module, grad: Tensor) -> tuple[Tensor, set[torch.dtype]]:
     model({"weight": grad}).backward()
-    runner = runner_of(model)
-    assert runner is not None
+    hooks = hooks_of(model)
+    assert hooks is not None
     return (
         full_gradient(model, "weight"),
-        {lane.stages.wire for unit in runner.units for lane in unit.layout.lanes},
+        {lane.dtypes.wire for unit in hooks.units for lane in unit.layout.lanes},
     )
 
 
@@ -387,16 +393,16 @@ def test_every_collective_adds_up_in_the_dtype_of_its_outputs(rank: Rank) -> Non
         for index in range(len(sizes)):
             segments = [each[index].view(rank.size, -1)[rank.rank] for each in sent]
             expected.append(by_hand([s.to(reduced) for s in segments], reduced) * rank.size)
-        for collectives in (shared, Composed(), Native()):
+        for collectives in (shared, GlooCollectives(), BackendCollectives()):
             outs = [torch.full((numel,), -1.0, dtype=reduced) for numel in sizes]
-            collectives.reduce(outs, sent[rank.rank], group, average=False).wait()
+            collectives.reduce_scatter(outs, sent[rank.rank], group, average=False).wait()
             for out, total in zip(outs, expected, strict=True):
                 torch.testing.assert_close(out, total, rtol=1e-6, atol=1e-6)
                 assert rank.size > 2 or torch.equal(out, total)
             if collectives is shared:
                 assert all(map(torch.equal, outs, expected)), "added up in the order of ranks"
         means = [torch.empty(numel, dtype=reduced) for numel in sizes]
-        Native().reduce(means, sent[rank.rank], group, average=True).wait()
+        BackendCollectives().reduce_scatter(means, sent[rank.rank], group, average=True).wait()
         for mean, total in zip(means, expected, strict=True):
             torch.testing.assert_close(mean, total / rank.size, rtol=1e-6, atol=1e-6)
 
@@ -406,7 +412,7 @@ def test_where_a_backend_averages_by_itself_the_mean_is_taken_after_the_exchange
     rank: Rank,
 ) -> None:
     grads = [drawn((33, 5), other) for other in range(2)]
-    with patch("fullshard.unit.unit.collectives_for", lambda *_: Native()):
+    with patch("fullshard.unit.unit.collectives_for", lambda *_: BackendCollectives()):
         models = [
             shard(Probe(weight=torch.ones(33, 5)), {"wire_dtype": BF16})
             for shard in both_doors(rank)

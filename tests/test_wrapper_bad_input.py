@@ -17,7 +17,7 @@ from fullshard import (
     StateDictType,
 )
 from fullshard.errors import FullshardError
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -95,7 +95,7 @@ def test_arguments_that_do_not_fit_are_named_and_change_nothing(rank: Rank) -> N
         assert words in str(raised.value), (case, str(raised.value))
         assert isinstance(raised.value, FullshardError | TypeError)
         assert "; " in str(raised.value), case
-        assert all(runner_of(module) is None for module in inner.modules()), case
+        assert all(hooks_of(module) is None for module in inner.modules()), case
         for name, value in before.items():
             assert torch.equal(inner.state_dict()[name], value), case
     with pytest.raises(ValueError, match=r"an nn\.Module is expected"):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import FlatParameter, FullyShardedDataParallel, ShardingStrategy
+from fullshard.runtime.hooks import hooks_of
 from fullshard.runtime.names import clean_name
-from fullshard.runtime.runner import runner_of
 from fullshard.testing import Rank, on_ranks
 
 WIDTH = 5
@@ -82,10 +82,10 @@ def test_a_tie_across_wrappers_moves_to_the_wrapper_around_both(
     model.first = FullyShardedDataParallel(model.first, **options)
     model.last = FullyShardedDataParallel(model.last, **options)
     wrapped = FullyShardedDataParallel(model, **options)
-    names = [member.name for member in runner_of(wrapped).units[0].members]
+    names = [member.name for member in hooks_of(wrapped).units[0].params]
     assert len(names) == 3  # the middle's two, and the shared weight
-    assert len(runner_of(model.first).units[0].members) == 1
-    assert len(runner_of(model.last).units[0].members) == 1
+    assert len(hooks_of(model.first).units[0].params) == 1
+    assert len(hooks_of(model.last).units[0].params) == 1
     assert_same(wrapped, whole())
     expected = whole()
     assert train(rank, wrapped) == pytest.approx(train(rank, expected))
@@ -214,10 +214,10 @@ def test_what_is_not_sharded_computes_where_it_is_kept(rank: Rank, use_orig_para
         use_orig_params=use_orig_params,
     )
     model(torch.ones(1, WIDTH)).sum().backward()
-    homes = runner_of(model).units[0].homes.lanes
-    assert len(homes) == 1
-    begin = homes[0].data_ptr()
-    end = begin + homes[0].numel() * homes[0].element_size()
+    shard_buffers = hooks_of(model).units[0].shard_buffers.lanes
+    assert len(shard_buffers) == 1
+    begin = shard_buffers[0].data_ptr()
+    end = begin + shard_buffers[0].numel() * shard_buffers[0].element_size()
     assert [(begin <= pointer < end, shape) for pointer, shape in seen] == [(True, (WIDTH, WIDTH))]
     if use_orig_params:
         assert model.module.weight.shape == (WIDTH, WIDTH)

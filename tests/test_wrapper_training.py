@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 from tests.counted import CountedGather
 from tests.wrapped import (
@@ -400,9 +400,9 @@ def order_of_a_step(**options: Any) -> str:
     net = MarkedNet()
     model = OURS(net, auto_wrap_policy={MarkedBlock}, **options)
     for number, block in enumerate(net.blocks):
-        runner = runner_of(block)
-        assert runner is not None
-        runner.units[0].bring(gather=NotedGather(net.log, number))
+        hooks = hooks_of(block)
+        assert hooks is not None
+        hooks.units[0].bring(gather=NotedGather(net.log, number))
     for _ in range(2):  # the first step is what the second goes by
         net.log.clear()
         model(torch.randn(2, WIDTH)).sum().backward()

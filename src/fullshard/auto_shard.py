@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from fullshard.choosing import Choice, Chosen, choose, has_forward, name_of
-from fullshard.comm.topology import default_mesh
+from fullshard.comm.mesh import default_mesh
 from fullshard.errors import ConfigError, MisuseError
 from fullshard.fsdp_module import FSDPModule
 from fullshard.fully_shard import fully_shard
 from fullshard.repeated_blocks import RepeatedBlocks
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 
 _OPTIONS = tuple(inspect.signature(fully_shard).parameters)[1:]
 
@@ -39,7 +39,7 @@ def auto_shard(model: nn.Module, policy: Any = None, **options: Any) -> FSDPModu
     """
     choice = _chosen(model, policy, options)
     for name, module in model.named_modules():
-        if runner_of(module) is not None:
+        if hooks_of(module) is not None:
             raise MisuseError(
                 f"{name or type(module).__name__}: auto_shard expects a model of which nothing is "
                 "sharded, found this module sharded already; call fully_shard on the other modules "

@@ -11,12 +11,12 @@ from torch import nn
 
 from fullshard.api import AllGather, ReduceScatter
 from fullshard.comm.allocated import is_ours, process_group_comms, symmetric_memory_comms
-from fullshard.comm.collectives import Brought
-from fullshard.comm.topology import thin_size
+from fullshard.comm.collectives import CustomCollectives
+from fullshard.comm.mesh import subgroup_size
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
-from fullshard.runtime.root import Phase, Root
-from fullshard.runtime.runner import Runner, runner_of
-from fullshard.unit.route import AllReduceHook, require_own_reduce
+from fullshard.runtime.hooks import ModuleHooks, hooks_of
+from fullshard.runtime.scheduler import Phase, Scheduler
+from fullshard.unit.reduce_scatter import AllReduceHook, require_own_reduce
 from fullshard.unit.unit import Unit
 
 
@@ -33,21 +33,21 @@ class UnshardHandle:
         self._units.clear()
 
 
-def unshard_runner(runner: Runner, async_op: bool) -> UnshardHandle | None:
+def unshard_module(hooks: ModuleHooks, async_op: bool) -> UnshardHandle | None:
     """Gather a runner's parameters; with `async_op`, return a handle instead of waiting."""
-    root = runner.root
-    if root is not None and root.phase is Phase.BACKWARD and _is_past_backward(runner):
+    root = hooks.scheduler
+    if root is not None and root.phase is Phase.BACKWARD and _is_past_backward(hooks):
         raise LifecycleError(
-            f"{runner.name}: unshard() must come before a module's backward or after the whole "
+            f"{hooks.name}: unshard() must come before a module's backward or after the whole "
             "backward, found its gradients reduced in the backward that is still running; the "
             "optimizer would make what is gathered now stale. Call it after backward."
         )
-    for unit in runner.reads:
+    for unit in hooks.reads:
         unit.refresh()
         if not unit.is_unsharded:
-            unit.flow.start_gathers_after_compute()
+            unit.comm_ctx.start_gathers_after_compute()
             unit.unshard()
-    handle = UnshardHandle(runner.reads)
+    handle = UnshardHandle(hooks.reads)
     if async_op:
         return handle
     handle.wait()
@@ -73,7 +73,7 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Hooks see what it returns, but not all that it may raise."""
-        return _runner(self).guarded(super().__call__, args, kwargs)  # type: ignore[misc]
+        return _hooks(self).guarded(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise MisuseError(
@@ -89,13 +89,13 @@ class FSDPModule:
 
         With `async_op`, returns a handle; forward waits by itself for what nobody waited for.
         """
-        return unshard_runner(_runner(self), async_op)
+        return unshard_module(_hooks(self), async_op)
 
     def reshard(self) -> None:
         """Register the shards of this module and give the full parameters' memory back."""
-        runner = _runner(self)
-        runner.require_not_computing("reshard")
-        for unit in runner.units:
+        hooks = _hooks(self)
+        hooks.require_not_computing("reshard")
+        for unit in hooks.units:
             unit.reshard_now()
 
     def reset_iter_state(self) -> None:
@@ -103,15 +103,15 @@ class FSDPModule:
 
         The next forward does this by itself; call it to free memory at once. Only on the root.
         """
-        runner = _runner(self)
-        if runner.root is None:
+        hooks = _hooks(self)
+        if hooks.scheduler is None:
             return
-        if not runner.is_root:
+        if not hooks.is_root:
             raise LifecycleError(
-                f"{runner.name}: reset_iter_state() must be called on the root module, found a "
-                f"module below {runner.root.runners[0].name}; call it there."
+                f"{hooks.name}: reset_iter_state() must be called on the root module, found a "
+                f"module below {hooks.scheduler.hooks[0].name}; call it there."
             )
-        runner.root.abort()
+        hooks.scheduler.abort()
 
     # Gradients
 
@@ -180,7 +180,7 @@ class FSDPModule:
     ) -> None:
         """Call `hook(reduced)` on the unit's reduced gradients before they are handed over."""
         unit = self._only_unit("set_all_reduce_hook")
-        if stream is not None and not unit.topology.replicate.is_single:
+        if stream is not None and not unit.mesh_info.replicate.is_single:
             raise ConfigError(
                 f"{unit.name}: stream must be left out on a mesh with a replicate axis, found "
                 f"{stream}; the hook runs on the stream of the all-reduce."
@@ -235,11 +235,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Which modules to gather while this one runs forward, instead of the expected next."""
-        _runner(self).forward_prefetch = _runners(modules)
+        _hooks(self).forward_prefetch = _hooks_of_all(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Which modules to gather while this one runs backward, instead of the one before it."""
-        _runner(self).backward_prefetch = _runners(modules)
+        _hooks(self).backward_prefetch = _hooks_of_all(modules)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's gathers wait for this event instead of for all of compute."""
@@ -254,7 +254,7 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit through a collective of the user's, in memory that it allocates."""
         unit = self._only_unit("set_custom_reduce_scatter")
-        require_own_reduce("set_custom_reduce_scatter", unit.name, unit.topology, unit.policy)
+        require_own_reduce("set_custom_reduce_scatter", unit.name, unit.mesh_info, unit.policy)
         unit.bring(reduce=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -262,15 +262,15 @@ class FSDPModule:
         for unit in self._units(recurse=False):
             _require_own_collectives(unit, "set_allocate_memory_from_process_group_for_comm")
             unit.collectives = unit.default_collectives
-            if enable and unit.topology.shard.group is not None:
-                gather, reduce = process_group_comms(unit.topology.shard.group)
+            if enable and unit.mesh_info.shard.group is not None:
+                gather, reduce = process_group_comms(unit.mesh_info.shard.group)
                 unit.bring(gather=gather, reduce=reduce)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let gathers travel in symmetric memory; needs GPUs that NCCL can register it on."""
         for unit in self._units(recurse=False):
             _require_own_collectives(unit, "set_symm_mem_for_comm")
-            gather = symmetric_memory_comms(unit.name, unit.topology, backend)
+            gather = symmetric_memory_comms(unit.name, unit.mesh_info, backend)
             unit.bring(gather=gather)
 
     def set_separate_reduce_scatter_group(
@@ -281,7 +281,9 @@ class FSDPModule:
         A collective call: all ranks of the mesh must make it.
         """
         for unit in self._units(recurse):
-            unit.reduce_axis = unit.topology.twin_shard_axis() if enable else unit.topology.shard
+            unit.reduce_axis = (
+                unit.mesh_info.second_shard_axis() if enable else unit.mesh_info.shard
+            )
 
     def _set(self, recurse: bool, **changes: Any) -> None:
         for unit in self._units(recurse):
@@ -290,11 +292,11 @@ class FSDPModule:
     def _units(self, recurse: bool) -> list[Unit]:
         module = cast(nn.Module, self)
         modules = module.modules() if recurse else [module]
-        runners = dict.fromkeys(r for m in modules if (r := runner_of(m)) is not None)
-        return [unit for runner in runners for unit in runner.units]
+        hooks_list = dict.fromkeys(r for m in modules if (r := hooks_of(m)) is not None)
+        return [unit for hooks in hooks_list for unit in hooks.units]
 
     def _only_unit(self, what: str) -> Unit:
-        units = [unit for unit in _runner(self).units if unit.members] or _runner(self).units[:1]
+        units = [unit for unit in _hooks(self).units if unit.params] or _hooks(self).units[:1]
         if len(units) > 1:
             raise ConfigError(
                 f"{units[0].name}: {what} needs parameters on one mesh, found {len(units)} meshes; "
@@ -304,41 +306,41 @@ class FSDPModule:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or convert the shards, and find them a new home."""
-        runner = _runner(self)
-        for unit in runner.reads:
+        hooks = _hooks(self)
+        for unit in hooks.reads:
             unit.reshard_now()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for unit in runner.units:
+        for unit in hooks.units:
             unit.refresh()
         return result
 
 
-def _runner(module: Any) -> Runner:
-    runner = runner_of(module)
-    if runner is None:
+def _hooks(module: Any) -> ModuleHooks:
+    hooks = hooks_of(module)
+    if hooks is None:
         raise LifecycleError(
             f"{type(module).__name__}: a module that fully_shard was called on is expected, found "
             "one without a unit; call fully_shard on it first."
         )
-    return runner
+    return hooks
 
 
-def _root(module: Any) -> Root:
-    return _runner(module).ensure_root()
+def _root(module: Any) -> Scheduler:
+    return _hooks(module).ensure_scheduler()
 
 
-def _runners(modules: Sequence[Any]) -> list[Runner]:
+def _hooks_of_all(modules: Sequence[Any]) -> list[ModuleHooks]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ConfigError(
                 "prefetch: a list of sharded modules is expected, found "
                 f"{type(module).__name__}; call fully_shard on it first."
             )
-    return [_runner(module) for module in modules]
+    return [_hooks(module) for module in modules]
 
 
-def _is_past_backward(runner: Runner) -> bool:
-    return any(unit.gradients.was_reduced for unit in runner.units)
+def _is_past_backward(hooks: ModuleHooks) -> bool:
+    return any(unit.gradients.was_reduced for unit in hooks.units)
 
 
 def _checked_reshard(unit: Unit, value: Any) -> bool | int:
@@ -347,12 +349,12 @@ def _checked_reshard(unit: Unit, value: Any) -> bool | int:
     if not isinstance(value, int):
         raise ConfigError(
             f"{unit.name}: reshard_after_forward must be a bool or a number of ranks, found "
-            f"{value!r}; pass True, False or a divisor of {unit.topology.shard.size}."
+            f"{value!r}; pass True, False or a divisor of {unit.mesh_info.shard.size}."
         )
-    size = thin_size(unit.topology, value)
+    size = subgroup_size(unit.mesh_info, value)
     if not isinstance(size, bool):
         unit.require_thinnable()
-        unit.topology.thin_axis(size)
+        unit.mesh_info.subgroup_axis(size)
     return size
 
 
@@ -372,7 +374,7 @@ def _checked_changes(unit: Unit, changes: dict[str, Any]) -> dict[str, Any]:
 
 def _require_own_collectives(unit: Unit, what: str) -> None:
     current = unit.collectives
-    if isinstance(current, Brought) and not all(map(is_ours, current.replaced)):
+    if isinstance(current, CustomCollectives) and not all(map(is_ours, current.replaced)):
         raise MisuseError(
             f"{unit.name}: {what} must come without custom collectives, found them set; choose one "
             "of the two."

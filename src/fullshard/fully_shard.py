@@ -18,11 +18,11 @@ from fullshard.api import (
     own_offload,
     own_precision,
 )
-from fullshard.comm.topology import Topology, default_mesh, device_of, thin_size, topology_of
+from fullshard.comm.mesh import MeshInfo, default_mesh, device_of, mesh_info_of, subgroup_size
 from fullshard.errors import ConfigError, MisuseError
 from fullshard.fsdp_module import FSDPModule
-from fullshard.runtime.build import Request, build_runner
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.build import ShardRequest, build_hooks
+from fullshard.runtime.hooks import hooks_of
 from fullshard.unit.settings import Settings
 
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -103,18 +103,18 @@ def fully_shard(
             f"mesh: a DeviceMesh is expected, found {type(mesh).__name__}; make one with "
             "torch.distributed.device_mesh.init_device_mesh."
         )
-    topology = topology_of(mesh, dp_mesh_dims)
-    request = Request(
+    mesh_info = mesh_info_of(mesh, dp_mesh_dims)
+    request = ShardRequest(
         modules=modules,
-        topology=topology,
+        mesh_info=mesh_info,
         device=device_of(mesh),
         policy=own_precision(MixedPrecisionPolicy, mp_policy),
         offload=own_offload(offload_policy),
-        settings=Settings(reshard_after_forward=_checked_reshard(reshard_after_forward, topology)),
+        settings=Settings(reshard_after_forward=_checked_reshard(reshard_after_forward, mesh_info)),
         placement_fn=shard_placement_fn,
         ignored=frozenset(ignored_params or ()),
     )
-    build_runner(request)
+    build_hooks(request)
     for each in modules:
         each.__class__ = _sharded_class(type(each))
     return module
@@ -125,8 +125,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Does nothing on a module that is not sharded, so that a program can call it either way.
     """
-    runner = runner_of(module)
-    if runner is None:
+    hooks = hooks_of(module)
+    if hooks is None:
         return
     if not hasattr(module, method_name):
         raise ConfigError(
@@ -136,12 +136,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = runner.pre_forward(module, args, kwargs)
-        return runner.post_forward(module, args, method(*args, **kwargs))
+        args, kwargs = hooks.pre_forward(module, args, kwargs)
+        return hooks.post_forward(module, args, method(*args, **kwargs))
 
     @functools.wraps(method)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        return runner.guarded(run, args, kwargs)
+        return hooks.guarded(run, args, kwargs)
 
     setattr(module, method_name, guarded)
 
@@ -154,15 +154,15 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
                 "share_comm_ctx: a list of sharded modules is expected, found "
                 f"{type(module).__name__}; call fully_shard on it first."
             )
-    runners = [runner for m in modules if isinstance(m, nn.Module) and (runner := runner_of(m))]
-    if not runners:
+    hooks_list = [hooks for m in modules if isinstance(m, nn.Module) and (hooks := hooks_of(m))]
+    if not hooks_list:
         return
-    first = runners[0]
-    flow = first.root.flow if first.root is not None else first.units[0].flow
-    for runner in runners:
-        runner.shared_flow = flow
-        if runner.root is not None:
-            runner.root.share(flow)
+    first = hooks_list[0]
+    comm_ctx = first.scheduler.comm_ctx if first.scheduler is not None else first.units[0].comm_ctx
+    for hooks in hooks_list:
+        hooks.shared_comm_ctx = comm_ctx
+        if hooks.scheduler is not None:
+            hooks.scheduler.share(comm_ctx)
 
 
 def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -185,7 +185,7 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
                 f"fully_shard: a module with a forward is expected, found the container {kind}; "
                 "call fully_shard on each of its modules, or on a list of them."
             )
-        if runner_of(each) is not None:
+        if hooks_of(each) is not None:
             raise MisuseError(
                 f"{kind}: a module can be sharded once, found it sharded already; call fully_shard "
                 "on each module once, inner modules first."
@@ -194,15 +194,15 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys(each for each in given if each not in inner))
 
 
-def _checked_reshard(value: bool | int | None, topology: Topology) -> bool | int | None:
+def _checked_reshard(value: bool | int | None, mesh_info: MeshInfo) -> bool | int | None:
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
         raise ConfigError(
             "reshard_after_forward: a bool, a number of ranks or None is expected, found "
-            f"{value!r}; pass True, False or a divisor of {topology.shard.size}."
+            f"{value!r}; pass True, False or a divisor of {mesh_info.shard.size}."
         )
-    return thin_size(topology, value)
+    return subgroup_size(mesh_info, value)
 
 
 def _sharded_class(original: type) -> type:

@@ -30,28 +30,28 @@ from fullshard.api import (
     StateDictType,
     own_precision,
 )
-from fullshard.comm.strategies import HYBRID, strategy_topology
+from fullshard.comm.mesh import HYBRID, mesh_info_for_strategy
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
-from fullshard.fsdp_module import UnshardHandle, unshard_runner
+from fullshard.fsdp_module import UnshardHandle, unshard_module
 from fullshard.optim.clipping import clip_grads
-from fullshard.runtime.build import Request, build_runner, managed_modules
+from fullshard.runtime.build import ShardRequest, build_hooks, managed_modules
+from fullshard.runtime.hooks import ModuleHooks, hooks_of
 from fullshard.runtime.names import WRAPPED, clean_name
-from fullshard.runtime.runner import Runner, runner_of
 from fullshard.state import optimizer, optimizer_keys, optimizer_loading
 from fullshard.state.lanes import wrappers_of
 from fullshard.state.loading import install_load_hooks, strict_loading
 from fullshard.state.model import install_state_hooks
 from fullshard.state.settings import set_settings, settings_of, settings_scope
 from fullshard.state.summon import summon_full_params
-from fullshard.unit.flat import Form
-from fullshard.unit.route import CommHook, require_own_reduce
+from fullshard.unit.flat_param import ParamForm
+from fullshard.unit.reduce_scatter import CommHook, require_own_reduce
 from fullshard.unit.unit import Unit
 from fullshard.wrapping import (
     Ignored,
     broadcast_states,
     checked_strategy,
     compute_device,
-    habits_of,
+    hook_options,
     materialize,
     offload_of,
     policy_of,
@@ -139,30 +139,30 @@ class FullyShardedDataParallel(nn.Module):
         if auto_wrap_policy is not None:
             wrap_by_policy(module, auto_wrap_policy, type(self), ignored, options)
         device = compute_device(module, device_id, process_group, device_mesh)
-        topology = strategy_topology(strategy, process_group, device_mesh, device.type)
+        mesh_info = mesh_info_for_strategy(strategy, process_group, device_mesh, device.type)
         materialize(module, param_init_fn, device, ignored)
         if sync_module_states:
-            broadcast_states(module, ignored, topology, device)
+            broadcast_states(module, ignored, mesh_info, device)
         self.sharding_strategy = strategy
         self.mixed_precision = mixed_precision or MixedPrecision()
         self._fsdp_wrapped_module = module
         self._device_mesh = device_mesh
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         self._is_summoned = False
-        request = Request(
+        request = ShardRequest(
             modules=(self,),
-            topology=topology,
+            mesh_info=mesh_info,
             device=device,
             policy=policy_of(self.mixed_precision),
             offload=offload_of(cpu_offload),
             settings=unit_settings(strategy, self.mixed_precision),
             ignored=ignored.params,
             ignored_modules=ignored.modules,
-            form=Form.SLICES if use_orig_params else Form.FLAT,
+            form=ParamForm.ORIG_PARAMS if use_orig_params else ParamForm.FLAT_PARAM,
             owner=module,
-            habits=habits_of(forward_prefetch, backward_prefetch, self.mixed_precision),
+            options=hook_options(forward_prefetch, backward_prefetch, self.mixed_precision),
         )
-        build_runner(request)
+        build_hooks(request)
         install_state_hooks(self)
         install_load_hooks(self)
 
@@ -188,7 +188,7 @@ class FullyShardedDataParallel(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Hooks see what it returns, but not all that it may raise."""
         self._cast_buffers()
-        return _runner(self).guarded(super().__call__, args, kwargs)
+        return _hooks(self).guarded(super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module."""
@@ -203,7 +203,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper."""
-        return _runner(self).ensure_root().runners[0] is _runner(self)
+        return _hooks(self).ensure_scheduler().hooks[0] is _hooks(self)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -229,11 +229,11 @@ class FullyShardedDataParallel(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or convert the shards, and find them a new home."""
-        runner = _runner(self)
-        for unit in runner.reads:
+        hooks = _hooks(self)
+        for unit in hooks.reads:
             unit.reshard_now()
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        for unit in runner.units:
+        for unit in hooks.units:
             unit.refresh()
         return result
 
@@ -274,13 +274,13 @@ class FullyShardedDataParallel(nn.Module):
         managed: set[nn.Parameter] = set()
         sharded: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
         for unit in _units_below(self):
-            params = list(dict.fromkeys(member.param for member in unit.members))
+            params = list(dict.fromkeys(member.param for member in unit.params))
             managed.update(params)
-            axis = unit.topology.shard
+            axis = unit.mesh_info.shard
             sharded.append((params, None if axis.is_single else axis.group))
         others = [param for param in self.parameters() if param not in managed]
-        total = clip_grads(sharded, others, max_norm, norm_type, _runner(self).device)
-        is_offloaded = isinstance(_runner(self).units[0].offload, CPUOffloadPolicy)
+        total = clip_grads(sharded, others, max_norm, norm_type, _hooks(self).device)
+        is_offloaded = isinstance(_hooks(self).units[0].offload, CPUOffloadPolicy)
         return total.cpu() if is_offloaded else total
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
@@ -310,18 +310,18 @@ class FullyShardedDataParallel(nn.Module):
                 "model anew to register another."
             )
         for unit in units:
-            require_own_reduce("register_comm_hook", unit.name, unit.topology, unit.policy)
+            require_own_reduce("register_comm_hook", unit.name, unit.mesh_info, unit.policy)
         for unit in units:
             unit.comm_hook = CommHook(hook, state)
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this wrapper's parameters; with `async_op`, returns a handle to wait for."""
-        return unshard_runner(_runner(self), async_op)
+        return unshard_module(_hooks(self), async_op)
 
     def _require_root(self, what: str) -> None:
         if not self.check_is_root():
             raise LifecycleError(
-                f"{_runner(self).name}: {what}() must be called on the root, found a wrapper "
+                f"{_hooks(self).name}: {what}() must be called on the root, found a wrapper "
                 "inside another one; call it on the outermost wrapper."
             )
 
@@ -406,12 +406,12 @@ _INHERITED = frozenset(
 )
 
 
-def _runner(module: nn.Module) -> Runner:
-    runner = runner_of(module)
-    assert runner is not None  # the constructor made it
-    return runner
+def _hooks(module: nn.Module) -> ModuleHooks:
+    hooks = hooks_of(module)
+    assert hooks is not None  # the constructor made it
+    return hooks
 
 
 def _units_below(module: nn.Module) -> list[Unit]:
-    runners = [runner for inner in module.modules() if (runner := runner_of(inner)) is not None]
-    return [unit for runner in dict.fromkeys(runners) for unit in runner.units]
+    hooks_list = [hooks for inner in module.modules() if (hooks := hooks_of(inner)) is not None]
+    return [unit for hooks in dict.fromkeys(hooks_list) for unit in hooks.units]

@@ -22,13 +22,13 @@ from fullshard.api import (
     ShardingStrategy,
 )
 from fullshard.choosing import Chosen, choose, wrap_chosen
-from fullshard.comm.topology import Topology, device_of
+from fullshard.comm.mesh import MeshInfo, device_of
 from fullshard.errors import ConfigError, LifecycleError
 from fullshard.runtime.build import managed_modules
-from fullshard.runtime.runner import Habits, Prefetch, runner_of
+from fullshard.runtime.hooks import HookOptions, Prefetch, hooks_of
+from fullshard.runtime.replaced import replacement_of
 from fullshard.runtime.trees import map_tensors
 from fullshard.unit.settings import Settings
-from fullshard.unit.succession import successor
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -95,7 +95,7 @@ def _require_inside(
     inside = set(module.modules())
     held = set(module.parameters())
     for each in modules:
-        if runner_of(each) is not None:
+        if hooks_of(each) is not None:
             raise ConfigError(
                 f"{name}: modules that are not wrapped are expected, found a "
                 f"{type(each).__name__}; ignore it when it would be wrapped."
@@ -220,11 +220,11 @@ def unit_settings(strategy: ShardingStrategy, precision: MixedPrecision) -> Sett
     )
 
 
-def habits_of(
+def hook_options(
     forward: bool, backward: BackwardPrefetch | None, precision: MixedPrecision
-) -> Habits:
+) -> HookOptions:
     """When a wrapper prefetches, and what it casts."""
-    return Habits(
+    return HookOptions(
         prefetches_forward=forward,
         backward_prefetch=_PREFETCHES[backward],
         casts_root_inputs=precision.cast_root_forward_inputs,
@@ -392,7 +392,7 @@ def _states(module: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
 
 
 def broadcast_states(
-    module: nn.Module, ignored: Ignored, topology: Topology, device: torch.device
+    module: nn.Module, ignored: Ignored, mesh_info: MeshInfo, device: torch.device
 ) -> None:
     """Let all ranks start with the values of the first: parameters and buffers."""
     states: dict[int, torch.Tensor] = {}
@@ -401,12 +401,12 @@ def broadcast_states(
             for state in buffers.values():
                 if state is None or state in ignored.params:
                     continue
-                if successor(state) is not None:
+                if replacement_of(state) is not None:
                     continue  # tied to what an inner wrapper has sent already
                 if state.device != device:
                     state.data = state.data.to(device)
                 states.setdefault(id(state), state.detach())
-    for axis in (topology.shard, topology.replicate):
+    for axis in (mesh_info.shard, mesh_info.replicate):
         if axis.group is not None and not axis.is_single and states:
             dist._broadcast_coalesced(  # type: ignore[attr-defined]
                 axis.group, list(states.values()), _BUCKET_BYTES, 0

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.gpu.transformer import Transformer, shard_blocks
 
@@ -90,7 +90,7 @@ def test_large_gradients_that_are_reduced_early_equal_those_of_torchs_door(
     make = partial(build, rank, num_blocks=1, width=1024, vocabulary=32768)
     model = make()
     ours(model)
-    (root,) = runner_of(model).units
+    (root,) = hooks_of(model).units
     assert {member.name for member in root.gradients.large} == {"embedding.weight", "head.weight"}
     rtol, atol = (2e-2, 2e-4) if precision else (1e-4, 1e-5)
     assert_same_training(make, ours, Training(tokens, steps=3), oracle=theirs, rtol=rtol, atol=atol)
@@ -161,5 +161,5 @@ def test_a_failed_step_leaves_no_memory_and_the_next_one_trains(rank: Rank) -> N
     loss = model(batch)
     loss.backward()
     assert all(param.grad is not None for param in model.parameters())
-    root = runner_of(model).root
+    root = hooks_of(model).scheduler
     assert all(type(unit.state).__name__ == "Sharded" for unit in root.units)

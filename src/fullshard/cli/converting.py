@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
-from fullshard.layout.rectangles import Rectangle
+from fullshard.layout.split import Box
 from fullshard.runtime.names import clean_name
 from fullshard.state.extras import rank_file, unpacked
 from fullshard.state.inventory import MODEL
@@ -82,7 +82,7 @@ def _reported(tensors: Mapping[str, LazyTensor], progress: Report) -> dict[str, 
     num_done = 0
 
     def reading(tensor: LazyTensor) -> LazyTensor:
-        def read(where: Rectangle) -> torch.Tensor:
+        def read(where: Box) -> torch.Tensor:
             nonlocal num_done
             values = tensor.read(where)
             num_done += where.numel * tensor.dtype.itemsize
@@ -111,7 +111,7 @@ def _of_file(path: Path, file: TensorFile, name: str) -> LazyTensor:
             "with the program that wrote it."
         )
 
-    def read(where: Rectangle) -> torch.Tensor:
+    def read(where: Box) -> torch.Tensor:
         values = file.view(name, where).clone(memory_format=torch.contiguous_format)
         file.forget(name, where)
         return values
@@ -192,9 +192,9 @@ def _memory(name: str, values: torch.Tensor) -> tuple[Any, ...]:
 
 def _of_memory(values: torch.Tensor) -> LazyTensor:
     shape = tuple(values.shape)
-    whole = Rectangle((0,) * len(shape), shape)
+    whole = Box((0,) * len(shape), shape)
 
-    def read(where: Rectangle) -> torch.Tensor:
+    def read(where: Box) -> torch.Tensor:
         return cut_out(values, whole, where).clone(memory_format=torch.contiguous_format)
 
     return LazyTensor(shape, values.dtype, read)

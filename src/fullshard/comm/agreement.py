@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.topology import Axis, Topology
+from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.errors import DisagreementError
 
 _T = TypeVar("_T")
@@ -33,8 +33,8 @@ class Agreement:
     take none do not notice.
     """
 
-    def __init__(self, topology: Topology, device: torch.device) -> None:
-        self._axes = [a for a in (topology.shard, topology.replicate) if not a.is_single]
+    def __init__(self, mesh_info: MeshInfo, device: torch.device) -> None:
+        self._axes = [a for a in (mesh_info.shard, mesh_info.replicate) if not a.is_single]
         self._device = device
         self._ranks: tuple[int, ...] = ()
         self._path = ""
@@ -114,9 +114,9 @@ class Agreement:
 def _gathered_rows(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
     if axis.group is None:
         return rows
-    gathered = rows.new_empty(axis.size * rows.size(0), rows.size(1))
-    axis.group._allgather_base(gathered, rows).wait()
-    return gathered
+    all_gather_flat = rows.new_empty(axis.size * rows.size(0), rows.size(1))
+    axis.group._allgather_base(all_gather_flat, rows).wait()
+    return all_gather_flat
 
 
 def _gathered_objects(value: _T, axis: Axis) -> list[_T]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fullshard.api import AllGather, ReduceScatter
 from fullshard.comm.collectives import Collectives, collectives_for
-from fullshard.comm.topology import Topology
+from fullshard.comm.mesh import MeshInfo
 from fullshard.errors import UnsupportedError
 
 
@@ -57,7 +57,7 @@ class GroupMemoryAllGather(_GroupMemory, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        _default(output_tensor, group).gather([output_tensor], [input_tensor], group).wait()
+        _default(output_tensor, group).all_gather([output_tensor], [input_tensor], group).wait()
         return None
 
 
@@ -74,7 +74,7 @@ class GroupMemoryReduceScatter(_GroupMemory, ReduceScatter):
     ) -> dist.Work | None:
         average = op == dist.ReduceOp.AVG
         collectives = _default(output_tensor, group)
-        collectives.reduce([output_tensor], [input_tensor], group, average=average).wait()
+        collectives.reduce_scatter([output_tensor], [input_tensor], group, average=average).wait()
         return None
 
 
@@ -91,7 +91,7 @@ class SymmetricAllGather(_SymmetricMemory, AllGather):
         import torch.distributed._symmetric_memory as symmetric
 
         symmetric.rendezvous(output_tensor, group=group.group_name)
-        _default(output_tensor, group).gather([output_tensor], [input_tensor], group).wait()
+        _default(output_tensor, group).all_gather([output_tensor], [input_tensor], group).wait()
         return None
 
 
@@ -107,19 +107,19 @@ def process_group_comms(
 
 
 def symmetric_memory_comms(
-    name: str, topology: Topology, backend: Literal["NCCL"]
+    name: str, mesh_info: MeshInfo, backend: Literal["NCCL"]
 ) -> SymmetricAllGather:
     """A gather in symmetric memory, or an error that says why there is none here."""
-    if topology.device_type != "cuda" or not torch.cuda.is_available():
+    if mesh_info.device_type != "cuda" or not torch.cuda.is_available():
         raise UnsupportedError(
-            f"{name}: symmetric memory needs CUDA devices, found a mesh of {topology.device_type}; "
+            f"{name}: symmetric memory needs CUDA devices, found a mesh of {mesh_info.device_type}; "
             "leave set_symm_mem_for_comm out."
         )
     import torch.distributed._symmetric_memory as symmetric
 
     try:
         symmetric.set_backend(backend)
-        dist.barrier(group=topology.shard.group)  # a rendezvous needs a live communicator
+        dist.barrier(group=mesh_info.shard.group)  # a rendezvous needs a live communicator
     except (RuntimeError, ValueError) as error:
         raise UnsupportedError(
             f"{name}: symmetric memory needs GPUs and a NCCL that support it, found that backend "

@@ -1,6 +1,6 @@
 """The two collectives of sharding, per backend.
 
-Both take lists: all messages of a lane go out in one call. What comes back is a `Transfer`: the
+Both take lists: all messages of a lane go out in one call. What comes back is a `CollectiveWork`: the
 outputs hold their values once it has been waited for (for a backend with streams: on the stream
 that waits).
 """
@@ -22,55 +22,59 @@ from torch._C._distributed_c10d import (
 from fullshard.api import AllGather, ReduceScatter
 from fullshard.comm.exiting import pause_at_exit
 from fullshard.comm.handshake import link_of
-from fullshard.comm.shared_memory import SharedMemory, all_reduce_through
-from fullshard.comm.topology import Axis
-from fullshard.comm.transfer import Collectives, Transfer
+from fullshard.comm.mesh import Axis
+from fullshard.comm.shared_memory import ShmCollectives, all_reduce_through
+from fullshard.comm.transfer import Collectives, CollectiveWork
 
 __all__ = [
-    "Brought",
+    "BackendCollectives",
+    "CollectiveWork",
     "Collectives",
-    "Composed",
-    "Native",
-    "Transfer",
+    "CustomCollectives",
+    "GlooCollectives",
+    "all_gather_flat",
     "all_reduce",
     "collectives_for",
-    "gathered",
 ]
 
 
-class Native(Collectives):
+class BackendCollectives(Collectives):
     """The collectives that the backend brings: NCCL, and everything shaped like it."""
 
     averages = True
 
-    def gather(
+    def all_gather(
         self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> Transfer:
+    ) -> CollectiveWork:
         options = AllgatherOptions()
         # On the stream that calls, so that what is enqueued next there follows without an event.
         options.asyncOp = False
         if len(outs) == 1:
-            return Transfer([group._allgather_base(outs[0], ins[0], options)])
-        return Transfer([group.allgather_into_tensor_coalesced(list(outs), list(ins), options)])
+            return CollectiveWork([group._allgather_base(outs[0], ins[0], options)])
+        return CollectiveWork(
+            [group.allgather_into_tensor_coalesced(list(outs), list(ins), options)]
+        )
 
-    def reduce(
+    def reduce_scatter(
         self,
         outs: Sequence[torch.Tensor],
         ins: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
         *,
         average: bool,
-    ) -> Transfer:
+    ) -> CollectiveWork:
         if outs[0].dtype != ins[0].dtype:
             for out, inp in zip(outs, ins, strict=True):
                 _exchange_and_add_up(out, inp, group, average=average)
-            return Transfer()
+            return CollectiveWork()
         options = ReduceScatterOptions()
         options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
         options.asyncOp = False
         if len(outs) == 1:
-            return Transfer([group._reduce_scatter_base(outs[0], ins[0], options)])
-        return Transfer([group.reduce_scatter_tensor_coalesced(list(outs), list(ins), options)])
+            return CollectiveWork([group._reduce_scatter_base(outs[0], ins[0], options)])
+        return CollectiveWork(
+            [group.reduce_scatter_tensor_coalesced(list(outs), list(ins), options)]
+        )
 
 
 def _exchange_and_add_up(
@@ -85,34 +89,34 @@ def _exchange_and_add_up(
     received = torch.empty_like(inp)
     # As bytes: not every backend knows every dtype.
     work = group.alltoall_base(received.view(torch.uint8), inp.view(torch.uint8), [], [], options)
-    Transfer([work]).wait()
+    CollectiveWork([work]).wait()
     segments = received.view(group.size(), -1)
     torch.sum(segments, 0, dtype=out.dtype, out=out)
     if average:
         out.div_(group.size())
 
 
-class Composed(Collectives):
+class GlooCollectives(Collectives):
     """On gloo: bytes are moved by gloo, sums are done here (rule 6)."""
 
-    def gather(
+    def all_gather(
         self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> Transfer:
-        return Transfer(
+    ) -> CollectiveWork:
+        return CollectiveWork(
             [
                 group._allgather_base(out.view(torch.uint8), inp.view(torch.uint8))
                 for out, inp in zip(outs, ins, strict=True)
             ]
         )
 
-    def reduce(
+    def reduce_scatter(
         self,
         outs: Sequence[torch.Tensor],
         ins: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
         *,
         average: bool,
-    ) -> Transfer:
+    ) -> CollectiveWork:
         received = [torch.empty_like(inp) for inp in ins]
         works = [
             group.alltoall_base(got.view(torch.uint8), inp.view(torch.uint8), [], [])
@@ -121,7 +125,7 @@ class Composed(Collectives):
         return _Summing(works, received, outs, group.size(), keep=ins)
 
 
-class _Summing(Transfer):
+class _Summing(CollectiveWork):
     """An exchange of segments whose sum is still to be done."""
 
     def __init__(
@@ -149,62 +153,66 @@ class _Summing(Transfer):
         self._sums.clear()
 
 
-class Brought(Collectives):
+class CustomCollectives(Collectives):
     """Collectives that the user brought, over those that they do not replace."""
 
     def __init__(
         self, default: Collectives, gather: AllGather | None, reduce: ReduceScatter | None
     ) -> None:
         self._default = default
-        self.gather_comm = gather
-        self.reduce_comm = reduce
+        self.custom_all_gather = gather
+        self.custom_reduce_scatter = reduce
         self.averages = default.averages
 
     @property
     def replaced(self) -> list[AllGather | ReduceScatter]:
-        return [comm for comm in (self.gather_comm, self.reduce_comm) if comm is not None]
+        return [
+            comm
+            for comm in (self.custom_all_gather, self.custom_reduce_scatter)
+            if comm is not None
+        ]
 
-    def gather(
+    def all_gather(
         self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> Transfer:
-        if self.gather_comm is None:
-            return self._default.gather(outs, ins, group)
+    ) -> CollectiveWork:
+        if self.custom_all_gather is None:
+            return self._default.all_gather(outs, ins, group)
         pairs = zip(outs, ins, strict=True)
-        return Transfer(
-            [self.gather_comm(output_tensor=o, input_tensor=i, group=group) for o, i in pairs]
+        return CollectiveWork(
+            [self.custom_all_gather(output_tensor=o, input_tensor=i, group=group) for o, i in pairs]
         )
 
-    def reduce(
+    def reduce_scatter(
         self,
         outs: Sequence[torch.Tensor],
         ins: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
         *,
         average: bool,
-    ) -> Transfer:
-        if self.reduce_comm is None:
-            return self._default.reduce(outs, ins, group, average=average)
+    ) -> CollectiveWork:
+        if self.custom_reduce_scatter is None:
+            return self._default.reduce_scatter(outs, ins, group, average=average)
         op = ReduceOp.AVG if average else ReduceOp.SUM
         pairs = zip(outs, ins, strict=True)
-        return Transfer(
+        return CollectiveWork(
             [
-                self.reduce_comm(output_tensor=o, input_tensor=i, group=group, op=op)
+                self.custom_reduce_scatter(output_tensor=o, input_tensor=i, group=group, op=op)
                 for o, i in pairs
             ]
         )
 
-    def message_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self.reduce_comm is None:
-            return self._default.message_buffer(numel, dtype, device)
-        return super().message_buffer(numel, dtype, device)
+    def allocate_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.custom_reduce_scatter is None:
+            return self._default.allocate_bucket(numel, dtype, device)
+        return super().allocate_bucket(numel, dtype, device)
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
     """The collectives that suit a group's backend for tensors on `device`."""
     if group is None or not _is_gloo(group, device):
-        return Native()
+        return BackendCollectives()
     pause_at_exit()
-    return SharedMemory(group, otherwise=Composed())
+    return ShmCollectives(group, otherwise=GlooCollectives())
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -215,7 +223,7 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return name == "gloo"
 
 
-def gathered(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The segments of all ranks of an axis, one after another; waits for them."""
     if axis.group is None or axis.is_single:
         return segment
@@ -235,4 +243,4 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool)
     options = AllreduceOptions()
     options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
     options.asyncOp = False
-    Transfer([group.allreduce([tensor], options)]).wait()
+    CollectiveWork([group.allreduce([tensor], options)]).wait()

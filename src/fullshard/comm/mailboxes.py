@@ -48,12 +48,12 @@ class Terms(NamedTuple):
     """What must be the same on all ranks of a collective."""
 
     kind: Kind
-    num_messages: int
+    num_buckets: int
     num_bytes: int
     fingerprint: int
 
     def __str__(self) -> str:
-        count = f"{self.num_messages} message{'s' if self.num_messages != 1 else ''}"
+        count = f"{self.num_buckets} message{'s' if self.num_buckets != 1 else ''}"
         return f"a {self.kind.name.lower()} of {count} with {self.num_bytes} bytes"
 
 
@@ -78,7 +78,7 @@ class Announced:
 
 def announcement(sequence: int, terms: Terms, messages: list[Laid]) -> bytes:
     """The records that say that a collective has begun."""
-    shape = terms.kind << 24 | terms.num_messages
+    shape = terms.kind << 24 | terms.num_buckets
     records = [
         _RECORD.pack(_Saying.COLLECTIVE, shape, sequence, terms.num_bytes, terms.fingerprint)
     ]
@@ -229,7 +229,7 @@ class Mailbox:
         """Make an announcement known once all of it is there."""
         announced, sequence = self._incomplete, self._incomplete_sequence
         assert announced is not None
-        if len(announced.addresses) < announced.terms.num_messages:
+        if len(announced.addresses) < announced.terms.num_buckets:
             return
         self._incomplete = None
         self.announced[sequence] = announced

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from fullshard.comm.topology import Topology, joined_axes
+from fullshard.comm.mesh import MeshInfo, joined_axes
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
 
 __all__ = [
@@ -41,28 +41,28 @@ class Placed:
     full_spec: DTensorSpec | None
 
 
-def place(name: str, param: torch.Tensor, dim: int | None, topology: Topology) -> Placed:
+def place(name: str, param: torch.Tensor, dim: int | None, mesh_info: MeshInfo) -> Placed:
     """Choose the placements of a parameter that is cut along `dim` (None: kept whole)."""
     if not isinstance(param, DTensor):
-        if topology.dims is not None:
+        if mesh_info.dims is not None:
             raise ConfigError(
                 f"{name}: with dp_mesh_dims every parameter must be a DTensor on the full mesh, "
                 "found a plain tensor; distribute the module first, or leave dp_mesh_dims out."
             )
         stride = torch.empty(param.size(), device="meta").stride()  # full parameters are contiguous
         meta = TensorMeta(param.size(), stride, param.dtype)
-        placements = _dp_placements(topology, dim)
-        return Placed(param.detach(), dim, DTensorSpec(topology.mesh, placements, meta), None)
+        placements = _dp_placements(mesh_info, dim)
+        return Placed(param.detach(), dim, DTensorSpec(mesh_info.mesh, placements, meta), None)
     full_spec = param._spec
-    if param.device_mesh.device_type != topology.device_type:
+    if param.device_mesh.device_type != mesh_info.device_type:
         raise TopologyError(
             f"{name}: its mesh must be of the device type that it is sharded on "
-            f"({topology.device_type}), found {param.device_mesh.device_type}; use one device type."
+            f"({mesh_info.device_type}), found {param.device_mesh.device_type}; use one device type."
         )
-    if topology.dims is not None:
-        shard_spec = _on_full_mesh(name, full_spec, dim, topology)
+    if mesh_info.dims is not None:
+        shard_spec = _on_full_mesh(name, full_spec, dim, mesh_info)
     else:
-        shard_spec = _beside_other_axes(name, full_spec, dim, topology)
+        shard_spec = _beside_other_axes(name, full_spec, dim, mesh_info)
     return Placed(param._local_tensor.detach(), dim, shard_spec, full_spec)
 
 
@@ -83,7 +83,7 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 def local_gradient(
-    grad: torch.Tensor, full_spec: DTensorSpec | None, topology: Topology
+    grad: torch.Tensor, full_spec: DTensorSpec | None, mesh_info: MeshInfo
 ) -> torch.Tensor:
     """This rank's part of a full parameter's gradient, before any data-parallel reduce."""
     if full_spec is None:
@@ -94,9 +94,9 @@ def local_gradient(
             f"{type(grad).__name__}; return DTensors from custom backward functions."
         )
     wanted = list(full_spec.placements)
-    if topology.dims is not None:
+    if mesh_info.dims is not None:
         # The data-parallel axes are ours to reduce: a redistribution there would do it twice.
-        for axis in _dp_axes(topology):
+        for axis in _dp_axes(mesh_info):
             wanted[axis] = grad.placements[axis]
     if tuple(wanted) != grad.placements:
         grad = grad.redistribute(placements=wanted)
@@ -104,42 +104,42 @@ def local_gradient(
     return local.wait() if hasattr(local, "wait") else local
 
 
-def _dp_placements(topology: Topology, dim: int | None) -> tuple[Placement, ...]:
+def _dp_placements(mesh_info: MeshInfo, dim: int | None) -> tuple[Placement, ...]:
     shard: Placement = Replicate() if dim is None else Shard(dim)
-    return (Replicate(), shard) if topology.mesh.ndim == 2 else (shard,)
+    return (Replicate(), shard) if mesh_info.mesh.ndim == 2 else (shard,)
 
 
 def _beside_other_axes(
-    name: str, full_spec: DTensorSpec, dim: int | None, topology: Topology
+    name: str, full_spec: DTensorSpec, dim: int | None, mesh_info: MeshInfo
 ) -> DTensorSpec:
     """Data-parallel axes to the left of the axes that the parameter is already placed on."""
     try:
-        mesh = DeviceMesh._concatenate([topology.mesh, full_spec.mesh])
+        mesh = DeviceMesh._concatenate([mesh_info.mesh, full_spec.mesh])
     except (RuntimeError, ValueError) as error:
         raise TopologyError(
             f"{name}: its mesh and the data-parallel mesh must be slices of one root mesh, found "
-            f"{full_spec.mesh} and {topology.mesh}; slice both from one init_device_mesh."
+            f"{full_spec.mesh} and {mesh_info.mesh}; slice both from one init_device_mesh."
         ) from error
-    placements = (*_dp_placements(topology, dim), *full_spec.placements)
+    placements = (*_dp_placements(mesh_info, dim), *full_spec.placements)
     if dim is not None:
-        index = topology.mesh.ndim - 1
+        index = mesh_info.mesh.ndim - 1
         placements = _interleaved(placements, index, dim, mesh)
     return DTensorSpec(mesh, placements, full_spec.tensor_meta)
 
 
 def _on_full_mesh(
-    name: str, full_spec: DTensorSpec, dim: int | None, topology: Topology
+    name: str, full_spec: DTensorSpec, dim: int | None, mesh_info: MeshInfo
 ) -> DTensorSpec:
     """Data-parallel axes are axes of the parameter's own mesh, where it must be replicated."""
-    mesh, dims = full_spec.mesh, topology.dims
+    mesh, dims = full_spec.mesh, mesh_info.dims
     assert dims is not None
     assert mesh.mesh_dim_names is not None
-    if mesh is not topology.full_mesh:
+    if mesh is not mesh_info.full_mesh:
         raise TopologyError(
             f"{name}: a parameter must be on the mesh that fully_shard was given, found "
-            f"{mesh}; distribute it on {topology.full_mesh}."
+            f"{mesh}; distribute it on {mesh_info.full_mesh}."
         )
-    for axis in _dp_axes(topology):
+    for axis in _dp_axes(mesh_info):
         if not isinstance(full_spec.placements[axis], Replicate):
             raise ConfigError(
                 f"{name}: a parameter must be Replicate() on the data-parallel axis "
@@ -152,15 +152,15 @@ def _on_full_mesh(
         placements = (*placements[:first], Shard(dim), *placements[first + 1 :])
         placements = _interleaved(placements, first, dim, mesh)
     if len(dims.shard_names) > 1:
-        return _joined_spec(full_spec, placements, topology)
+        return _joined_spec(full_spec, placements, mesh_info)
     return DTensorSpec(mesh, placements, full_spec.tensor_meta)
 
 
 def _joined_spec(
-    full_spec: DTensorSpec, placements: tuple[Placement, ...], topology: Topology
+    full_spec: DTensorSpec, placements: tuple[Placement, ...], mesh_info: MeshInfo
 ) -> DTensorSpec:
     """The spec on a mesh in which the shard axes are one axis."""
-    mesh, dims = full_spec.mesh, topology.dims
+    mesh, dims = full_spec.mesh, mesh_info.dims
     assert dims is not None
     assert mesh.mesh_dim_names is not None
     meshes: list[DeviceMesh] = []
@@ -190,8 +190,8 @@ def _interleaved(
     return (*placements[:axis], strided, *placements[axis + 1 :])
 
 
-def _dp_axes(topology: Topology) -> list[int]:
-    dims, mesh = topology.dims, topology.full_mesh
+def _dp_axes(mesh_info: MeshInfo) -> list[int]:
+    dims, mesh = mesh_info.dims, mesh_info.full_mesh
     assert dims is not None
     assert mesh is not None
     assert mesh.mesh_dim_names is not None

@@ -20,7 +20,7 @@ from fullshard.comm.handshake import is_without_link, link_of
 from fullshard.comm.links import Link
 from fullshard.comm.mailboxes import Kind, Laid, Terms
 from fullshard.comm.regions import Region, regions
-from fullshard.comm.transfer import Collectives, Transfer
+from fullshard.comm.transfer import Collectives, CollectiveWork
 from fullshard.errors import ConfigError
 
 _ALIGNMENT = 64
@@ -35,7 +35,7 @@ _SMALLEST_SCATTER_BYTES = 64 << 10
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-class SharedMemory(Collectives):
+class ShmCollectives(Collectives):
     """Gathers and reduces between CPU ranks of one host; `otherwise` where a group has no link.
 
     Sums are done in the order of ranks, those of bfloat16 and float16 in float32 at least: the
@@ -46,37 +46,37 @@ class SharedMemory(Collectives):
         self._group = group
         self._otherwise = otherwise
 
-    def gather(
+    def all_gather(
         self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> Transfer:
+    ) -> CollectiveWork:
         link = link_of(group)
         if link is None:
-            return self._otherwise.gather(outs, ins, group)
+            return self._otherwise.all_gather(outs, ins, group)
         _require_sizes(Kind.GATHER, outs, ins, link.size)
         return _Gathering(link, outs, ins)
 
-    def reduce(
+    def reduce_scatter(
         self,
         outs: Sequence[torch.Tensor],
         ins: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
         *,
         average: bool,
-    ) -> Transfer:
+    ) -> CollectiveWork:
         link = link_of(group)
         if link is None:
-            return self._otherwise.reduce(outs, ins, group, average=average)
+            return self._otherwise.reduce_scatter(outs, ins, group, average=average)
         _require_sizes(Kind.REDUCE, ins, outs, link.size)
         return _Reducing(link, outs, ins)
 
-    def message_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory in a region: `reduce` does not copy what lies there.
 
         Other ranks read it, perhaps after this one has waited for its own part: it must not be
         written to again. Let go of it and ask for another one.
         """
         if numel * dtype.itemsize < _SMALLEST_LEASE_BYTES or is_without_link(self._group):
-            return super().message_buffer(numel, dtype, device)
+            return super().allocate_bucket(numel, dtype, device)
         return regions.lease(numel, dtype)
 
 
@@ -97,7 +97,7 @@ def all_reduce_through(link: Link, tensor: torch.Tensor) -> None:
         _sum(tail, list(everyone.unbind()))
 
 
-class _Reading(Transfer):
+class _Reading(CollectiveWork):
     """A collective of which the messages of some ranks are still to be read."""
 
     _is_over = True  # until it was announced

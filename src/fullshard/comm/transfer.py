@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fullshard.api import AllGather, ReduceScatter
 
 
-class Transfer:
+class CollectiveWork:
     """A collective under way. Dropping it lets go of its buffers (rule 5)."""
 
     def __init__(self, works: Sequence[dist.Work | None] = ()) -> None:
@@ -34,30 +34,30 @@ class Collectives(ABC):
     averages: bool = False
     """Whether `reduce` can be asked for the mean instead of the sum."""
 
-    gather_comm: AllGather | None = None
-    reduce_comm: ReduceScatter | None = None
+    custom_all_gather: AllGather | None = None
+    custom_reduce_scatter: ReduceScatter | None = None
     """What a user brought in the place of ours, with memory of its own."""
 
     @abstractmethod
-    def gather(
+    def all_gather(
         self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> Transfer:
+    ) -> CollectiveWork:
         """Fill each output with the inputs of all ranks, in the order of ranks."""
 
     @abstractmethod
-    def reduce(
+    def reduce_scatter(
         self,
         outs: Sequence[torch.Tensor],
         ins: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
         *,
         average: bool,
-    ) -> Transfer:
+    ) -> CollectiveWork:
         """Fill each output with the sum (or mean) over ranks of this rank's segment.
 
         Outputs may all have a wider dtype than inputs: then values are added up in that (rule 6).
         """
 
-    def message_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Where to lay the input of a reduce, without values: memory that need not be copied."""
         return torch.empty(numel, dtype=dtype, device=device)

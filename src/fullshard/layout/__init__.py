@@ -1,31 +1,31 @@
 """WHERE: which elements of which parameter lie where on which rank. Arithmetic only."""
 
-from fullshard.layout.cost import CostModel
-from fullshard.layout.flat import FlatSplit, plan_flat_layout
-from fullshard.layout.messages import (
-    Entry,
-    Landing,
+from fullshard.layout.plan import (
+    Bucket,
+    BucketKind,
+    CostModel,
+    DtypePlan,
     Lane,
-    Message,
+    ParamSpec,
     Slot,
     UnitLayout,
+    plan_flat_layout,
     plan_layout,
+    plan_unit,
 )
-from fullshard.layout.planning import plan_unit
-from fullshard.layout.split import Block, Split
-from fullshard.layout.stages import Stages
+from fullshard.layout.split import FlatSplit, RankRun, Split
 
 __all__ = [
-    "Block",
+    "Bucket",
+    "BucketKind",
     "CostModel",
-    "Entry",
+    "DtypePlan",
     "FlatSplit",
-    "Landing",
     "Lane",
-    "Message",
+    "ParamSpec",
+    "RankRun",
     "Slot",
     "Split",
-    "Stages",
     "UnitLayout",
     "plan_flat_layout",
     "plan_layout",

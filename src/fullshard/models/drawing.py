@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fullshard.layout.rectangles import Rectangle
+from fullshard.layout.split import Box
 from fullshard.state.safetensors_format import cut_out, pieces
 from fullshard.state.sites import Site
 
@@ -45,7 +45,7 @@ def draw_into(site: Site, name: str, seed: int, draw: Draw) -> None:
     CPU with a generator of its own, seeded by (seed, name, piece). So the values are the same
     however the parameter is sharded, and a rank draws only those pieces that it has a part of.
     """
-    whole = Rectangle((0,) * len(site.shape), tuple(site.shape))
+    whole = Box((0,) * len(site.shape), tuple(site.shape))
     blocks = site.blocks(site.tensor)
     for number, piece in enumerate(pieces(whole, _PIECE_NUMEL)):
         shared = [(block, _shared(block.where, piece)) for block in blocks]
@@ -59,7 +59,7 @@ def draw_into(site: Site, name: str, seed: int, draw: Draw) -> None:
                 target.copy_(cut_out(values, piece, where))
 
 
-def _shared(one: Rectangle, other: Rectangle) -> Rectangle:
+def _shared(one: Box, other: Box) -> Box:
     """What lies in both; empty if nothing does."""
     offsets, sizes = [], []
     for a, a_size, b, b_size in zip(
@@ -68,7 +68,7 @@ def _shared(one: Rectangle, other: Rectangle) -> Rectangle:
         begin = max(a, b)
         offsets.append(begin)
         sizes.append(max(0, min(a + a_size, b + b_size) - begin))
-    return Rectangle(tuple(offsets), tuple(sizes))
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def _mixed(seed: int, name: str, number: int) -> int:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.runtime.runner import manager_of
-from fullshard.unit.flat import SliceMember
-from fullshard.unit.member import Member
-from fullshard.unit.rows import RowsMember
-from fullshard.unit.succession import successor
+from fullshard.runtime.hooks import hooks_managing
+from fullshard.runtime.replaced import replacement_of
+from fullshard.unit.flat_param import OrigParamSlice
+from fullshard.unit.param import DTensorParam, ShardedParam
 from fullshard.unit.unit import Unit
 
 
@@ -88,7 +87,7 @@ def neighbourhoods_of(params: Sequence[torch.Tensor]) -> list[Neighbourhood]:
     held = {id(param) for param in params}
     found: list[Neighbourhood] = []
     for unit in _units_of(params):
-        if any(member.local.is_meta for member in unit.members):
+        if any(member.local.is_meta for member in unit.params):
             continue
         found += [
             Neighbourhood(home, residents, tuple(others))
@@ -101,22 +100,22 @@ def neighbourhoods_of(params: Sequence[torch.Tensor]) -> list[Neighbourhood]:
 def _units_of(params: Iterable[torch.Tensor]) -> list[Unit]:
     units: dict[Unit, None] = {}
     for param in params:
-        member = successor(param)
+        member = replacement_of(param)
         if member is None:
             continue
         for location in member.locations:
-            runner = manager_of(location.module)
-            if runner is not None:
-                units.update(dict.fromkeys(runner.reads))  # also those that lend it a parameter
+            hooks = hooks_managing(location.module)
+            if hooks is not None:
+                units.update(dict.fromkeys(hooks.reads))  # also those that lend it a parameter
     return list(units)
 
 
 def _by_home(
     unit: Unit, held: set[int]
 ) -> Iterator[tuple[torch.Tensor, tuple[Resident, ...], list[tuple[int, int]]]]:
-    members = [m for m in unit.members if m.extension is None]
-    placed: set[Member] = set()
-    for home in unit.homes.lanes:
+    members = [m for m in unit.params if m.extension is None]
+    placed: set[ShardedParam] = set()
+    for home in unit.shard_buffers.lanes:
         first = home.data_ptr()
         residents: list[Resident] = []
         others: list[tuple[int, int]] = []
@@ -138,11 +137,11 @@ def _by_home(
         yield home, tuple(residents), others
 
 
-def _is_kept_apart(member: Member) -> bool:
+def _is_kept_apart(member: ShardedParam) -> bool:
     """Whether the optimizer holds a parameter of its own for the member, and can tell its state.
 
     Of a slice without dims everything is without dims: moments and counts look alike.
     """
-    if isinstance(member, SliceMember):
+    if isinstance(member, OrigParamSlice):
         return member.local.ndim > 0
-    return isinstance(member, RowsMember)
+    return isinstance(member, DTensorParam)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fullshard.device.storage import swift_attributes
+from fullshard.device import fast_attributes
 from fullshard.errors import LifecycleError
 from fullshard.optim.moments import Bases, Counts, Entry, State, is_count, is_moment
 from fullshard.optim.residents import Neighbourhood, Resident, neighbourhoods_of
@@ -69,7 +69,7 @@ class Plan:
         )
         if not is_same:
             return False
-        with swift_attributes():
+        with fast_attributes():
             if any(param.grad is not None for param in self._absent):
                 return False
             return all(span.take_gradient() for span in self.spans)
@@ -216,7 +216,7 @@ class _Planning:
         # A gradient of another kind, or no memory yet: look again before the next step.
         lasts = not is_odd and not any(param.is_meta for param in _params_of(self.optimizer))
         plan = Plan(self.optimizer, spans, absent, self._given(spans), lasts)
-        with swift_attributes():
+        with fast_attributes():
             if not all(span.take_gradient() for span in spans):
                 raise LifecycleError(
                     f"{type(self.optimizer).__name__}: gradients must not change during a step, "

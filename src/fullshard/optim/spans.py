@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import ConfigError
 from fullshard.optim.moments import Bases, State, is_count, is_moment, shown_moment
 from fullshard.optim.residents import Resident, extent
-from fullshard.unit.handover import give_gradient
+from fullshard.unit.reduce_scatter import set_grad
 
 _LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 _ARE_ROWS = frozenset([DTensor])
@@ -74,7 +74,7 @@ class Span:
             grad = self._copy_of()
         if grad is None:
             return False
-        give_gradient(self.param, grad)
+        set_grad(self.param, grad)
         return True
 
     def _row_gradients(self, grads: Sequence[Any]) -> list[torch.Tensor] | None:

@@ -15,13 +15,13 @@ import torch
 from fullshard.api import ShardingStrategy
 from fullshard.errors import ConfigError
 from fullshard.layout import (
+    Bucket,
+    BucketKind,
     CostModel,
-    Entry,
-    Landing,
+    DtypePlan,
     Lane,
-    Message,
+    ParamSpec,
     Split,
-    Stages,
     UnitLayout,
     plan_unit,
 )
@@ -97,17 +97,17 @@ class Sharding:
         """The layout that the engine will have for a unit."""
         num_shards = 1 if self.is_whole else self.num_shards
         wire_dtype = None if num_shards == 1 else self.wire_dtype
-        entries = [
-            Entry(
+        params = [
+            ParamSpec(
                 parameter.name,
                 Split(parameter.shape, 0 if parameter.shape else None, num_shards),
-                Stages.of(parameter.dtype, self.param_dtype, self.reduce_dtype, wire_dtype),
+                DtypePlan.of(parameter.dtype, self.param_dtype, self.reduce_dtype, wire_dtype),
                 parameter.is_trainable,
             )
             for parameter in unit.parameters
         ]
         cost = CostModel.of_device(self.device_type)
-        return plan_unit(entries, num_shards, cost, is_flat=self.is_flat)
+        return plan_unit(params, num_shards, cost, is_flat=self.is_flat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,14 +209,14 @@ def plan_memory(
     if not units:
         raise ConfigError("plan_memory: at least the root unit is expected, found no units.")
     layouts = [sharding.layout(unit) for unit in units]
-    parameters = [parameter for layout in layouts for parameter in layout.entries]
+    parameters = [parameter for layout in layouts for parameter in layout.params]
     lanes = [lane for layout in layouts for lane in layout.lanes]
     trained = [lane for lane in lanes if lane.is_trainable]
     moving = _moving_full(layouts, sharding)
     return MemoryPlan(
         sharding=sharding,
-        num_parameters=sum(entry.split.numel for entry in parameters),
-        num_trainable=sum(entry.split.numel for entry in parameters if entry.is_trainable),
+        num_parameters=sum(param.split.numel for param in parameters),
+        num_trainable=sum(param.split.numel for param in parameters if param.is_trainable),
         parameter_shards=sum(_home_bytes(lane) for lane in lanes),
         gradient_shards=sum(_home_bytes(lane) for lane in trained),
         optimizer_state=_MOMENTS * sum(_used_bytes(layout, sharding) for layout in layouts),
@@ -230,36 +230,36 @@ def plan_memory(
 
 
 def _home_bytes(lane: Lane) -> int:
-    return lane.home_numel * lane.stages.kept.itemsize
+    return lane.shard_numel * lane.dtypes.stored.itemsize
 
 
 def _used_bytes(layout: UnitLayout, sharding: Sharding) -> int:
     """The first rank's trainable shards, without padding: no rank has more."""
     found = 0
     for lane in layout.lanes:
-        for message in lane.messages if lane.is_trainable else ():
+        for bucket in lane.buckets if lane.is_trainable else ():
             if sharding.is_flat:
-                numel = min(message.segment_numel, message.used_numel)
+                numel = min(bucket.segment_numel, bucket.used_numel)
             else:
                 numel = sum(
-                    layout.entries[slot.entry].split.shard_numel(0) for slot in message.slots
+                    layout.params[slot.param_index].split.shard_numel(0) for slot in bucket.slots
                 )
-            found += numel * lane.stages.kept.itemsize
+            found += numel * lane.dtypes.stored.itemsize
     return found
 
 
 def _slab_bytes(layout: UnitLayout, sharding: Sharding) -> int:
     """Of the slab; none where the homes are the full parameters."""
-    return 0 if layout.is_whole and not sharding.is_in_host_memory else layout.slab_bytes
+    return 0 if layout.is_whole and not sharding.is_in_host_memory else layout.full_bytes
 
 
 def _buffer_bytes(layout: UnitLayout) -> int:
     """What messages that are copied out arrive in."""
     return sum(
-        layout.num_ranks * message.segment_numel * lane.stages.computed.itemsize
+        layout.num_ranks * bucket.segment_numel * lane.dtypes.computed.itemsize
         for lane in layout.lanes
-        for message in lane.messages
-        if message.landing.is_copied
+        for bucket in lane.buckets
+        if bucket.kind.is_copied
     )
 
 
@@ -272,7 +272,7 @@ def _moving_full(layouts: Sequence[UnitLayout], sharding: Sharding) -> int:
         slabs[index] + slabs[index + 1] + max(buffers[index], buffers[index + 1])
         for index in range(len(inner) - 1)
     ]
-    alone = [slab + buffer for slab, buffer in zip(slabs, buffers, strict=True)]
+    alone = [full + buffer for full, buffer in zip(slabs, buffers, strict=True)]
     root_slab = _slab_bytes(root, sharding)
     return root_slab + max([_buffer_bytes(root), *alone, *pairs])
 
@@ -291,25 +291,25 @@ def _gradient_messages(layouts: Sequence[UnitLayout], sharding: Sharding) -> int
     return _gradient_bytes(root) + max([copied, *alone, *pairs])
 
 
-def _trained_messages(layout: UnitLayout) -> Iterator[tuple[Lane, Message]]:
+def _trained_messages(layout: UnitLayout) -> Iterator[tuple[Lane, Bucket]]:
     for lane in layout.lanes:
         if lane.is_trainable:
-            yield from ((lane, message) for message in lane.messages)
+            yield from ((lane, bucket) for bucket in lane.buckets)
 
 
 def _gradient_bytes(layout: UnitLayout) -> int:
     """Of the full gradients, as autograd makes them."""
     return sum(
-        layout.entries[slot.entry].split.numel * lane.stages.computed.itemsize
-        for lane, message in _trained_messages(layout)
-        for slot in message.slots
+        layout.params[slot.param_index].split.numel * lane.dtypes.computed.itemsize
+        for lane, bucket in _trained_messages(layout)
+        for slot in bucket.slots
     )
 
 
 def _message_bytes(layout: UnitLayout) -> int:
     return sum(
-        layout.num_ranks * message.segment_numel * lane.stages.wire.itemsize
-        for lane, message in _trained_messages(layout)
+        layout.num_ranks * bucket.segment_numel * lane.dtypes.wire.itemsize
+        for lane, bucket in _trained_messages(layout)
     )
 
 
@@ -321,9 +321,9 @@ def _received_bytes(layout: UnitLayout, sharding: Sharding) -> int:
     if sharding.device_type == "cpu":
         return 0
     arriving = [
-        layout.num_ranks * message.segment_numel * lane.stages.wire.itemsize
-        for lane, message in _trained_messages(layout)
-        if lane.stages.sums_on_arrival
+        layout.num_ranks * bucket.segment_numel * lane.dtypes.wire.itemsize
+        for lane, bucket in _trained_messages(layout)
+        if lane.dtypes.sums_on_arrival
     ]
     return max(arriving, default=0)
 
@@ -331,9 +331,9 @@ def _received_bytes(layout: UnitLayout, sharding: Sharding) -> int:
 def _copied_bytes(layout: UnitLayout) -> int:
     """Of the messages that gradients are copied into; the others are the gradients (rule 4)."""
     return sum(
-        layout.num_ranks * message.segment_numel * lane.stages.wire.itemsize
-        for lane, message in _trained_messages(layout)
-        if message.landing is not Landing.IN_PLACE or lane.stages.computed != lane.stages.wire
+        layout.num_ranks * bucket.segment_numel * lane.dtypes.wire.itemsize
+        for lane, bucket in _trained_messages(layout)
+        if bucket.kind is not BucketKind.IN_PLACE or lane.dtypes.computed != lane.dtypes.wire
     )
 
 

@@ -91,7 +91,7 @@ def unit_table(record: RunRecord) -> UnitTable | None:
     )
 
 
-_SUMMED = ("num_parameters", "numel", "num_bytes", "padding_bytes", "num_messages", "gather_bytes")
+_SUMMED = ("num_parameters", "numel", "num_bytes", "padding_bytes", "num_buckets", "gather_bytes")
 
 
 def _sum(units: Sequence[UnitFacts], field: str) -> int:
@@ -134,7 +134,7 @@ def _cells(facts: UnitFacts | None, times: _Times | None) -> tuple[Cell, ...]:
             Cell(shown_bytes(facts.num_bytes), facts.num_bytes),
             Cell(shown_bytes(facts.padding_bytes), facts.padding_bytes),
             Cell(shown_share(padding), padding),
-            Cell(f"{facts.num_messages:,}", facts.num_messages),
+            Cell(f"{facts.num_buckets:,}", facts.num_buckets),
             Cell(shown_bytes(facts.gather_bytes), facts.gather_bytes),
         ]
     if times is not None:

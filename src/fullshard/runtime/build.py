@@ -1,4 +1,4 @@
-"""From modules to units: which parameters are theirs, and what becomes of them."""
+"""What happens once, before the first pass: the root finds its units and settles what is theirs."""
 
 from __future__ import annotations
 
@@ -11,33 +11,103 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.comm.agreement import Agreement
+from fullshard.comm.mesh import MeshInfo, mesh_info_of, subgroup_size
 from fullshard.comm.placement import as_dtensor, place, shard_dim, with_dtype
-from fullshard.comm.topology import Topology, thin_size, topology_of
-from fullshard.device.streams import device_for
-from fullshard.errors import ConfigError, TopologyError, UnsupportedError
-from fullshard.runtime.prepare import prepare
-from fullshard.runtime.runner import Habits, Runner, manage, manager_of, runner_of
-from fullshard.runtime.ties import runners_below, settle_ties
-from fullshard.unit.flat import Form, PartMember, PlainLocation, SliceMember
-from fullshard.unit.flat_lanes import FlatLanes
-from fullshard.unit.flow import Flow
-from fullshard.unit.homes import home_device
-from fullshard.unit.member import Location, Member
-from fullshard.unit.rows import RowsMember
+from fullshard.device import device_for
+from fullshard.errors import ConfigError, LifecycleError, TopologyError, UnsupportedError
+from fullshard.runtime.hooks import HookOptions, ModuleHooks, hooks_managing, hooks_of, manage
+from fullshard.runtime.names import clean_name
+from fullshard.runtime.replaced import record_replacement, replacement_of, repoint_living_optimizers
+from fullshard.runtime.scheduler import Phase, Scheduler
+from fullshard.runtime.ties import hooks_below, join_late_ties, lending_tops, settle_ties
+from fullshard.unit.context import CommContext
+from fullshard.unit.flat_param import (
+    AttributeLocation,
+    FlatParams,
+    FlatParamSlice,
+    OrigParamSlice,
+    ParamForm,
+)
+from fullshard.unit.param import DTensorParam, ParamLocation, ShardedParam, shard_device
 from fullshard.unit.settings import Settings
-from fullshard.unit.succession import succeed, successor
 from fullshard.unit.unit import Unit
 
 
+def prepare(top: ModuleHooks) -> Scheduler:
+    """Make `top` the root of all runners below it, and of those it borrows parameters from."""
+    lending = list(lending_tops(top))
+    for outer in lending:
+        if top in hooks_below(outer):
+            return prepare(outer)
+    tops = [top, *lending]
+    hooks_list = list(dict.fromkeys(hooks for each in tops for hooks in hooks_below(each)))
+    for hooks in hooks_list:
+        if hooks.scheduler is not None and hooks.scheduler.phase is not Phase.IDLE:
+            raise LifecycleError(
+                f"{hooks.name}: a unit must be idle when an outer module runs for the first time, "
+                f"found it in {hooks.scheduler.phase.value}; run the outer module's forward first."
+            )
+    _name(tops, hooks_list)
+    comm_ctx = top.shared_comm_ctx or CommContext(top.units[0].comm_ctx.device)
+    for hooks in hooks_list:
+        hooks.is_root = hooks is top
+        for unit in hooks.units:
+            unit.reshard_now()
+            unit.comm_ctx = comm_ctx
+    join_late_ties(hooks_list)
+    settle_ties(tops, hooks_list)
+    for hooks in hooks_list:
+        for unit in hooks.units:
+            unit.refresh(plan_training=True)
+            unit.require_ready()
+    mesh_info = top.units[0].mesh_info
+    agreement = None
+    if mesh_info.num_ranks > 1:
+        agreement = Agreement(mesh_info, comm_ctx.device.torch_device)
+        plans = [(unit.name, unit.describe()) for hooks in hooks_list for unit in hooks.units]
+        agreement.compare_plans(plans)
+    repoint_living_optimizers()
+    root = Scheduler(hooks_list, comm_ctx, agreement)
+    for hooks in hooks_list:
+        hooks.scheduler = root
+    return root
+
+
+def _named_modules(tops: Sequence[ModuleHooks]) -> Iterator[tuple[str, nn.Module]]:
+    for top in tops:
+        for module in top.modules:
+            yield from module.named_modules(remove_duplicate=False)
+
+
+def _name(tops: Sequence[ModuleHooks], hooks_list: Sequence[ModuleHooks]) -> None:
+    """Give units and members the names that users know: paths from the root."""
+    names: dict[nn.Module, str] = {}
+    for name, module in _named_modules(tops):
+        names.setdefault(module, name)
+    for hooks in hooks_list:
+        paths = [clean_name(names[module]) for module in hooks.modules]
+        own = ", ".join(path for path in paths if path)
+        hooks.name = own or type(hooks.modules[0]).__name__.removeprefix("FSDP")
+        for unit in hooks.units:
+            unit.name = hooks.name
+            for sharded_param in unit.params:
+                location = sharded_param.locations[0]
+                path = names.get(location.module, "")
+                sharded_param.name = clean_name(
+                    f"{path}.{location.name}" if path else location.name
+                )
+
+
 @dataclass(frozen=True, slots=True)
-class Request:
+class ShardRequest:
     """What one `fully_shard` call or one wrapper asks for, checked.
 
     `owner` is where a flat unit registers the parameters that stand for its lanes.
     """
 
     modules: tuple[nn.Module, ...]
-    topology: Topology
+    mesh_info: MeshInfo
     device: torch.device
     policy: MixedPrecisionPolicy
     offload: OffloadPolicy
@@ -45,61 +115,61 @@ class Request:
     placement_fn: Callable[[nn.Parameter], Any] | None = None
     ignored: frozenset[nn.Parameter] = frozenset()
     ignored_modules: frozenset[nn.Module] = frozenset()
-    form: Form = Form.ROWS
+    form: ParamForm = ParamForm.DTENSOR
     owner: nn.Module | None = None
-    habits: Habits = field(default_factory=Habits)
+    options: HookOptions = field(default_factory=HookOptions)
 
 
-def build_runner(request: Request) -> Runner:
+def build_hooks(request: ShardRequest) -> ModuleHooks:
     """Shard the parameters of the modules that no inner call has sharded."""
     modules = list(managed_modules(request.modules, request.ignored_modules))
-    found: dict[nn.Parameter, list[Location]] = {}
+    found: dict[nn.Parameter, list[ParamLocation]] = {}
     names: dict[nn.Parameter, str] = {}
-    ties: list[tuple[Member, Location]] = []
+    ties: list[tuple[ShardedParam, ParamLocation]] = []
     for path, module in modules:
         for name, param in module._parameters.items():
             if param is None or param in request.ignored:
                 continue
-            member = successor(param)
-            if member is not None:
-                ties.append((member, Location(module, name)))
+            sharded_param = replacement_of(param)
+            if sharded_param is not None:
+                ties.append((sharded_param, ParamLocation(module, name)))
                 continue
-            found.setdefault(param, []).append(Location(module, name))
+            found.setdefault(param, []).append(ParamLocation(module, name))
             names.setdefault(param, f"{path}.{name}" if path else name)
         _move_buffers(module, request.device)
-    for member, location in ties:
-        _tie(member, location)
+    for sharded_param, location in ties:
+        _tie(sharded_param, location)
     name = ", ".join(type(module).__name__ for module in request.modules)
-    if request.form is Form.ROWS:
+    if request.form is ParamForm.DTENSOR:
         units = _units(name, request, found, names)
     else:
         units = [flat_unit(name, request, found, names)]
     for _, module in modules:
         # Dynamo must not bake parameters that come and go into its graphs.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
-        module._fsdp_use_orig_params = request.form is not Form.FLAT  # type: ignore[assignment]
-    runner = Runner(
-        name, request.modules, units, request.policy, request.device, prepare, request.habits
+        module._fsdp_use_orig_params = request.form is not ParamForm.FLAT_PARAM  # type: ignore[assignment]
+    hooks = ModuleHooks(
+        name, request.modules, units, request.policy, request.device, prepare, request.options
     )
-    manage(runner, (module for _, module in modules))
-    settle_ties([runner], list(runners_below(runner)))
-    for member, _ in ties:
-        _borrow(runner, member)
+    manage(hooks, (module for _, module in modules))
+    settle_ties([hooks], list(hooks_below(hooks)))
+    for sharded_param, _ in ties:
+        _borrow(hooks, sharded_param)
     for _, module in modules:
-        if request.form is Form.ROWS and module._parameters:
-            _keep_state_sharded(runner, module)
-    return runner
+        if request.form is ParamForm.DTENSOR and module._parameters:
+            _keep_state_sharded(hooks, module)
+    return hooks
 
 
 def flat_unit(
     name: str,
-    request: Request,
-    found: dict[nn.Parameter, list[Location]],
+    request: ShardRequest,
+    found: dict[nn.Parameter, list[ParamLocation]],
     names: dict[nn.Parameter, str],
 ) -> Unit:
     """All parameters of a wrapper, one after another."""
-    kind = PartMember if request.form is Form.FLAT else SliceMember
-    members: list[Member] = []
+    kind = FlatParamSlice if request.form is ParamForm.FLAT_PARAM else OrigParamSlice
+    params: list[ShardedParam] = []
     originals = list(found)
     for param, locations in found.items():
         if isinstance(param, DTensor):
@@ -108,71 +178,73 @@ def flat_unit(
                 f"{param.placements}; use fully_shard, which shards DTensors along further axes."
             )
         _move_parameter(names[param], param, request.device)
-        if request.form is Form.FLAT:
-            locations = [PlainLocation.in_place_of(location) for location in locations]
-        members.append(kind.of(names[param], param, locations))
+        if request.form is ParamForm.FLAT_PARAM:
+            locations = [AttributeLocation.in_place_of(location) for location in locations]
+        params.append(kind.of(names[param], param, locations))
     owner = request.modules[0] if request.owner is None else request.owner
     unit = Unit(
         name,
-        members,
-        request.topology,
+        params,
+        request.mesh_info,
         request.policy,
         request.offload,
-        Flow(device_for(request.device)),
+        CommContext(device_for(request.device)),
         request.settings,
-        FlatLanes(request.form, owner, request.topology.shard, request.device),
+        FlatParams(request.form, owner, request.mesh_info.shard, request.device),
     )
-    for param, member in zip(originals, members, strict=True):
-        member.show(member.shard)
-        succeed(param, member, request.topology.shard.rank)
+    for param, sharded_param in zip(originals, params, strict=True):
+        sharded_param.show(sharded_param.shard)
+        record_replacement(param, sharded_param, request.mesh_info.shard.rank)
     return unit
 
 
 def _units(
     name: str,
-    request: Request,
-    found: dict[nn.Parameter, list[Location]],
+    request: ShardRequest,
+    found: dict[nn.Parameter, list[ParamLocation]],
     names: dict[nn.Parameter, str],
 ) -> list[Unit]:
     """One unit per mesh that the parameters are placed on; the first is the call's own mesh."""
-    members: dict[Topology, list[Member]] = {request.topology: []}
-    originals: list[tuple[nn.Parameter, RowsMember, int]] = []
+    params: dict[MeshInfo, list[ShardedParam]] = {request.mesh_info: []}
+    originals: list[tuple[nn.Parameter, DTensorParam, int]] = []
     for param, locations in found.items():
-        topology, placement = _placement(names[param], param, request)
+        mesh_info, placement = _placement(names[param], param, request)
         _move_parameter(names[param], param, request.device)
         dim = shard_dim(names[param], _local(param), placement)
         with torch.no_grad():
-            placed = place(names[param], param, dim, topology)
-            home, _ = home_device(request.offload, request.device)
-            member = RowsMember.of(names[param], param, locations, placed, topology.shard, home)
-        members.setdefault(topology, []).append(member)
-        originals.append((param, member, topology.shard.rank))
-    flow = Flow(device_for(request.device))
+            placed = place(names[param], param, dim, mesh_info)
+            home, _ = shard_device(request.offload, request.device)
+            sharded_param = DTensorParam.of(
+                names[param], param, locations, placed, mesh_info.shard, home
+            )
+        params.setdefault(mesh_info, []).append(sharded_param)
+        originals.append((param, sharded_param, mesh_info.shard.rank))
+    comm_ctx = CommContext(device_for(request.device))
     units = [
-        Unit(name, part, topology, request.policy, request.offload, flow, request.settings)
-        for topology, part in members.items()
+        Unit(name, part, mesh_info, request.policy, request.offload, comm_ctx, request.settings)
+        for mesh_info, part in params.items()
     ]
     for unit in units:
         after = unit.settings.reshard_after_forward
         if after is not None and not isinstance(after, bool):
-            after = thin_size(unit.topology, after)  # a parameter's own mesh has its own size
+            after = subgroup_size(unit.mesh_info, after)  # a parameter's own mesh has its own size
             unit.set(reshard_after_forward=after)
         if after is not None and not isinstance(after, bool):
             unit.require_thinnable()
-            unit.topology.thin_axis(after)  # its groups are made here, on all ranks alike
-    for param, member, rank in originals:
-        member.show(member.shard)
-        succeed(param, member, rank)
+            unit.mesh_info.subgroup_axis(after)  # its groups are made here, on all ranks alike
+    for param, sharded_param, rank in originals:
+        sharded_param.show(sharded_param.shard)
+        record_replacement(param, sharded_param, rank)
     return units
 
 
-def _placement(name: str, param: nn.Parameter, request: Request) -> tuple[Topology, Any]:
+def _placement(name: str, param: nn.Parameter, request: ShardRequest) -> tuple[MeshInfo, Any]:
     """The mesh and the dim that the user's function chooses for a parameter."""
     if request.placement_fn is None:
-        return request.topology, None
+        return request.mesh_info, None
     chosen = request.placement_fn(param)
     if chosen is None or isinstance(chosen, Shard):
-        return request.topology, chosen
+        return request.mesh_info, chosen
     mesh_info = getattr(chosen, "mesh_info", None)
     if mesh_info is None or not hasattr(chosen, "placement"):
         raise ConfigError(
@@ -181,7 +253,7 @@ def _placement(name: str, param: nn.Parameter, request: Request) -> tuple[Topolo
         )
     mesh = getattr(mesh_info, "mesh", mesh_info)
     # A DeviceMesh has an attribute `mesh` too: the tensor of its ranks.
-    return topology_of(mesh_info if isinstance(mesh, torch.Tensor) else mesh), chosen.placement
+    return mesh_info_of(mesh_info if isinstance(mesh, torch.Tensor) else mesh), chosen.placement
 
 
 def managed_modules(
@@ -191,7 +263,7 @@ def managed_modules(
     seen: set[nn.Module] = set(ignored)
 
     def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or (module not in roots and runner_of(module) is not None):
+        if module in seen or (module not in roots and hooks_of(module) is not None):
             return
         seen.add(module)
         yield path, module
@@ -202,20 +274,20 @@ def managed_modules(
         yield from walk("", root)
 
 
-def _tie(member: Member, location: Location) -> None:
+def _tie(sharded_param: ShardedParam, location: ParamLocation) -> None:
     """Register a shard at one more place: the parameter is shared with a sharded module."""
-    if isinstance(member, PartMember):
-        location = PlainLocation.in_place_of(location)
-    member.locations.append(location)
-    location.put(member.shard)
+    if isinstance(sharded_param, FlatParamSlice):
+        location = AttributeLocation.in_place_of(location)
+    sharded_param.locations.append(location)
+    location.put(sharded_param.shard)
 
 
-def _borrow(runner: Runner, member: Member) -> None:
+def _borrow(hooks: ModuleHooks, sharded_param: ShardedParam) -> None:
     """Note whose parameter it is, if none of the runners in this tree has it."""
-    owner = manager_of(member.locations[0].module)
+    owner = hooks_managing(sharded_param.locations[0].module)
     for unit in [] if owner is None else owner.units:
-        if member in unit.members and unit not in runner.reads:
-            runner.lenders.append(unit)
+        if sharded_param in unit.params and unit not in hooks.reads:
+            hooks.lenders.append(unit)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
@@ -244,38 +316,40 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def _keep_state_sharded(runner: Runner, module: nn.Module) -> None:
+def _keep_state_sharded(hooks: ModuleHooks, module: nn.Module) -> None:
     """State dicts read and write shards, whatever the unit's state; full values are cut to fit."""
 
     def settle(*_: Any) -> None:
         # A state dict is often held while the model trains: shards must not move after this.
         # And whoever writes to its tensors is not seen, so nothing gathered may be kept.
-        for unit in runner.reads:
+        for unit in hooks.reads:
             unit.reshard_now()
-            unit.refresh(plan_training=runner.root is None)
+            unit.refresh(plan_training=hooks.scheduler is None)
             unit.is_held = True
 
     def cut(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for unit in runner.reads:
+        for unit in hooks.reads:
             unit.reshard_now()
-            for member in unit.members:
-                for location in member.locations:
+            for sharded_param in unit.params:
+                for location in sharded_param.locations:
                     key = prefix + location.name
                     if location.module is module and key in state_dict:
-                        state_dict[key] = _cut(member, state_dict[key], unit.topology.shard.rank)
+                        state_dict[key] = _cut(
+                            sharded_param, state_dict[key], unit.mesh_info.shard.rank
+                        )
 
     module.register_state_dict_pre_hook(settle)
     module._register_load_state_dict_pre_hook(cut)
 
 
-def _cut(member: Member, value: Any, rank: int) -> Any:
+def _cut(sharded_param: ShardedParam, value: Any, rank: int) -> Any:
     """This rank's shard of a full value; anything else is left for torch to judge."""
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    if not is_plain or not isinstance(member, RowsMember):
+    if not is_plain or not isinstance(sharded_param, DTensorParam):
         return value
-    if member.full_spec is not None or member.extension is not None:
+    if sharded_param.full_spec is not None or sharded_param.extension is not None:
         return value
-    if tuple(value.shape) != member.split.shape:
+    if tuple(value.shape) != sharded_param.split.shape:
         return value
-    spec = with_dtype(member.shard_spec, value.dtype)
-    return as_dtensor(member.cut(value.detach(), rank).contiguous(), spec)
+    spec = with_dtype(sharded_param.shard_spec, value.dtype)
+    return as_dtensor(sharded_param.cut(value.detach(), rank).contiguous(), spec)

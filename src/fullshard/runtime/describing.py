@@ -7,40 +7,43 @@ from math import prod
 from torch import nn
 
 from fullshard.layout import UnitLayout
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.trace.timeline import UnitFacts
 from fullshard.unit.unit import Unit
 
 
 def unit_facts(model: nn.Module) -> list[UnitFacts]:
     """What units a model was cut into, outer ones first; those without parameters left out."""
-    runners = dict.fromkeys(runner_of(module) for module in model.modules())
-    units = [unit for runner in runners if runner is not None for unit in runner.units]
-    return [_facts(unit) for unit in units if unit.members]
+    hooks_list = dict.fromkeys(hooks_of(module) for module in model.modules())
+    units = [unit for hooks in hooks_list if hooks is not None for unit in hooks.units]
+    return [_facts(unit) for unit in units if unit.params]
 
 
 def _facts(unit: Unit) -> UnitFacts:
     layouts = (unit.layout, unit.extension_layout)
     return UnitFacts(
         name=unit.name,
-        num_parameters=len(unit.members),
-        numel=sum(prod(member.shape) for member in unit.members),
-        num_bytes=sum(prod(member.shape) * member.dtype.itemsize for member in unit.members),
+        num_parameters=len(unit.params),
+        numel=sum(prod(sharded_param.shape) for sharded_param in unit.params),
+        num_bytes=sum(
+            prod(sharded_param.shape) * sharded_param.dtype.itemsize
+            for sharded_param in unit.params
+        ),
         padding_bytes=sum(_padding_bytes(layout) for layout in layouts),
-        num_messages=sum(len(lane.messages) for layout in layouts for lane in layout.lanes),
+        num_buckets=sum(len(lane.buckets) for layout in layouts for lane in layout.lanes),
         gather_bytes=sum(_message_bytes(layout) for layout in layouts),
     )
 
 
 def _message_bytes(layout: UnitLayout) -> int:
     return sum(
-        layout.num_ranks * message.segment_numel * lane.stages.computed.itemsize
+        layout.num_ranks * bucket.segment_numel * lane.dtypes.computed.itemsize
         for lane in layout.lanes
-        for message in lane.messages
+        for bucket in lane.buckets
     )
 
 
 def _padding_bytes(layout: UnitLayout) -> int:
     """What messages carry beyond parameters: uneven splits, and alignment."""
-    carried = sum(entry.split.numel * entry.stages.computed.itemsize for entry in layout.entries)
+    carried = sum(param.split.numel * param.dtypes.computed.itemsize for param in layout.params)
     return max(_message_bytes(layout) - carried, 0)

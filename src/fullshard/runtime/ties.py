@@ -6,110 +6,110 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from fullshard.runtime.runner import Runner, manager_of, runner_of, runner_of_unit
-from fullshard.unit.member import Member
-from fullshard.unit.succession import successor
+from fullshard.runtime.hooks import ModuleHooks, hooks_managing, hooks_of, hooks_of_unit
+from fullshard.runtime.replaced import replacement_of
+from fullshard.unit.param import ShardedParam
 from fullshard.unit.unit import Unit
 
 
-def runners_below(top: Runner) -> Iterator[Runner]:
+def hooks_below(top: ModuleHooks) -> Iterator[ModuleHooks]:
     """All runners in the module tree, outer before inner, each once."""
-    seen: set[Runner] = set()
+    seen: set[ModuleHooks] = set()
     for module in top.modules:
         for child in module.modules():
-            runner = runner_of(child)
-            if runner is not None and runner not in seen:
-                seen.add(runner)
-                yield runner
+            hooks = hooks_of(child)
+            if hooks is not None and hooks not in seen:
+                seen.add(hooks)
+                yield hooks
 
 
-def lending_tops(top: Runner) -> Iterator[Runner]:
+def lending_tops(top: ModuleHooks) -> Iterator[ModuleHooks]:
     """The trees outside of `top`'s that own parameters which modules below it use.
 
     So it is when one of two tied modules runs before the module around both does, or when there
     is none.
     """
-    below = list(runners_below(top))
+    below = list(hooks_below(top))
     for owner in dict.fromkeys(_owners(top, below)):
         if owner not in below:
-            yield owner if owner.root is None else owner.root.runners[0]
+            yield owner if owner.scheduler is None else owner.scheduler.hooks[0]
 
 
-def _owners(top: Runner, below: Sequence[Runner]) -> Iterator[Runner]:
+def _owners(top: ModuleHooks, below: Sequence[ModuleHooks]) -> Iterator[ModuleHooks]:
     """Those that lend to runners below, and those that care for what their modules use."""
-    for runner in below:
-        for unit in runner.lenders:
-            yield from filter(None, [runner_of_unit(unit)])
+    for hooks in below:
+        for unit in hooks.lenders:
+            yield from filter(None, [hooks_of_unit(unit)])
     for module in top.modules:
         for child in module.modules():
             for param in child._parameters.values():
-                member = None if param is None else successor(param)
-                if member is not None:
-                    yield from filter(None, map(manager_of, _modules_of(member)))
+                sharded_param = None if param is None else replacement_of(param)
+                if sharded_param is not None:
+                    yield from filter(None, map(hooks_managing, _modules_of(sharded_param)))
 
 
-def join_late_ties(runners: Sequence[Runner]) -> None:
+def join_late_ties(hooks_list: Sequence[ModuleHooks]) -> None:
     """Where a user has tied a parameter to another one since sharding, let the other replace it."""
-    for unit in [unit for runner in runners for unit in runner.units]:
-        before = list(unit.members)
-        for member in before:
-            for location in list(member.locations):
+    for unit in [unit for hooks in hooks_list for unit in hooks.units]:
+        before = list(unit.params)
+        for sharded_param in before:
+            for location in list(sharded_param.locations):
                 found = location.get()
-                other = None if found is None else successor(found)
-                if other is not None and other is not member:
-                    member.locations.remove(location)
+                other = None if found is None else replacement_of(found)
+                if other is not None and other is not sharded_param:
+                    sharded_param.locations.remove(location)
                     other.locations.append(location)
-        unit.members = [member for member in before if member.locations]
-        if len(unit.members) < len(before):
-            unit.rehome()
+        unit.params = [sharded_param for sharded_param in before if sharded_param.locations]
+        if len(unit.params) < len(before):
+            unit.replan()
 
 
-def settle_ties(tops: Sequence[Runner], runners: Sequence[Runner]) -> None:
+def settle_ties(tops: Sequence[ModuleHooks], hooks_list: Sequence[ModuleHooks]) -> None:
     """Give every parameter that several runners use to the innermost runner around them."""
     chains = _chains(tops)
-    for runner in runners:
-        runner.lenders.clear()
+    for hooks in hooks_list:
+        hooks.lenders.clear()
     changed: list[Unit] = []
-    for owner in runners:
+    for owner in hooks_list:
         for unit in list(owner.units):
-            for member in list(unit.members):
+            for sharded_param in list(unit.params):
                 # Modules outside of the tree are not run by it: the tie waits for their root.
-                users = [chains[m][-1] for m in _modules_of(member) if m in chains]
+                users = [chains[m][-1] for m in _modules_of(sharded_param) if m in chains]
                 if all(user is owner for user in users):
                     continue
-                home = _common(chains, member)
+                home = _common(chains, sharded_param)
                 target = next((u for u in home.units if _can_take(u, unit)), unit)
                 if target is not unit:
                     unit.collect()
                     target.collect()
-                    unit.members.remove(member)
-                    target.members.append(member)
+                    unit.params.remove(sharded_param)
+                    target.params.append(sharded_param)
                     changed += [unit, target]
                 for user in dict.fromkeys(users):
                     if target not in user.units and target not in user.lenders:
                         user.lenders.append(target)
     for unit in dict.fromkeys(changed):
-        unit.rehome()
+        unit.replan()
 
 
 def _can_take(unit: Unit, other: Unit) -> bool:
     """Whether a member of another unit could be one of this."""
     forms = [None if each.flat is None else each.flat.form for each in (unit, other)]
-    return unit.topology is other.topology and forms[0] is forms[1]
+    return unit.mesh_info is other.mesh_info and forms[0] is forms[1]
 
 
-def _modules_of(member: Member) -> list[nn.Module]:
-    return [location.module for location in member.locations]
+def _modules_of(sharded_param: ShardedParam) -> list[nn.Module]:
+    return [location.module for location in sharded_param.locations]
 
 
-def _chains(tops: Sequence[Runner]) -> dict[nn.Module, tuple[Runner, ...]]:
+def _chains(tops: Sequence[ModuleHooks]) -> dict[nn.Module, tuple[ModuleHooks, ...]]:
     """For every module, the runners around it, outermost first."""
-    chains: dict[nn.Module, tuple[Runner, ...]] = {}
+    chains: dict[nn.Module, tuple[ModuleHooks, ...]] = {}
 
-    def walk(module: nn.Module, around: tuple[Runner, ...]) -> None:
-        runner = runner_of(module)
-        if runner is not None and (not around or around[-1] is not runner):
-            around = (*around, runner)
+    def walk(module: nn.Module, around: tuple[ModuleHooks, ...]) -> None:
+        hooks = hooks_of(module)
+        if hooks is not None and (not around or around[-1] is not hooks):
+            around = (*around, hooks)
         if module in chains:
             return
         chains[module] = around
@@ -122,11 +122,13 @@ def _chains(tops: Sequence[Runner]) -> dict[nn.Module, tuple[Runner, ...]]:
     return chains
 
 
-def _common(chains: dict[nn.Module, tuple[Runner, ...]], member: Member) -> Runner:
-    around = [chains[module] for module in _modules_of(member) if module in chains]
+def _common(
+    chains: dict[nn.Module, tuple[ModuleHooks, ...]], sharded_param: ShardedParam
+) -> ModuleHooks:
+    around = [chains[module] for module in _modules_of(sharded_param) if module in chains]
     common = around[0][0]
     for level in zip(*around, strict=False):
-        if any(runner is not level[0] for runner in level):
+        if any(hooks is not level[0] for hooks in level):
             break
         common = level[0]
     return common

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from fullshard.errors import ConfigError
-from fullshard.layout.rectangles import Rectangle
+from fullshard.layout.split import Box
 
 MASK = 2**64 - 1
 
@@ -30,7 +30,7 @@ _LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum(shape: Sequence[int], where: Rectangle, values: torch.Tensor) -> int:
+def checksum(shape: Sequence[int], where: Box, values: torch.Tensor) -> int:
     """Of one block of a tensor of `shape`, computed where the values are.
 
     It sees bits, not numbers: 0.0 and -0.0 differ, and so do two nans with different payloads.

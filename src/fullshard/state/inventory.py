@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError, LifecycleError
-from fullshard.layout.rectangles import Rectangle
+from fullshard.layout.split import Box
 from fullshard.state.dcp_format import HeldTensor
 from fullshard.state.sites import Block, Site, sites_of
 
@@ -95,7 +95,7 @@ def _empty_block(site: Site, tensor: torch.Tensor) -> list[Block]:
     """Of a tensor without elements no rank has a part; the first one writes that it exists."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return []
-    where = Rectangle((0,) * len(site.shape), tuple(site.shape))
+    where = Box((0,) * len(site.shape), tuple(site.shape))
     return [Block(where, torch.empty(site.shape, dtype=tensor.dtype))]
 
 
@@ -185,6 +185,6 @@ def scalar_entries(
     for name, state in small.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                where = Rectangle((0,) * value.dim(), tuple(value.shape))
+                where = Box((0,) * value.dim(), tuple(value.shape))
                 held = HeldTensor(value.shape, value.dtype, [Block(where, value)])
                 yield f"{OPTIMIZER}{name}.{key}", ("optimizer", "state", name, key), held

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard.comm.collectives import gathered
-from fullshard.comm.topology import Topology
+from fullshard.comm.collectives import all_gather_flat
+from fullshard.comm.mesh import MeshInfo
 from fullshard.layout import Lane
+from fullshard.runtime.hooks import ModuleHooks, hooks_of, hooks_of_unit
 from fullshard.runtime.names import clean_name
-from fullshard.runtime.runner import Runner, runner_of, runner_of_unit
-from fullshard.unit.flat import FlatMember, FlatParameter
-from fullshard.unit.member import Location
+from fullshard.unit.flat_param import FlatParameter, FlatSlice
+from fullshard.unit.param import ParamLocation
 from fullshard.unit.unit import Unit
 
 
@@ -28,7 +28,7 @@ class StatePart:
     """
 
     names: tuple[str, ...]
-    member: FlatMember
+    member: FlatSlice
     start: int
     elements: range
     offset: int
@@ -51,7 +51,7 @@ class StatePart:
         return self.member.param
 
     @property
-    def locations(self) -> Sequence[Location]:
+    def locations(self) -> Sequence[ParamLocation]:
         return self.member.locations
 
     def of_full(self, full: torch.Tensor) -> torch.Tensor:
@@ -78,19 +78,19 @@ class StateLane:
         self.index = index
         self.parts = tuple(_parts(lane, unit, names))
         self._unit = unit
-        self._message = lane.messages[0]
+        self._message = lane.buckets[0]
 
     @property
     def segment_numel(self) -> int:
         return self._message.segment_numel
 
     @property
-    def topology(self) -> Topology:
-        return self._unit.topology
+    def mesh_info(self) -> MeshInfo:
+        return self._unit.mesh_info
 
     @property
     def num_ranks(self) -> int:
-        return self._unit.topology.shard.size
+        return self._unit.mesh_info.shard.size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,7 +100,7 @@ class StateLane:
     @property
     def device(self) -> torch.device:
         """That collectives run on; with offload, values live elsewhere."""
-        return self._unit.flow.device.torch_device
+        return self._unit.comm_ctx.device.torch_device
 
     @property
     def flat_param(self) -> FlatParameter | None:
@@ -110,19 +110,19 @@ class StateLane:
 
     def segment(self) -> torch.Tensor:
         """This rank's values, as the memory that is trained."""
-        return self._unit.homes.lanes[self.index]
+        return self._unit.shard_buffers.lanes[self.index]
 
     def empty_segment(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(self.segment_numel, dtype=dtype, device=self.device)
 
     def gather(self, segment: torch.Tensor) -> torch.Tensor:
         """What all ranks have, one after another: a collective over the shard axis."""
-        return gathered(segment.to(self.device).contiguous(), self.topology.shard)
+        return all_gather_flat(segment.to(self.device).contiguous(), self.mesh_info.shard)
 
 
 def wrappers_of(model: nn.Module) -> list[nn.Module]:
     """The wrappers at or below a module, outer ones first."""
-    return [module for module in model.modules() if _flat_runner(module) is not None]
+    return [module for module in model.modules() if _flat_hooks(module) is not None]
 
 
 def lanes_of(model: nn.Module, *, recurse: bool = True) -> list[StateLane]:
@@ -130,11 +130,11 @@ def lanes_of(model: nn.Module, *, recurse: bool = True) -> list[StateLane]:
     names = _paths(model)
     lanes: list[StateLane] = []
     for wrapper in wrappers_of(model) if recurse else [model]:
-        runner = _flat_runner(wrapper)
-        if runner is None:
+        hooks = _flat_hooks(wrapper)
+        if hooks is None:
             continue
-        runner.require_not_computing("state_dict")
-        lanes += _lanes_of_unit(wrapper, runner.units[0], names)
+        hooks.require_not_computing("state_dict")
+        lanes += _lanes_of_unit(wrapper, hooks.units[0], names)
     return lanes
 
 
@@ -143,13 +143,13 @@ def borrowed_lanes_of(wrapper: nn.Module) -> list[StateLane]:
 
     Their parts are only those that do: tied parameters, by their names in this wrapper.
     """
-    runner = _flat_runner(wrapper)
-    lenders = [] if runner is None else runner.lenders
+    hooks = _flat_hooks(wrapper)
+    lenders = [] if hooks is None else hooks.lenders
     names = _paths(wrapper) if lenders else {}
     inside = {lane.wrapper for lane in lanes_of(wrapper)} if lenders else set()
     found: list[StateLane] = []
     for unit in lenders:
-        owner = runner_of_unit(unit)
+        owner = hooks_of_unit(unit)
         if owner is not None and owner.modules[0] not in inside:
             found += _lanes_of_unit(owner.modules[0], unit, names)
     for lane in found:
@@ -174,18 +174,18 @@ def _paths(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-def _flat_runner(module: nn.Module) -> Runner | None:
-    runner = runner_of(module)
-    return runner if runner is not None and runner.units[0].flat is not None else None
+def _flat_hooks(module: nn.Module) -> ModuleHooks | None:
+    hooks = hooks_of(module)
+    return hooks if hooks is not None and hooks.units[0].flat is not None else None
 
 
 def _parts(lane: Lane, unit: Unit, names: dict[nn.Module, list[str]]) -> Iterator[StatePart]:
-    (message,) = lane.messages
-    rank = unit.topology.shard.rank
+    (message,) = lane.buckets
+    rank = unit.mesh_info.shard.rank
     order = {module: index for index, module in enumerate(names)}
     for slot in message.slots:
-        member = unit.members[slot.entry]
-        assert isinstance(member, FlatMember)
+        member = unit.params[slot.param_index]
+        assert isinstance(member, FlatSlice)
         places = sorted(
             (location for location in member.locations if location.module in order),
             key=lambda location: order[location.module],

@@ -24,12 +24,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fullshard.comm.agreement import Agreement
 from fullshard.errors import CheckpointError
+from fullshard.runtime.hooks import hooks_of
 from fullshard.runtime.names import WRAPPED, clean_name
-from fullshard.runtime.runner import runner_of
 from fullshard.state.lanes import StateLane, StatePart, borrowed_lanes_of, lanes_of, wrappers_of
 from fullshard.state.sharded import as_full, made_whole
 from fullshard.state.summon import is_summoned
-from fullshard.unit.flat_lanes import flat_name
+from fullshard.unit.flat_param import flat_name
 
 _STRICT = "_fullshard_loads_strictly"
 _LOAD = "_fullshard_load"
@@ -219,7 +219,7 @@ class _Tree:
             found["_extra_state"] = None
         # Wrappers and checkpoint wrappers put their names into the keys when their turn comes.
         seen_as = before.replace(f"{WRAPPED}.", "").replace(_CHECKPOINTED, "")
-        is_wrapper = runner_of(module) is not None or _CHECKPOINTED[:-1] in module._modules
+        is_wrapper = hooks_of(module) is not None or _CHECKPOINTED[:-1] in module._modules
         if module._load_state_dict_pre_hooks and not is_wrapper:
             self.hooked.append((seen_as, path, module))
         self.plain.update(
@@ -269,7 +269,7 @@ def _write(lane: StateLane, entries: Entries, flat: str | None) -> None:
     segment = lane.segment()
     if flat is not None and flat in entries:
         full = as_full(entries[flat], lane).reshape(-1)
-        start = lane.topology.shard.rank * lane.segment_numel
+        start = lane.mesh_info.shard.rank * lane.segment_numel
         mine = full[start : start + lane.segment_numel]
         segment[: mine.numel()].copy_(mine)
         return
@@ -313,12 +313,12 @@ def _quoted(names: list[str]) -> str:
 
 def _agree(wrapper: nn.Module, errors: list[str]) -> None:
     """Raise on every rank if any of them cannot load; writing may need all of them."""
-    runner = runner_of(wrapper)
-    assert runner is not None  # it is a wrapper
-    topology = runner.units[0].topology
+    hooks = hooks_of(wrapper)
+    assert hooks is not None  # it is a wrapper
+    mesh_info = hooks.units[0].mesh_info
     failed = dist.get_rank() + 1 if errors else 0
-    for axis in (topology.shard, topology.replicate):
-        failed = max(max(row) for row in Agreement.exchanged([failed], axis, runner.device))
+    for axis in (mesh_info.shard, mesh_info.replicate):
+        failed = max(max(row) for row in Agreement.exchanged([failed], axis, hooks.device))
     if not failed:
         return
     if not errors:

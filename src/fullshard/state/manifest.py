@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.layout.rectangles import Rectangle, tiles
+from fullshard.layout.split import Box, tiles
 from fullshard.state.checksum import as_text, joined
 
 MANIFEST = "manifest.json"
@@ -41,8 +41,8 @@ class StoredBlock:
     checksum: str
 
     @property
-    def where(self) -> Rectangle:
-        return Rectangle(self.offsets, self.sizes)
+    def where(self) -> Box:
+        return Box(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import LifecycleError
+from fullshard.runtime.hooks import ModuleHooks, hooks_of
 from fullshard.runtime.names import clean_name
-from fullshard.runtime.runner import Runner, runner_of
-from fullshard.unit.homes import home_device
+from fullshard.unit.param import shard_device
 
 
 def give_memory(model: nn.Module) -> None:
@@ -20,10 +20,10 @@ def give_memory(model: nn.Module) -> None:
 
     Parameters stay the objects that they are, so ties and optimizers hold.
     """
-    for runner in _runners(model):
-        for unit in runner.units:
-            device, _ = home_device(unit.offload, unit.flow.device.torch_device)
-            for member in unit.members:
+    for hooks in _hooks_of_all(model):
+        for unit in hooks.units:
+            device, _ = shard_device(unit.offload, unit.comm_ctx.device.torch_device)
+            for member in unit.params:
                 _give(member.param, device)
             unit.refresh()  # one unit at a time: its shards move to their home
     device = device_of(model)
@@ -41,8 +41,8 @@ def give_memory(model: nn.Module) -> None:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where what no unit has belongs: where the units compute, or what has memory is."""
-    for runner in _runners(model):
-        return runner.units[0].flow.device.torch_device
+    for hooks in _hooks_of_all(model):
+        return hooks.units[0].comm_ctx.device.torch_device
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             return tensor.device
@@ -57,9 +57,9 @@ def _give(param: nn.Parameter, device: torch.device) -> None:
         torch.utils.swap_tensors(param, nn.Parameter(made, requires_grad=param.requires_grad))
 
 
-def _runners(model: nn.Module) -> Iterator[Runner]:
-    found = (runner_of(module) for module in model.modules())
-    yield from dict.fromkeys(runner for runner in found if runner is not None)
+def _hooks_of_all(model: nn.Module) -> Iterator[ModuleHooks]:
+    found = (hooks_of(module) for module in model.modules())
+    yield from dict.fromkeys(hooks for hooks in found if hooks is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
 from fullshard.errors import LifecycleError
+from fullshard.runtime.hooks import hooks_of
 from fullshard.runtime.names import WRAPPED, clean_name
-from fullshard.runtime.runner import runner_of
 from fullshard.state.lanes import StateLane, borrowed_lanes_of, lanes_of
 from fullshard.state.settings import own_settings
 from fullshard.state.sharded import State, as_sharded, own_copy, sharded_tensor
 from fullshard.state.summon import is_first_rank, is_summoned
-from fullshard.unit.flat import FlatMember
-from fullshard.unit.flat_lanes import flat_name
+from fullshard.unit.flat_param import FlatSlice, flat_name
 
 Entries = dict[str, Any]
 
@@ -97,11 +96,11 @@ def _names_in_state(lane: StateLane, *, with_flat: bool) -> Iterator[str]:
 
 def _ordered_names(wrapper: nn.Module) -> Iterator[str]:
     """Names of a wrapper's parameters in the order in which it found them."""
-    runner = runner_of(wrapper)
-    assert runner is not None  # it is a wrapper
+    hooks = hooks_of(wrapper)
+    assert hooks is not None  # it is a wrapper
     parts = {part.member: part for lane in _own_lanes(wrapper) for part in lane.parts}
-    for member in runner.units[0].members:
-        if isinstance(member, FlatMember) and member in parts:
+    for member in hooks.units[0].params:
+        if isinstance(member, FlatSlice) and member in parts:
             yield from parts[member].names
 
 
@@ -144,11 +143,11 @@ def _local_value(lane: StateLane, to_cpu: bool) -> State:
     numel = max((part.start + part.numel for part in lane.parts), default=0)
     starts = range(0, max(numel, 1), max(lane.segment_numel, 1))
     shapes = [(min(lane.segment_numel, numel - start),) for start in starts]
-    rank = lane.topology.shard.rank
+    rank = lane.mesh_info.shard.rank
     segment = lane.segment()
     local = segment[: shapes[rank][0]] if rank < len(shapes) else segment[:0]
     local = local.cpu() if to_cpu else local
-    return sharded_tensor(local, shapes, starts, torch.Size([numel]), lane.topology.shard)
+    return sharded_tensor(local, shapes, starts, torch.Size([numel]), lane.mesh_info.shard)
 
 
 def _convert_buffers(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fullshard.errors import CheckpointError, UnknownNameError
-from fullshard.layout.rectangles import Rectangle, tiles
+from fullshard.layout.split import Box, tiles
 from fullshard.state.dcp_format import read_index, require_inside
 from fullshard.state.folder import is_unfinished, located
 from fullshard.state.manifest import MANIFEST, Manifest, read_manifest
@@ -82,7 +82,7 @@ class _Tensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    blocks: tuple[Rectangle, ...]
+    blocks: tuple[Box, ...]
 
 
 class Opened:
@@ -117,11 +117,11 @@ class Opened:
     def dtype(self, key: str) -> torch.dtype:
         return self._tensor(key).dtype
 
-    def places(self, key: str) -> tuple[Rectangle, ...]:
+    def places(self, key: str) -> tuple[Box, ...]:
         """Where the blocks of a tensor are, as they were written."""
         return self._tensor(key).blocks
 
-    def entry(self, key: str, where: Rectangle) -> StoredEntry:
+    def entry(self, key: str, where: Box) -> StoredEntry:
         """The part of a file that a block is stored in; large enough for what it claims to be."""
         found = self._entry(key, MetadataIndex(key, where.offsets))
         expected = where.numel * self.dtype(key).itemsize
@@ -129,7 +129,7 @@ class Opened:
             _damaged(key, f"{expected} bytes in {found.path.name}", f"{found.length}")
         return found
 
-    def load(self, key: str, where: Rectangle) -> torch.Tensor:
+    def load(self, key: str, where: Box) -> torch.Tensor:
         """One block, as it was written."""
         entry = self.entry(key, where)
         found = load_entry(key, entry)
@@ -145,7 +145,7 @@ class Opened:
         values: torch.Tensor = found.detach()
         return values
 
-    def blocks(self, key: str) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+    def blocks(self, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
         """All blocks as they were written, one at a time."""
         for where in self.places(key):
             yield where, self.load(key, where)
@@ -153,9 +153,9 @@ class Opened:
     def read(self, key: str) -> torch.Tensor:
         """A whole tensor."""
         shape = self.shape(key)
-        return self.read_block(key, Rectangle((0,) * len(shape), shape))
+        return self.read_block(key, Box((0,) * len(shape), shape))
 
-    def read_block(self, key: str, where: Rectangle) -> torch.Tensor:
+    def read_block(self, key: str, where: Box) -> torch.Tensor:
         """Any block of a tensor, from those stored blocks that it meets."""
         tensor = self._tensor(key)
         if not _is_inside(tensor.shape, where):
@@ -233,7 +233,7 @@ def _damaged(subject: str, expected: str, found: str) -> NoReturn:
 
 def _checked(stored: Any) -> _Tensor:
     shape, dtype = tuple(stored.size), stored.properties.dtype
-    places = [Rectangle(tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks]
+    places = [Box(tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks]
     numbers = [*shape, *(n for p in places for n in (*p.offsets, *p.sizes))]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{dtype!r} is no dtype")
@@ -247,24 +247,24 @@ def _checked(stored: Any) -> _Tensor:
 # Blocks
 
 
-def _is_inside(shape: tuple[int, ...], where: Rectangle) -> bool:
+def _is_inside(shape: tuple[int, ...], where: Box) -> bool:
     if {len(where.offsets), len(where.sizes)} != {len(shape)}:
         return False
     extents = zip(where.offsets, where.sizes, shape, strict=True)
     return all(o >= 0 and s >= 0 and o + s <= size for o, s, size in extents)
 
 
-def _common(a: Rectangle, b: Rectangle) -> Rectangle | None:
+def _common(a: Box, b: Box) -> Box | None:
     """Where two blocks meet, if they do."""
     begins = tuple(map(max, zip(a.offsets, b.offsets, strict=True)))
     ends = (
         min(x + s, y + t) for x, s, y, t in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     )
     sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-    return Rectangle(begins, sizes) if all(size > 0 for size in sizes) else None
+    return Box(begins, sizes) if all(size > 0 for size in sizes) else None
 
 
-def _region(values: torch.Tensor, place: Rectangle, where: Rectangle) -> torch.Tensor:
+def _region(values: torch.Tensor, place: Box, where: Box) -> torch.Tensor:
     """Of the values of a block, those of a block inside of it."""
     for dim, (own, begin, size) in enumerate(
         zip(place.offsets, where.offsets, where.sizes, strict=True)

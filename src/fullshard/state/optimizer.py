@@ -40,7 +40,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ParamForm:
     """What a state dict is to hold: whole tensors or shards, where, and whether on this rank."""
 
     is_sharded: bool
@@ -77,7 +77,7 @@ def optim_state_dict(
     settings = settings_of(model)
     config = settings.optim_state_dict_config
     is_sharded = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
-    form = Form(
+    form = ParamForm(
         is_sharded,
         getattr(config, "_use_dtensor", False),
         config.offload_to_cpu,
@@ -98,7 +98,7 @@ def full_optim_state_dict(
     warn_of_older_name("full_optim_state_dict", "optim_state_dict")
     warn_of_optim_input(optim_input)
     is_kept = not rank0_only or dist.get_rank(group) == 0
-    form = Form(is_sharded=False, use_dtensor=False, to_cpu=True, is_kept=is_kept)
+    form = ParamForm(is_sharded=False, use_dtensor=False, to_cpu=True, is_kept=is_kept)
     return _saved(model, optim, optim.state_dict(), optim_input, form)
 
 
@@ -108,7 +108,7 @@ def sharded_optim_state_dict(
     """Each tensor split along its first dim, in host memory: for distributed checkpoints."""
     warn_of_older_name("sharded_optim_state_dict", "optim_state_dict")
     use_dtensor = getattr(settings_of(model).optim_state_dict_config, "_use_dtensor", False)
-    form = Form(is_sharded=True, use_dtensor=use_dtensor, to_cpu=True, is_kept=True)
+    form = ParamForm(is_sharded=True, use_dtensor=use_dtensor, to_cpu=True, is_kept=True)
     return _saved(model, optim, optim.state_dict(), None, form)
 
 
@@ -118,7 +118,7 @@ def _saved(
     optim: Optimizer,
     state_dict: Mapping[str, Any],
     optim_input: OptimInput,
-    form: Form,
+    form: ParamForm,
 ) -> dict[str, Any]:
     roster = Roster(model)
     problem: Exception | None = None
@@ -219,7 +219,7 @@ def _gathered(
     roster: Roster,
     states: Mapping[Holding, State],
     agreed: Mapping[Holding, State],
-    form: Form,
+    form: ParamForm,
 ) -> dict[str, State]:
     """The state of every original parameter that has any, by its name."""
     saved: dict[str, State] = {}
@@ -241,7 +241,7 @@ def _gathered_lane(
     holdings: Sequence[Holding],
     states: Mapping[Holding, State],
     agreed: Mapping[Holding, State],
-    form: Form,
+    form: ParamForm,
 ) -> dict[str, State]:
     saved: dict[str, State] = {}
     wanted: dict[tuple[str, torch.dtype], list[Holding]] = {}
@@ -262,7 +262,7 @@ def _gathered_elements(
     lane: StateLane,
     dtype: torch.dtype,
     values: Mapping[Holding, torch.Tensor | None],
-    form: Form,
+    form: ParamForm,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """One state of a lane's parameters, by name; no more than one is gathered at a time."""
     segment = lane.empty_segment(dtype)

@@ -139,7 +139,7 @@ def shard_groups(lanes: Sequence[StateLane]) -> dict[dist.ProcessGroup, list[Sta
     """The process groups that lanes are cut over, each with its lanes."""
     groups: dict[dist.ProcessGroup, list[StateLane]] = {}
     for lane in lanes:
-        group = lane.topology.shard.group
+        group = lane.mesh_info.shard.group
         if lane.num_ranks > 1 and group is not None:
             groups.setdefault(group, []).append(lane)
     return groups

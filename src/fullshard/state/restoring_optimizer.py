@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from fullshard.errors import CheckpointError
-from fullshard.layout.rectangles import Rectangle
+from fullshard.layout.split import Box
 from fullshard.state.dcp_format import HeldTensor
 from fullshard.state.inventory import sites_by_param
 from fullshard.state.manifest import Manifest
@@ -132,7 +132,7 @@ class OptimizerLoad:
         else:
             # One count stands for all parts of a flat parameter.
             tensor = torch.zeros(shape, dtype=dtype)
-            where = Rectangle((0,) * len(shape), tuple(shape))
+            where = Box((0,) * len(shape), tuple(shape))
             held[first_key] = HeldTensor(shape, dtype, [Block(where, tensor)])
         each.state[name] = tensor
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.errors import CheckpointError, ConfigError, DisagreementError, LifecycleError
-from fullshard.layout.rectangles import Rectangle, tiles
+from fullshard.layout.split import Box, tiles
 from fullshard.state.crew import Crew
 from fullshard.state.folder import discard
 from fullshard.state.inventory import Selection
@@ -37,7 +37,7 @@ class _Part:
     """What one rank has of a tensor, and takes it for."""
 
     described: Described
-    blocks: tuple[Rectangle, ...]
+    blocks: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ def export_safetensors(
     staging = crew.first_does(subject, lambda: new_staging(path))
     try:
         crew.first_does(subject, lambda: staging.mkdir(parents=True))
-        rectangles = [{p.described.name: p.blocks for p in parts} for parts in everyone]
-        _Transfer(crew, staging, plans, held, rectangles).run(subject)
+        boxes_of_range = [{p.described.name: p.blocks for p in parts} for parts in everyone]
+        _Transfer(crew, staging, plans, held, boxes_of_range).run(subject)
         crew.first_does(subject, lambda: complete(staging, plans))
         crew.first_does(subject, lambda: install(staging, path))
     except BaseException:
@@ -180,7 +180,7 @@ class _Piece:
 
     name: str
     dtype: torch.dtype
-    where: Rectangle
+    where: Box
 
 
 class _Transfer:
@@ -197,7 +197,7 @@ class _Transfer:
         staging: Path,
         plans: Sequence[FilePlan],
         held: _Held,
-        everyone: Sequence[Mapping[str, Sequence[Rectangle]]],
+        everyone: Sequence[Mapping[str, Sequence[Box]]],
     ) -> None:
         self._crew = crew
         self._staging = staging
@@ -267,7 +267,7 @@ class _Transfer:
         return values.to("cpu", piece.dtype).contiguous()
 
 
-def _is_inside(inner: Rectangle, outer: Rectangle) -> bool:
+def _is_inside(inner: Box, outer: Box) -> bool:
     return all(
         begin <= offset and offset + size <= begin + length
         for offset, size, begin, length in zip(

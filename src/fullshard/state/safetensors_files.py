@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fullshard.errors import CheckpointError
-from fullshard.layout.rectangles import Rectangle
+from fullshard.layout.split import Box
 from fullshard.state.folder import discard, staging_folder, sync, write_synced
 from fullshard.state.safetensors_format import (
     INDEX_FILE,
@@ -88,7 +88,7 @@ class FileWriter:
         except OSError as error:
             self._error = error
 
-    def write(self, name: str, where: Rectangle, values: torch.Tensor) -> None:
+    def write(self, name: str, where: Box, values: torch.Tensor) -> None:
         """Write a block: a contiguous tensor in host memory, of the dtype that was planned."""
         if self._error is not None:
             return

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError, UnsupportedError
-from fullshard.layout.rectangles import Rectangle
+from fullshard.layout.split import Box
 from fullshard.state.dcp_format import require_inside
 
 ONE_FILE = "model.safetensors"
@@ -78,7 +78,7 @@ class Described:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def pieces(where: Rectangle, max_numel: int) -> Iterator[Rectangle]:
+def pieces(where: Box, max_numel: int) -> Iterator[Box]:
     """A block in pieces of at most so many elements, in the order of its elements."""
     if where.numel == 0:
         return
@@ -92,10 +92,10 @@ def pieces(where: Rectangle, max_numel: int) -> Iterator[Rectangle]:
         rows = min(num_rows, end - row)
         offsets = (*where.offsets[:dim], row, *where.offsets[dim + 1 :])
         sizes = (*where.sizes[:dim], rows, *where.sizes[dim + 1 :])
-        yield from pieces(Rectangle(offsets, sizes), max_numel)
+        yield from pieces(Box(offsets, sizes), max_numel)
 
 
-def cut_out(values: torch.Tensor, block: Rectangle, piece: Rectangle) -> torch.Tensor:
+def cut_out(values: torch.Tensor, block: Box, piece: Box) -> torch.Tensor:
     """A piece of a block, as a view of the block's values."""
     for dim, (begin, offset, size) in enumerate(
         zip(block.offsets, piece.offsets, piece.sizes, strict=True)
@@ -104,7 +104,7 @@ def cut_out(values: torch.Tensor, block: Rectangle, piece: Rectangle) -> torch.T
     return values
 
 
-def runs(shape: Sequence[int], where: Rectangle) -> Iterator[tuple[int, int]]:
+def runs(shape: Sequence[int], where: Box) -> Iterator[tuple[int, int]]:
     """Elements of a contiguous tensor that are neighbours and lie in a block: (first, count)."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     inner = max(len(shape) - 1, 0)
@@ -164,11 +164,11 @@ class TensorFile:
         """None if torch has no such dtype."""
         return DTYPES.get(self.entries[name].dtype)
 
-    def view(self, name: str, where: Rectangle) -> torch.Tensor:
+    def view(self, name: str, where: Box) -> torch.Tensor:
         """A block of a tensor, as the file's memory where that is possible."""
         entry, dtype = self.entries[name], self.dtype(name)
         assert dtype is not None  # asked before
-        whole = Rectangle((0,) * len(entry.shape), entry.shape)
+        whole = Box((0,) * len(entry.shape), entry.shape)
         numel = whole.numel
         if numel == 0:
             return torch.empty(where.sizes, dtype=dtype)
@@ -183,7 +183,7 @@ class TensorFile:
             return part.squeeze(-1).ne(0)  # a byte may hold anything, a bool must not
         return part.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
 
-    def forget(self, name: str, where: Rectangle) -> None:
+    def forget(self, name: str, where: Box) -> None:
         """Give back the memory that looking at a block took; the file still has it."""
         entry, dtype = self.entries[name], self.dtype(name)
         if dtype is None or where.numel == 0:

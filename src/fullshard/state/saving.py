@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.layout.rectangles import Rectangle, tiles
+from fullshard.layout.split import Box, tiles
 from fullshard.state.checksum import as_text, checksum, joined
 from fullshard.state.crew import Crew
 from fullshard.state.dcp_format import HeldSavePlanner, HeldTensor
@@ -294,7 +294,7 @@ def _stored(
             f"{key}: all ranks must have the same tensor, found {[(s, d) for s, d, _ in said]}; "
             "build the same model on every rank."
         )
-    if not tiles(shape, [Rectangle(block.offsets, block.sizes) for block in blocks]):
+    if not tiles(shape, [Box(block.offsets, block.sizes) for block in blocks]):
         found = [(block.offsets, block.sizes) for block in blocks]
         raise CheckpointError(
             f"{key}: the parts of all ranks must cover shape {shape} once, found {found}; nothing "

@@ -21,7 +21,7 @@ from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardDim
 
-from fullshard.comm.topology import Axis
+from fullshard.comm.mesh import Axis
 from fullshard.errors import CheckpointError
 from fullshard.state.lanes import StateLane
 
@@ -33,12 +33,12 @@ def as_sharded(full: torch.Tensor, lane: StateLane, *, use_dtensor: bool, to_cpu
     """This rank's rows of a full tensor, in memory of their own. A 0-dim tensor stays whole."""
     if full.dim() == 0:
         return own_copy(full, to_cpu=to_cpu)
-    axis = lane.topology.shard
+    axis = lane.mesh_info.shard
     rows = _chunk_rows(full.size(0), axis.size)
     mine = rows[axis.rank] if axis.rank < len(rows) else range(0)
     local = full[mine.start : mine.stop]
     if use_dtensor:
-        mesh = lane.topology.mesh
+        mesh = lane.mesh_info.mesh
         placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [ShardDim(0)]
         made = DTensor.from_local(
             own_copy(local, to_cpu=False),

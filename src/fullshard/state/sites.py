@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.errors import CheckpointError
-from fullshard.layout.rectangles import Rectangle, rectangles
+from fullshard.layout.split import Box, boxes_of_range
+from fullshard.runtime.hooks import ModuleHooks, hooks_of
 from fullshard.runtime.names import clean_name
-from fullshard.runtime.runner import Runner, runner_of
 from fullshard.state.lanes import StateLane, StatePart, lanes_of
 
 
@@ -28,7 +28,7 @@ from fullshard.state.lanes import StateLane, StatePart, lanes_of
 class Block:
     """A block of a tensor, and this rank's memory of it, in the block's shape."""
 
-    where: Rectangle
+    where: Box
     values: torch.Tensor
 
 
@@ -83,7 +83,7 @@ class WholeSite(Site):
         return dist.get_rank() == writer
 
     def blocks(self, tensor: torch.Tensor) -> list[Block]:
-        return [Block(Rectangle((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
+        return [Block(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +107,7 @@ class RowsSite(Site):
         assert isinstance(tensor, DTensor)
         (chunk,) = tensor.__create_chunk_list__()
         local = tensor._local_tensor.detach()
-        where = Rectangle(tuple(chunk.offsets), tuple(chunk.sizes))
+        where = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if tuple(local.shape) != where.sizes:
             raise CheckpointError(
                 f"{self.name}: its part on this rank must have the shape {where.sizes} that its "
@@ -130,7 +130,7 @@ class FlatSite(Site):
 
     @property
     def is_writer(self) -> bool:
-        replicate = self.lane.topology.replicate
+        replicate = self.lane.mesh_info.replicate
         return replicate.rank == _share(self.name, replicate.size)
 
     def blocks(self, tensor: torch.Tensor) -> list[Block]:
@@ -138,7 +138,7 @@ class FlatSite(Site):
         if self.lane.flat_param is not None:
             flat = self.part.of_segment(flat)
         found, begin = [], 0
-        for where in rectangles(self.shape, self.part.elements):
+        for where in boxes_of_range(self.shape, self.part.elements):
             found.append(Block(where, flat[begin : begin + where.numel].view(where.sizes)))
             begin += where.numel
         return found
@@ -200,16 +200,16 @@ def _registered_names(model: nn.Module) -> Iterator[str]:
 
 
 def _settle(model: nn.Module) -> None:
-    for runner in _runners(model):
-        runner.require_not_computing("save or load")
-        for unit in runner.units:
+    for hooks in _hooks_of_all(model):
+        hooks.require_not_computing("save or load")
+        for unit in hooks.units:
             unit.reshard_now()
-            unit.refresh(plan_training=runner.root is None)
+            unit.refresh(plan_training=hooks.scheduler is None)
 
 
-def _runners(model: nn.Module) -> Iterator[Runner]:
-    found = (runner_of(module) for module in model.modules())
-    yield from dict.fromkeys(runner for runner in found if runner is not None)
+def _hooks_of_all(model: nn.Module) -> Iterator[ModuleHooks]:
+    found = (hooks_of(module) for module in model.modules())
+    yield from dict.fromkeys(hooks for hooks in found if hooks is not None)
 
 
 def _share(name: str, num_ranks: int) -> int:

@@ -12,9 +12,9 @@ from torch import nn
 
 from fullshard.comm.agreement import Agreement
 from fullshard.errors import ConfigError, LifecycleError, MisuseError, UnsupportedError
-from fullshard.runtime.runner import runner_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.state.lanes import StateLane, StatePart, lanes_of, wrappers_of
-from fullshard.unit.handover import give_gradient
+from fullshard.unit.reduce_scatter import set_grad
 
 _SUMMONED = "_is_summoned"
 _GRAD_DTYPES = (
@@ -44,10 +44,10 @@ def is_summoned(wrapper: nn.Module) -> bool:
 
 def is_first_rank(wrapper: nn.Module) -> bool:
     """Whether this rank is the one that `rank0_only` speaks of."""
-    runner = runner_of(wrapper)
-    assert runner is not None  # it is a wrapper
-    topology = runner.units[0].topology
-    return topology.shard.rank == 0 and topology.replicate.rank == 0
+    hooks = hooks_of(wrapper)
+    assert hooks is not None  # it is a wrapper
+    mesh_info = hooks.units[0].mesh_info
+    return mesh_info.shard.rank == 0 and mesh_info.replicate.rank == 0
 
 
 @contextmanager
@@ -122,15 +122,15 @@ def _check(summons: Summons, lanes: list[StateLane]) -> None:
 @contextmanager
 def _flagged(wrapper: nn.Module) -> Iterator[None]:
     """Inside, parameters have clean names and the wrapper cannot run."""
-    runner = runner_of(wrapper)
-    assert runner is not None  # it is a wrapper
+    hooks = hooks_of(wrapper)
+    assert hooks is not None  # it is a wrapper
     wrapper.__dict__[_SUMMONED] = True
-    for unit in runner.units:
+    for unit in hooks.units:
         unit.is_summoned = True
     try:
         yield
     finally:
-        for unit in runner.units:
+        for unit in hooks.units:
             unit.is_summoned = False
         wrapper.__dict__[_SUMMONED] = False
 
@@ -207,7 +207,7 @@ class _Show:
             param.grad = None  # of another shape than the data will be
         param.data = data
         if self._summons.with_grads and grad is not None:
-            give_gradient(param, grad)
+            set_grad(param, grad)
 
     def _hide_flat_param(self) -> None:
         for module in self._lane.wrapper.modules():
@@ -264,14 +264,14 @@ def _keep_grad(part: StatePart, grad: torch.Tensor | None) -> None:
     elif param.grad is not None:
         param.grad.copy_(part.cut(grad).view(param.grad.shape))
     elif len(part.elements):
-        give_gradient(param, part.cut(grad).clone().view(param.shape))
+        set_grad(param, part.cut(grad).clone().view(param.shape))
 
 
 def _full_grads(lane: StateLane) -> list[torch.Tensor | None]:
     """The full gradients, where any rank has a part of one; zeros where others have none."""
     locals_ = [part.param.grad for part in lane.parts]
     codes = [0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype) for grad in locals_]
-    axis = lane.topology.shard
+    axis = lane.mesh_info.shard
     everyone = Agreement.exchanged(codes, axis, lane.device)
     found = [max(column) for column in zip(*everyone, strict=True)]
     if not any(found):
@@ -287,5 +287,5 @@ def _full_grads(lane: StateLane) -> list[torch.Tensor | None]:
 
 
 def _name(wrapper: nn.Module) -> str:
-    runner = runner_of(wrapper)
-    return type(wrapper).__name__ if runner is None else runner.name
+    hooks = hooks_of(wrapper)
+    return type(wrapper).__name__ if hooks is None else hooks.name

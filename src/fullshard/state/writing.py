@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.layout.rectangles import Rectangle, tiles
+from fullshard.layout.split import Box, tiles
 from fullshard.state.checksum import as_text, checksum, joined
 from fullshard.state.dcp_format import HeldSavePlanner, HeldTensor
 from fullshard.state.extras import rank_file
@@ -36,8 +36,8 @@ class LazyTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[Rectangle], torch.Tensor]
-    places: tuple[Rectangle, ...] | None = None
+    read: Callable[[Box], torch.Tensor]
+    places: tuple[Box, ...] | None = None
 
     @classmethod
     def of(cls, opened: Opened, key: str) -> LazyTensor:
@@ -126,7 +126,7 @@ def write_checkpoint(
     return manifest
 
 
-def _places(key: str, tensor: LazyTensor, num_files: int) -> tuple[Rectangle, ...]:
+def _places(key: str, tensor: LazyTensor, num_files: int) -> tuple[Box, ...]:
     """The blocks of a tensor, in the order of the files that they go to."""
     if tensor.places is None:
         return _rows(tensor.shape, num_files)
@@ -138,14 +138,14 @@ def _places(key: str, tensor: LazyTensor, num_files: int) -> tuple[Rectangle, ..
     return tensor.places
 
 
-def _rows(shape: tuple[int, ...], num_parts: int) -> tuple[Rectangle, ...]:
+def _rows(shape: tuple[int, ...], num_parts: int) -> tuple[Box, ...]:
     """A tensor cut along its first dim, as `torch.chunk` does it."""
     inner = (0,) * (len(shape) - 1)
     if not shape or not shape[0]:
-        return (Rectangle((0,) * len(shape), shape),)
+        return (Box((0,) * len(shape), shape),)
     num_rows = -(-shape[0] // num_parts)
     return tuple(
-        Rectangle((row, *inner), (min(num_rows, shape[0] - row), *shape[1:]))
+        Box((row, *inner), (min(num_rows, shape[0] - row), *shape[1:]))
         for row in range(0, shape[0], num_rows)
     )
 
@@ -153,7 +153,7 @@ def _rows(shape: tuple[int, ...], num_parts: int) -> tuple[Rectangle, ...]:
 def _write_tensors(
     staging: Path,
     tensors: Mapping[str, LazyTensor],
-    places: Mapping[str, Sequence[Rectangle]],
+    places: Mapping[str, Sequence[Box]],
     num_files: int,
 ) -> dict[str, StoredTensor]:
     """Have torch write the files and their index, one rank after the other."""
@@ -184,7 +184,7 @@ def _write_tensors(
 
 def _outlines(
     tensors: Mapping[str, LazyTensor],
-    places: Mapping[str, Sequence[Rectangle]],
+    places: Mapping[str, Sequence[Box]],
     index: int,
     num_files: int,
 ) -> dict[str, HeldTensor]:
@@ -208,12 +208,12 @@ class _LazySavePlanner(HeldSavePlanner):
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         super().__init__({key: _path_of(key) for key in tensors})
         self._tensors = tensors
-        self.checksums: dict[tuple[str, Rectangle], int] = {}
+        self.checksums: dict[tuple[str, Box], int] = {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         key, part = write_item.index.fqn, write_item.tensor_data
         assert part is not None
-        where = Rectangle(tuple(part.chunk.offsets), tuple(part.chunk.sizes))
+        where = Box(tuple(part.chunk.offsets), tuple(part.chunk.sizes))
         tensor = self._tensors[key]
         values = tensor.read(where)
         if tuple(values.shape) != where.sizes or values.dtype != tensor.dtype:

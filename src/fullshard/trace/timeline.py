@@ -89,7 +89,7 @@ class UnitFacts:
     numel: int
     num_bytes: int
     padding_bytes: int
-    num_messages: int
+    num_buckets: int
     gather_bytes: int
 
 

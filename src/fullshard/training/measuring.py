@@ -128,9 +128,9 @@ def _link(num_bytes: int, device: torch.device) -> tuple[float, float]:
     own = torch.zeros(own_numel, device=device)
     full = torch.zeros(own_numel * group.size(), device=device)
     arriving = own_numel * 4 * (group.size() - 1) / 1e9
-    gather_s = _seconds(lambda: collectives.gather([full], [own], group).wait(), device)
+    gather_s = _seconds(lambda: collectives.all_gather([full], [own], group).wait(), device)
     reduce_s = _seconds(
-        lambda: collectives.reduce([own], [full], group, average=False).wait(), device
+        lambda: collectives.reduce_scatter([own], [full], group, average=False).wait(), device
     )
     return arriving / gather_s, arriving / reduce_s
 

@@ -1,34 +1,186 @@
-"""One unit: parameters that are gathered and reduced together."""
+"""What a unit may be; each state carries what exists only in it."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
-from fullshard.comm.collectives import Brought, Collectives, collectives_for
-from fullshard.comm.topology import Axis, Topology
+from fullshard.comm.collectives import Collectives, CustomCollectives, collectives_for
+from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.device import fast_attributes
 from fullshard.errors import LifecycleError, UnsupportedError
-from fullshard.layout import CostModel, Entry, Split, UnitLayout, plan_unit
+from fullshard.layout import CostModel, ParamSpec, Split, UnitLayout, plan_unit
 from fullshard.trace import seam
 from fullshard.trace.activities import Activity
-from fullshard.unit.extending import ExtensionGatherer
-from fullshard.unit.flat_lanes import FlatLanes
-from fullshard.unit.flow import Flow
-from fullshard.unit.gathering import Gatherer, Gathering
-from fullshard.unit.gradient_lane import GradientLane, GradientMessage, gradient_lanes
-from fullshard.unit.gradients import Gradients
-from fullshard.unit.homes import Homes, home_device
-from fullshard.unit.listening import Listener
-from fullshard.unit.member import Member
-from fullshard.unit.register import Register
-from fullshard.unit.route import AllReduceHook, CommHook, Route
+from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, UnitAllGather
+from fullshard.unit.context import CommContext
+from fullshard.unit.flat_param import FlatParams
+from fullshard.unit.param import ShardBuffers, ShardedParam, shard_device
+from fullshard.unit.reduce_scatter import (
+    AllReduceHook,
+    CommHook,
+    GradBucket,
+    Gradients,
+    GradLane,
+    Route,
+    grad_lanes,
+)
 from fullshard.unit.settings import Settings
-from fullshard.unit.states import SHARDED, UNSHARDED, State, Thinned, Unsharded, Unsharding
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Shards are registered; the slab is empty, or about to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardedToSubgroup:
+    """Shards are registered; the full parameters are spread over a smaller group of ranks."""
+
+    kept: torch.Tensor
+    axis: Axis
+    event: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Unsharding:
+    """Shards are registered; the gather is under way."""
+
+    gathering: InFlightAllGather
+    extension: InFlightAllGather | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unsharded:
+    """Full parameters are registered and may be read on the current stream."""
+
+
+State = Sharded | ReshardedToSubgroup | Unsharding | Unsharded
+
+SHARDED = Sharded()
+UNSHARDED = Unsharded()
+
+
+class Register:
+    """Shows modules the shards of a unit, or its full parameters.
+
+    Everything that does not change from step to step is looked up once (rule 7): whoever changes
+    where members are registered, or as what, makes a new one.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self.params = [sharded_param.param for sharded_param in params]
+        self.fulls = [_made(sharded_param) for sharded_param in params]
+        self._params = list(params)
+        self._written = [(sharded_param.param, sharded_param.local) for sharded_param in params]
+        self._trained: list[bool] = []
+        self._places = [
+            (location.registry, location.name, sharded_param.shard, full)
+            for sharded_param, full in zip(params, self.fulls, strict=True)
+            for location in sharded_param.locations
+        ]
+
+    def follow_training(self) -> int:
+        """Let full parameters be trained as the shards are; how many are."""
+        with fast_attributes():
+            self._trained = trained = [param.requires_grad for param in self.params]
+        if trained != [full.requires_grad for full in self.fulls]:
+            for full, is_trained in zip(self.fulls, trained, strict=True):
+                full.requires_grad_(is_trained)
+        return sum(trained)
+
+    def versions(self) -> list[int]:
+        """Change whenever an optimizer, or anyone else, has written to a shard."""
+        with fast_attributes():
+            return [param._version + local._version for param, local in self._written]
+
+    def shows_shards(self) -> bool:
+        """Whether every module sees the shard that was put there."""
+        return all(registry.get(name) is shard for registry, name, shard, _ in self._places)
+
+    def show_fulls(self) -> None:
+        for registry, name, _, full in self._places:
+            registry[name] = full
+
+    def show_shards(self) -> None:
+        """Also let the shards be trained as the full parameters are, which users may change."""
+        trained = [full.requires_grad for full in self.fulls]
+        if trained != self._trained:
+            for sharded_param, before, after in zip(
+                self._params, self._trained, trained, strict=True
+            ):
+                if before != after:
+                    sharded_param.freeze_or_thaw(after)
+            self._trained = trained
+        for registry, name, shard, _ in self._places:
+            registry[name] = shard
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether some of the full parameters have a gradient that was not taken yet."""
+        return any(full.grad is not None for full in self.fulls)
+
+
+def _made(sharded_param: ShardedParam) -> Any:
+    assert sharded_param.full is not None  # made at the first unshard, before anything is shown
+    return sharded_param.full
+
+
+class Listener:
+    """Hears of every gradient of a unit's members, once it was told to.
+
+    Most units need none: when the gradients of their inputs are there, so are those of their
+    parameters. One whose inputs take no gradient has nothing else to go by. `tell` is called with
+    the member, and whether it is the last that was missing.
+    """
+
+    def __init__(self, tell: Callable[[ShardedParam, bool], None]) -> None:
+        self._tell = tell
+        self._is_on = False
+        self._num_expected = 0
+        self._arrived: set[ShardedParam] = set()
+
+    def listen(self, params: Sequence[ShardedParam]) -> None:
+        if not self._is_on:
+            self._is_on = True
+            self.follow(params)
+
+    def follow(self, params: Sequence[ShardedParam]) -> None:
+        """Full parameters may be new, or trained unlike before."""
+        if not self._is_on:
+            return
+        trained = [m for m in params if m.full is not None and m.full.requires_grad]
+        self._num_expected = len(trained)
+        for sharded_param in trained:
+            if not sharded_param.is_hooked:
+                assert sharded_param.full is not None
+                sharded_param.full.register_post_accumulate_grad_hook(_hook(self, sharded_param))
+                sharded_param.is_hooked = True
+
+    def begin_anew(self) -> None:
+        self._arrived.clear()
+
+    def hear(self, sharded_param: ShardedParam) -> None:
+        self._arrived.add(sharded_param)
+        self._tell(sharded_param, len(self._arrived) == self._num_expected)
+
+
+def _hook(listener: Listener, sharded_param: ShardedParam) -> Callable[[torch.Tensor], None]:
+    """Weakly: the garbage collector does not see through the hooks of a tensor."""
+    listener_ref, param_ref = weakref.ref(listener), weakref.ref(sharded_param)
+
+    def arrived(_: torch.Tensor) -> None:
+        listener, sharded_param = listener_ref(), param_ref()
+        if listener is not None and sharded_param is not None:
+            listener.hear(sharded_param)
+
+    return arrived
 
 
 class Unit:
@@ -42,40 +194,42 @@ class Unit:
     def __init__(
         self,
         name: str,
-        members: Sequence[Member],
-        topology: Topology,
+        params: Sequence[ShardedParam],
+        mesh_info: MeshInfo,
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy,
-        flow: Flow,
+        comm_ctx: CommContext,
         settings: Settings,
-        flat: FlatLanes | None = None,
+        flat: FlatParams | None = None,
     ) -> None:
         self.name = name
-        self.members = list(members)
-        self.topology = topology
+        self.params = list(params)
+        self.mesh_info = mesh_info
         self.policy = policy
         self.offload = offload
-        self.flow = flow
+        self.comm_ctx = comm_ctx
         self.settings = settings
         self.state: State = SHARDED
-        self.default_collectives = collectives_for(topology.shard.group, flow.device.torch_device)
+        self.default_collectives = collectives_for(
+            mesh_info.shard.group, comm_ctx.device.torch_device
+        )
         self.collectives: Collectives = self.default_collectives
-        self.reduce_axis = topology.shard
+        self.reduce_axis = mesh_info.shard
         self.all_reduce_hook: AllReduceHook | None = None
         self.comm_hook: CommHook | None = None
-        self.on_gradients: Callable[[Unit, GradientMessage | None], None] = _ignore
-        self.gradients = Gradients(topology, policy, offload)
+        self.on_gradients: Callable[[Unit, GradBucket | None], None] = _ignore
+        self.gradients = Gradients(mesh_info, policy, offload)
         self.is_held = False
         self.is_summoned = False
         self.flat = flat
         self._num_trainable = 0
         self._listener = Listener(self._heard)
         self._versions: list[int] = []
-        self._gatherer: Gatherer | None = None
+        self._gatherer: UnitAllGather | None = None
         self._register: Register | None = None
         self._listens_for_last = False
         self._is_training_followed = False
-        self.rehome()
+        self.replan()
 
     # Plan and homes
 
@@ -84,26 +238,26 @@ class Unit:
         return self.state is UNSHARDED
 
     @property
-    def homes(self) -> Homes:
+    def shard_buffers(self) -> ShardBuffers:
         """This rank's shards; `require_ready` says what is wrong where there are none."""
-        if self._homes is None:
+        if self._shard_buffers is None:
             self.require_ready()
-        assert self._homes is not None
-        return self._homes
+        assert self._shard_buffers is not None
+        return self._shard_buffers
 
     @property
     def has_frozen(self) -> bool:
         """Whether some of the full parameters, as registered, take no gradient."""
-        return self._num_trainable < len(self.members)
+        return self._num_trainable < len(self.params)
 
-    def rehome(self) -> None:
+    def replan(self) -> None:
         """Plan anew from the shards as they are now, and move them into new homes."""
         self.reshard_now()
         self._gatherer = None
         self._register = None
-        self.gradients.plan_anew(self._gradient_lanes)
-        plain = [m for m in self.members if m.extension is None]
-        extended = [m for m in self.members if m.extension is not None]
+        self.gradients.plan_anew(self._grad_lanes)
+        plain = [m for m in self.params if m.extension is None]
+        extended = [m for m in self.params if m.extension is not None]
         self._plain, self._extended = plain, extended
         if self.flat is not None:
             self.flat.part()
@@ -111,20 +265,20 @@ class Unit:
         if self.flat is not None:
             self.flat.recut(self.layout, plain)
         self.extension_layout = self._planned(extended)
-        for member in extended:
-            member.adopt(member.current_local)
-        self._extender = ExtensionGatherer(extended, self.topology, self.policy)
-        self._homes: Homes | None = None
-        for member in self.members:
-            member.full = None
+        for sharded_param in extended:
+            sharded_param.adopt(sharded_param.current_local)
+        self._extender = ExtensionAllGather(extended, self.mesh_info, self.policy)
+        self._shard_buffers: ShardBuffers | None = None
+        for sharded_param in self.params:
+            sharded_param.full = None
         if not any(m.current_local.is_meta for m in plain):
-            device, pin_memory = home_device(self.offload, self.flow.device.torch_device)
+            device, pin_memory = shard_device(self.offload, self.comm_ctx.device.torch_device)
             with torch.no_grad(), torch.inference_mode(False):
-                rank = self.topology.shard.rank
-                self._homes = Homes(self.layout, plain, device, rank, pin_memory)
+                rank = self.mesh_info.shard.rank
+                self._shard_buffers = ShardBuffers(self.layout, plain, device, rank, pin_memory)
                 if self.flat is not None:
-                    self.flat.settle(self.layout, plain, self._homes)
-        self._is_trained_as_planned = [m.is_trainable for m in self.members]
+                    self.flat.settle(self.layout, plain, self._shard_buffers)
+        self._is_trained_as_planned = [m.is_trainable for m in self.params]
 
     def collect(self) -> None:
         """Before members come or go: make whole what is cut by a plan (a collective if flat)."""
@@ -133,18 +287,18 @@ class Unit:
             self.flat.part()
             self.flat.collect()
 
-    def _planned(self, members: Sequence[Member]) -> UnitLayout:
-        axis = self.topology.shard
+    def _planned(self, params: Sequence[ShardedParam]) -> UnitLayout:
+        axis = self.mesh_info.shard
         entries = [
-            Entry(
+            ParamSpec(
                 m.name,
                 m.split if isinstance(m.split, Split) else Split(m.split.shape, None, 1),
-                m.stages(self.policy, is_alone=axis.is_single),
+                m.dtype_plan(self.policy, is_alone=axis.is_single),
                 m.is_trainable,
             )
-            for m in members
+            for m in params
         ]
-        cost = CostModel.of_device(self.flow.device.torch_device.type)
+        cost = CostModel.of_device(self.comm_ctx.device.torch_device.type)
         return plan_unit(entries, axis.size, cost, is_flat=self.flat is not None)
 
     def refresh(self, *, plan_training: bool = False) -> None:
@@ -162,44 +316,44 @@ class Unit:
             self.reshard_now()
         self._versions = versions
         is_current = self._follow_registered()
-        if self.flat is not None and self._homes is not None:
-            is_current = is_current and self.flat.are_current(self._homes)
+        if self.flat is not None and self._shard_buffers is not None:
+            is_current = is_current and self.flat.are_current(self._shard_buffers)
         if plan_training and not self.is_held:
-            trained = [m.is_trainable for m in self.members]
+            trained = [m.is_trainable for m in self.params]
             is_current = is_current and trained == self._is_trained_as_planned
         if not is_current:
-            self.rehome()
+            self.replan()
             self._versions = self._shard_versions()
 
     def _follow_registered(self) -> bool:
         """Take over shards that a user registered; whether all of them look at their homes."""
         register = self._register
         is_shown = register is not None and register.shows_shards()
-        if is_shown and all(member.is_at_home() for member in self.members):
+        if is_shown and all(sharded_param.is_at_home() for sharded_param in self.params):
             return True
         is_current = True
-        for member in self.members:
-            if not member.is_current():
+        for sharded_param in self.params:
+            if not sharded_param.is_current():
                 self._register = None
-                self.gradients.plan_anew(self._gradient_lanes)
-                member.follow_registered()
-                is_current = member.came_back() and is_current
+                self.gradients.plan_anew(self._grad_lanes)
+                sharded_param.follow_registered()
+                is_current = sharded_param.came_back() and is_current
         return is_current
 
     def require_ready(self) -> None:
         """Raise unless every shard has memory on the right device."""
-        device, _ = home_device(self.offload, self.flow.device.torch_device)
-        for member in self.members:
-            local = member.current_local
+        device, _ = shard_device(self.offload, self.comm_ctx.device.torch_device)
+        for sharded_param in self.params:
+            local = sharded_param.current_local
             if local.is_meta:
                 raise LifecycleError(
                     f"{self.name}: parameters must have values before they are used, found "
-                    f"'{member.name}' on meta; call module.to_empty(device='{device.type}') and "
+                    f"'{sharded_param.name}' on meta; call module.to_empty(device='{device.type}') and "
                     "initialise it, or load a state dict with assign=True."
                 )
             if local.device.type != device.type:
                 raise LifecycleError(
-                    f"{self.name}: parameters must be on {device.type}, found '{member.name}' on "
+                    f"{self.name}: parameters must be on {device.type}, found '{sharded_param.name}' on "
                     f"{local.device}; call module.to('{device.type}')."
                 )
 
@@ -218,53 +372,55 @@ class Unit:
         state = self.state
         if isinstance(state, (Unsharding, Unsharded)):
             return
-        flow = self.flow
-        is_late = flow.is_late(self)
-        if is_late or isinstance(state, Thinned):
+        comm_ctx = self.comm_ctx
+        is_late = comm_ctx.is_late(self)
+        if is_late or isinstance(state, ReshardedToSubgroup):
             is_unchanged = self._versions == self._shard_versions()
             if is_late and is_unchanged:
-                flow.revive(self)
+                comm_ctx.revive(self)
                 self._register_full()
                 return
-            flow.release_now(self)
+            comm_ctx.release_now(self)
             if not is_unchanged:
                 state = SHARDED  # what was thinned is not what the shards say any more
-        if self._homes is None:
+        if self._shard_buffers is None:
             self.require_ready()
         with _outside_inference():
             if self._gatherer is None:
                 self._build()
             assert self._gatherer is not None
-            with flow.device.on(flow.streams.gather):
+            with comm_ctx.device.on(comm_ctx.streams.gather):
                 if seam.observers:
                     seam.begin(Activity.GATHER, self.name)
                 extension = None
-                if isinstance(state, Thinned):
-                    flow.device.wait(state.event)
+                if isinstance(state, ReshardedToSubgroup):
+                    comm_ctx.device.wait(state.event)
                     gathering = self._gatherer.start_from_thin(
-                        state.kept, state.axis, self.default_collectives, flow
+                        state.kept, state.axis, self.default_collectives, comm_ctx
                     )
                 else:
-                    gathering = self._gatherer.start(self.collectives, flow)
+                    gathering = self._gatherer.start(self.collectives, comm_ctx)
                     if self._extended:
-                        extension = self._extender.start(self.collectives, flow)
+                        extension = self._extender.start(self.collectives, comm_ctx)
                 if seam.observers:
                     self._tell_of_gather(gathering)
         self.state = Unsharding(gathering, extension)
-        flow.gather_issued(self)
+        comm_ctx.gather_issued(self)
 
-    def _tell_of_gather(self, gathering: Gathering) -> None:
+    def _tell_of_gather(self, gathering: InFlightAllGather) -> None:
         assert self._gatherer is not None
-        seam.hold(self.name, self._gatherer.slab_bytes)
+        seam.hold(self.name, self._gatherer.full_bytes)
         futures = [future for transfer in gathering.transfers for future in transfer.futures]
         seam.end_after(futures, Activity.GATHER, self.name)
 
     def _build(self) -> None:
-        assert self._homes is not None  # require_ready
-        device = self.flow.device
-        with device.on(self.flow.streams.gather):
-            axis = self.topology.shard
-            self._gatherer = Gatherer(self.layout, self._homes, self._plain, axis, self.flow)
+        assert self._shard_buffers is not None  # require_ready
+        device = self.comm_ctx.device
+        with device.on(self.comm_ctx.streams.gather):
+            axis = self.mesh_info.shard
+            self._gatherer = UnitAllGather(
+                self.layout, self._shard_buffers, self._plain, axis, self.comm_ctx
+            )
 
     def wait(self) -> None:
         """Finish the gather that is under way and register the full parameters."""
@@ -272,13 +428,13 @@ class Unit:
         if not isinstance(state, Unsharding):
             return
         assert self._gatherer is not None
-        self.flow.gather_used(self)
+        self.comm_ctx.gather_used(self)
         if seam.observers:
             seam.begin(Activity.AWAIT_GATHER, self.name)
         with _outside_inference():
-            self._gatherer.finish(state.gathering, self.flow)
+            self._gatherer.finish(state.gathering, self.comm_ctx)
             if state.extension is not None:
-                self._extender.finish(state.extension, self.flow)
+                self._extender.finish(state.extension, self.comm_ctx)
                 self._register = None  # it may have made full parameters anew
         if seam.observers:
             seam.end(Activity.AWAIT_GATHER, self.name)
@@ -287,18 +443,18 @@ class Unit:
     def _register_full(self) -> None:
         register = self._register
         if register is None:
-            register = self._register = Register(self.members)
+            register = self._register = Register(self.params)
             self._is_training_followed = False
         if not self._is_training_followed:
             self._num_trainable = register.follow_training()
             self._is_training_followed = True
-            self._listener.follow(self.members)
+            self._listener.follow(self.params)
         register.show_fulls()
         self.state = UNSHARDED
 
     def reshard(self, thin: Axis | None = None) -> None:
         """Register the shards; memory is given back once the next gather is issued (rule 3)."""
-        if self.state is SHARDED or isinstance(self.state, Thinned):
+        if self.state is SHARDED or isinstance(self.state, ReshardedToSubgroup):
             return
         self.wait()
         assert self._register is not None  # made when the full parameters were shown
@@ -309,14 +465,14 @@ class Unit:
             assert self._gatherer is not None
             with _outside_inference():
                 kept = self._gatherer.thin(thin)
-            self.state = Thinned(kept, thin, self.flow.device.record())
-        self.flow.release_later(self, self._release)
+            self.state = ReshardedToSubgroup(kept, thin, self.comm_ctx.device.record())
+        self.comm_ctx.release_later(self, self._release)
 
     def reshard_now(self) -> None:
         """Register the shards and give all memory back."""
         self.reshard()
         self.state = SHARDED
-        self.flow.release_now(self)
+        self.comm_ctx.release_now(self)
 
     def _release(self) -> list[tuple[int, int]]:
         if self._gatherer is None:
@@ -340,27 +496,27 @@ class Unit:
         """
         if self._register is not None:
             return self._register.versions()
-        return [member.version for member in self.members]
+        return [sharded_param.version for sharded_param in self.params]
 
     # Gradients
 
     def listen(self) -> None:
         """Be told of every gradient from now on: nothing else says when the last one is here."""
         self._listens_for_last = True
-        self._listener.listen(self.members)
+        self._listener.listen(self.params)
 
     def listen_for_large(self) -> None:
         """Be told of gradients if some are large enough not to wait for the others."""
-        if self.flow.device.is_ordered and self.gradients.large:
-            self._listener.listen(self.members)
+        if self.comm_ctx.device.is_ordered and self.gradients.large:
+            self._listener.listen(self.params)
 
-    def _heard(self, member: Member, is_last: bool) -> None:
+    def _heard(self, sharded_param: ShardedParam, is_last: bool) -> None:
         if is_last and self._listens_for_last:
             self.on_gradients(self, None)
-        elif self.settings.requires_gradient_sync and self.flow.device.is_ordered:
-            message = self.gradients.large.get(member)
-            if message is not None:
-                self.on_gradients(self, message)
+        elif self.settings.requires_gradient_sync and self.comm_ctx.device.is_ordered:
+            bucket = self.gradients.large.get(sharded_param)
+            if bucket is not None:
+                self.on_gradients(self, bucket)
 
     @property
     def has_gradients(self) -> bool:
@@ -370,37 +526,37 @@ class Unit:
     @property
     def owes_kept_gradients(self) -> bool:
         """Whether an earlier step kept gradients that are to be reduced now."""
-        return self.gradients.were_kept(self.members, self.settings)
+        return self.gradients.were_kept(self.params, self.settings)
 
-    def _gradient_lanes(self) -> list[GradientLane]:
-        rank = self.topology.shard.rank
+    def _grad_lanes(self) -> list[GradLane]:
+        rank = self.mesh_info.shard.rank
         holders = dict(enumerate(self.flat.holders)) if self.flat is not None else {}
         return [
-            *gradient_lanes(self.layout, self._plain, rank, holders.get),
-            *gradient_lanes(self.extension_layout, self._extended, rank, lambda _: None),
+            *grad_lanes(self.layout, self._plain, rank, holders.get),
+            *grad_lanes(self.extension_layout, self._extended, rank, lambda _: None),
         ]
 
-    def reduce(self, only: GradientMessage | None = None) -> None:
+    def reduce(self, only: GradBucket | None = None) -> None:
         """Take the full gradients and start reducing them, or keep them if no sync is wanted."""
         if only is None:
             self._listener.begin_anew()
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             if not self.settings.requires_gradient_sync:
-                self.gradients.keep(self.members, is_flat=self.flat is not None)
+                self.gradients.keep(self.params, is_flat=self.flat is not None)
                 return
             route = Route(
                 self.name,
-                self.topology,
+                self.mesh_info,
                 self.reduce_axis,
                 self.collectives,
                 self.all_reduce_hook,
                 self.comm_hook,
             )
-            self.gradients.reduce(route, self.settings, self.flow, only)
+            self.gradients.reduce(route, self.settings, self.comm_ctx, only)
 
     def forget_gradients(self) -> None:
         """Drop everything that a failed step left behind, also gradients that it created."""
-        self.gradients.forget(self.members)
+        self.gradients.forget(self.params)
         self._listener.begin_anew()
 
     # Settings
@@ -411,23 +567,23 @@ class Unit:
     def bring(self, *, gather: Any = None, reduce: Any = None) -> None:
         """Use a user's collectives in the place of ours."""
         current = self.collectives
-        if isinstance(current, Brought):
-            gather = gather or current.gather_comm
-            reduce = reduce or current.reduce_comm
-        self.collectives = Brought(self.default_collectives, gather, reduce)
+        if isinstance(current, CustomCollectives):
+            gather = gather or current.custom_all_gather
+            reduce = reduce or current.custom_reduce_scatter
+        self.collectives = CustomCollectives(self.default_collectives, gather, reduce)
 
     def describe(self) -> str:
         """What all ranks must have alike."""
         held = ", ".join(
             f"{m.name} {tuple(m.shape)} {str(m.dtype).removeprefix('torch.')}"
             f"{'' if m.is_trainable else ' frozen'}"
-            for m in self.members
+            for m in self.params
         )
         precision = "" if self.policy == MixedPrecisionPolicy() else f" in {self.policy}"
-        return f"[{held}] over {self.topology!r}{precision}"
+        return f"[{held}] over {self.mesh_info!r}{precision}"
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {len(self.members)} parameters, {type(self.state).__name__})"
+        return f"Unit({self.name!r}, {len(self.params)} parameters, {type(self.state).__name__})"
 
 
 _AS_IT_IS = nullcontext()
@@ -438,5 +594,5 @@ def _outside_inference() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
-def _ignore(unit: Unit, message: GradientMessage | None) -> None:
+def _ignore(unit: Unit, bucket: GradBucket | None) -> None:
     """Nobody listens."""

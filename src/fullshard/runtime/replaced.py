@@ -25,28 +25,27 @@ from torch.optim.optimizer import (
 
 from fullshard.comm.placement import as_dtensor, with_dtype
 from fullshard.errors import LifecycleError
-from fullshard.unit.flat import FlatMember, PartMember
-from fullshard.unit.member import Member
-from fullshard.unit.rows import RowsMember
+from fullshard.unit.flat_param import FlatParamSlice, FlatSlice
+from fullshard.unit.param import DTensorParam, ShardedParam
 
 
 @dataclass(frozen=True, slots=True)
-class Succession:
+class Replacement:
     """An original parameter's shard, and the piece of the original that it is."""
 
-    member: Member
+    sharded_param: ShardedParam
     rank: int
 
     def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor shaped and placed like the original."""
-        member = self.member
-        assert isinstance(member, RowsMember)
-        spec = member.shard_spec
+        sharded_param = self.sharded_param
+        assert isinstance(sharded_param, DTensorParam)
+        spec = sharded_param.shard_spec
         if isinstance(whole, DTensor):
             if whole.placements == spec.placements:
                 return whole  # it is a shard already
             whole = whole._local_tensor
-        cut = member.cut(whole, self.rank)
+        cut = sharded_param.cut(whole, self.rank)
         return as_dtensor(cut.clone(), with_dtype(spec, cut.dtype))
 
 
@@ -54,10 +53,10 @@ class _Registry:
     """Originals by identity, forgotten when the original is."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], Succession]] = {}
+        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], Replacement]] = {}
         self._is_watching = False
 
-    def add(self, original: nn.Parameter, succession: Succession) -> None:
+    def add(self, original: nn.Parameter, succession: Replacement) -> None:
         key = id(original)
 
         def forget(_: object) -> None:
@@ -69,7 +68,7 @@ class _Registry:
             register_optimizer_step_pre_hook(_before_step)
             register_optimizer_step_post_hook(_after_step)
 
-    def get(self, tensor: torch.Tensor) -> Succession | None:
+    def get(self, tensor: torch.Tensor) -> Replacement | None:
         entry = self._by_id.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
@@ -78,17 +77,17 @@ class _Registry:
 
 
 _registry = _Registry()
-_members_by_shard: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+_members_by_shard: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
-def succeed(original: nn.Parameter, member: Member, rank: int) -> None:
+def record_replacement(original: nn.Parameter, sharded_param: ShardedParam, rank: int) -> None:
     """Record that a member's shard replaces `original`, and give it what hung on the original."""
-    shard = member.shard
-    if isinstance(member, FlatMember):
-        if shard is not original or isinstance(member, PartMember):
-            _registry.add(original, Succession(member, rank))
+    shard = sharded_param.shard
+    if isinstance(sharded_param, FlatSlice):
+        if shard is not original or isinstance(sharded_param, FlatParamSlice):
+            _registry.add(original, Replacement(sharded_param, rank))
         else:
-            _members_by_shard[id(shard)] = member
+            _members_by_shard[id(shard)] = sharded_param
         return
     for name, value in vars(original).items():
         setattr(shard, name, value)
@@ -97,17 +96,17 @@ def succeed(original: nn.Parameter, member: Member, rank: int) -> None:
     hooks = getattr(original, "_post_accumulate_grad_hooks", None)
     if hooks:
         shard._post_accumulate_grad_hooks = hooks
-    _registry.add(original, Succession(member, rank))
-    _members_by_shard[id(shard)] = member
+    _registry.add(original, Replacement(sharded_param, rank))
+    _members_by_shard[id(shard)] = sharded_param
 
 
-def successor(param: torch.Tensor) -> Member | None:
+def replacement_of(param: torch.Tensor) -> ShardedParam | None:
     """The member that a parameter belongs to: as the original that it replaced, or as its shard."""
     found = _registry.get(param)
     if found is not None:
-        return found.member
-    member = _members_by_shard.get(id(param))
-    return member if member is not None and member.shard is param else None
+        return found.sharded_param
+    sharded_param = _members_by_shard.get(id(param))
+    return sharded_param if sharded_param is not None and sharded_param.shard is param else None
 
 
 def repoint_living_optimizers() -> None:
@@ -147,13 +146,13 @@ def repoint(optimizer: Optimizer, *, with_gradients: bool = False) -> None:
             found = _registry.get(param)
             if found is None:
                 continue
-            shard = found.member.param
+            shard = found.sharded_param.param
             if param in optimizer.state:
                 sharded = dict(_sharded_state(optimizer, param, found))
                 del optimizer.state[param]
                 optimizer.state[shard] = sharded
             params[index] = shard  # after what may refuse: a second attempt must refuse, too
-            is_flat = isinstance(found.member, FlatMember)
+            is_flat = isinstance(found.sharded_param, FlatSlice)
             if with_gradients and not is_flat and param.grad is not None and shard.grad is None:
                 shard.grad = found.shard_of(param.grad)
         if len({id(param) for param in params}) < len(params):
@@ -161,19 +160,19 @@ def repoint(optimizer: Optimizer, *, with_gradients: bool = False) -> None:
 
 
 def _sharded_state(
-    optimizer: Optimizer, param: torch.Tensor, found: Succession
+    optimizer: Optimizer, param: torch.Tensor, found: Replacement
 ) -> Iterator[tuple[str, Any]]:
-    member = found.member
+    sharded_param = found.sharded_param
     for name, value in optimizer.state[param].items():
         # Of a 0-dim parameter everything is 0-dim; only the count of steps is not its like.
         is_count = name == "step" or not isinstance(value, torch.Tensor)
         if is_count or (value.ndim == 0 and param.ndim > 0):
             yield name, value
-        elif value.shape == param.shape and not isinstance(member, FlatMember):
+        elif value.shape == param.shape and not isinstance(sharded_param, FlatSlice):
             yield name, found.shard_of(value)
         else:
             raise LifecycleError(
-                f"{member.name}: {type(optimizer).__name__} has state from before sharding; it "
+                f"{sharded_param.name}: {type(optimizer).__name__} has state from before sharding; it "
                 f"must have the parameter's shape {tuple(param.shape)} and be sharded by itself, "
                 f"found {name!r} of shape {tuple(value.shape)}; build the optimizer after sharding."
             )

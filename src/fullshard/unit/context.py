@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from fullshard.device.releases import Releases
-from fullshard.device.streams import Device, Streams
+from fullshard.device import Device, Releases, Streams
 from fullshard.trace import seam
 from fullshard.trace.activities import Activity
 
@@ -46,7 +45,7 @@ class _Late:
     release: Callable[[], list[tuple[int, int]]]
 
 
-class Flow:
+class CommContext:
     """Streams, releases, and the reductions under way, in the order of issue."""
 
     def __init__(self, device: Device) -> None:

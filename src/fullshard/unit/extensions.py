@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.device.storage import Slab
+from fullshard.device import ResizableBuffer
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.layout import Split
 
@@ -29,7 +29,7 @@ class Extension:
     def __init__(self, name: str) -> None:
         self._name = name
         self._outs: list[torch.Tensor] = []
-        self._slabs: list[Slab] = []
+        self._buffers: list[ResizableBuffer] = []
         self._inner: Sequence[torch.Tensor] = ()
         self._sizes: list[torch.Size] = []
         self._metadata: Any = None
@@ -71,9 +71,9 @@ class Extension:
         if not self._outs:
             for tensor in inputs:
                 num_bytes = tensor.numel() * tensor.element_size() * num_ranks
-                slab = Slab(num_bytes, tensor.device)
-                self._slabs.append(slab)
-                self._outs.append(slab.view(0, (tensor.numel() * num_ranks,), tensor.dtype))
+                full_buffer = ResizableBuffer(num_bytes, tensor.device)
+                self._buffers.append(full_buffer)
+                self._outs.append(full_buffer.view(0, (tensor.numel() * num_ranks,), tensor.dtype))
         found = [tensor.numel() * num_ranks for tensor in inputs]
         expected = [out.numel() for out in self._outs]
         if found != expected:
@@ -81,13 +81,13 @@ class Extension:
                 f"{self._name}: fsdp_pre_all_gather must return tensors of the same sizes each "
                 f"time and on every rank, expected {expected}, found {found}; pad an uneven shard."
             )
-        for slab in self._slabs:
-            slab.fill()
+        for full_buffer in self._buffers:
+            full_buffer.fill()
         return self._outs
 
     @property
     def address_ranges(self) -> list[tuple[int, int]]:
-        return [slab.address_range for slab in self._slabs]
+        return [full_buffer.address_range for full_buffer in self._buffers]
 
     def finish(
         self, local: Any, dtype: torch.dtype, full: nn.Parameter | None, split: Split
@@ -110,8 +110,8 @@ class Extension:
         return result
 
     def release(self) -> None:
-        for slab in self._slabs:
-            slab.empty()
+        for full_buffer in self._buffers:
+            full_buffer.empty()
         for tensor in self._inner:
             tensor.untyped_storage().resize_(0)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.api import DataParallelMeshDims
+from fullshard.api import DataParallelMeshDims, ShardingStrategy
 from fullshard.errors import ConfigError, TopologyError
 
 
@@ -34,7 +35,7 @@ class Axis:
 
 
 @dataclass(frozen=True, eq=False)
-class Topology:
+class MeshInfo:
     """Where a unit's parameters are sharded and where they are replicated.
 
     `mesh` is the data-parallel mesh. With `dims`, parameters are DTensors on `full_mesh`, of
@@ -57,7 +58,7 @@ class Topology:
     def num_ranks(self) -> int:
         return self.shard.size * self.replicate.size
 
-    def thin_axis(self, size: int) -> Axis:
+    def subgroup_axis(self, size: int) -> Axis:
         """Groups of `size` neighbouring ranks of the shard axis; its ranks must ask alike."""
         if self.dims is not None:
             raise TopologyError(
@@ -72,7 +73,7 @@ class Topology:
             self._thin[size] = Axis.of_group(group)
         return self._thin[size]
 
-    def twin_shard_axis(self) -> Axis:
+    def second_shard_axis(self) -> Axis:
         """The shard axis over a second process group; all its ranks must ask alike."""
         if self.shard.group is None:
             return self.shard
@@ -87,10 +88,10 @@ class Topology:
         return f"Topology({self.device_type}: {sizes})"
 
 
-_known: dict[tuple[object, ...], Topology] = {}
+_known: dict[tuple[object, ...], MeshInfo] = {}
 
 
-def topology_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Topology:
+def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> MeshInfo:
     """The topology of a mesh. Units on one mesh share one, and with it their groups.
 
     Meshes of the same ranks are equal, even if they were made of different groups.
@@ -100,13 +101,13 @@ def topology_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> T
     known = _known.get(key)
     if known is not None and still_known(known):
         return known
-    _known[key] = topology = _full_topology(mesh, dims) if dims else _plain_topology(mesh)
-    return topology
+    _known[key] = mesh_info = _full_topology(mesh, dims) if dims else _plain_topology(mesh)
+    return mesh_info
 
 
-def still_known(topology: Topology) -> bool:
+def still_known(mesh_info: MeshInfo) -> bool:
     """Whether the groups still exist: a process group may be destroyed and made again."""
-    groups = (topology.shard.group, topology.replicate.group)
+    groups = (mesh_info.shard.group, mesh_info.replicate.group)
     alive = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
     return all(group is None or group in alive for group in groups)
 
@@ -141,7 +142,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, module.current_device())
 
 
-def _plain_topology(mesh: DeviceMesh) -> Topology:
+def _plain_topology(mesh: DeviceMesh) -> MeshInfo:
     if mesh.ndim not in (1, 2):
         raise TopologyError(
             f"mesh: one axis (shard) or two (replicate, shard) expected, found {mesh.ndim} in "
@@ -155,10 +156,10 @@ def _plain_topology(mesh: DeviceMesh) -> Topology:
     _require_member(mesh)
     shard = Axis.of_group(mesh.get_group(mesh.ndim - 1))
     replicate = Axis.of_group(mesh.get_group(0)) if mesh.ndim == 2 else Axis()
-    return Topology(mesh, shard, replicate)
+    return MeshInfo(mesh, shard, replicate)
 
 
-def _full_topology(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Topology:
+def _full_topology(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
     names = mesh.mesh_dim_names
     if names is None:
         raise TopologyError(
@@ -176,7 +177,7 @@ def _full_topology(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Topology:
     replicate_mesh = joined_axes(mesh, dims.replicate_names)
     dp_mesh = shard_mesh or replicate_mesh
     assert dp_mesh is not None  # DataParallelMeshDims has at least one name
-    return Topology(
+    return MeshInfo(
         dp_mesh,
         Axis.of_group(shard_mesh.get_group()) if shard_mesh else Axis(),
         Axis.of_group(replicate_mesh.get_group()) if replicate_mesh else Axis(),
@@ -200,9 +201,9 @@ def _require_member(mesh: DeviceMesh) -> None:
         )
 
 
-def thin_size(topology: Topology, value: int) -> bool | int:
+def subgroup_size(mesh_info: MeshInfo, value: int) -> bool | int:
     """Check `reshard_after_forward` as a number of ranks; the extremes are plain True and False."""
-    size = topology.shard.size
+    size = mesh_info.shard.size
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     if value not in divisors:
         raise ConfigError(
@@ -212,3 +213,127 @@ def thin_size(topology: Topology, value: int) -> bool | int:
     if value == 1:
         return False
     return True if value == size else value
+
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+_by_strategy: dict[tuple[Any, ...], MeshInfo] = {}
+
+
+def mesh_info_for_strategy(
+    strategy: ShardingStrategy,
+    process_group: Any,
+    device_mesh: DeviceMesh | None,
+    device_type: str,
+) -> MeshInfo:
+    """The axes of a wrapper. Wrappers that are given the same share one topology."""
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError(
+            "FullyShardedDataParallel: a process group or a device mesh is expected, found both; "
+            "pass the device mesh alone."
+        )
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise ConfigError(
+            f"device_mesh: a DeviceMesh is expected, found {type(device_mesh).__name__}; make one "
+            "with torch.distributed.device_mesh.init_device_mesh."
+        )
+    if isinstance(process_group, list):
+        process_group = tuple(process_group)
+    require_initialized("FullyShardedDataParallel")
+    key = (strategy, process_group, device_mesh, device_type, dist.group.WORLD)
+    known = _by_strategy.get(key)
+    if known is None or not still_known(known):
+        make = _hybrid if strategy in HYBRID else _plain
+        _by_strategy[key] = known = make(strategy, process_group, device_mesh, device_type)
+    return known
+
+
+def _plain(
+    strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | None, device_type: str
+) -> MeshInfo:
+    if mesh is not None:
+        _require_ndim(mesh, 1, strategy)
+    else:
+        group = dist.group.WORLD if process_group is None else process_group
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"process_group: {strategy} needs one process group, found {process_group!r}; pass "
+                "a group, or leave it out for all ranks."
+            )
+        mesh = DeviceMesh.from_group(group, device_type)
+    axis = Axis.of_group(mesh.get_group())
+    if strategy is ShardingStrategy.NO_SHARD:
+        return MeshInfo(mesh, Axis(), axis)
+    return MeshInfo(mesh, axis, Axis())
+
+
+def _hybrid(
+    strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | None, device_type: str
+) -> MeshInfo:
+    if mesh is not None:
+        _require_ndim(mesh, 2, strategy)
+        return MeshInfo(mesh, Axis.of_group(mesh.get_group(1)), Axis.of_group(mesh.get_group(0)))
+    if process_group is None:
+        mesh = _mesh_of_hosts(device_type)
+        return MeshInfo(mesh, Axis.of_group(mesh.get_group(1)), Axis.of_group(mesh.get_group(0)))
+    is_pair = isinstance(process_group, tuple) and len(process_group) == 2
+    if not is_pair or not all(isinstance(each, dist.ProcessGroup) for each in process_group):
+        raise ConfigError(
+            f"process_group: {strategy} needs a pair of groups (to shard in, to replicate over), "
+            f"found {process_group!r}; pass a pair, a 2D device mesh, or neither."
+        )
+    shard, replicate = process_group
+    return MeshInfo(
+        _mesh_of_groups(shard, replicate, device_type),
+        Axis.of_group(shard),
+        Axis.of_group(replicate),
+    )
+
+
+def _mesh_of_groups(
+    shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device_type: str
+) -> DeviceMesh:
+    """The mesh whose axes two groups are: a collective over the second."""
+    rows: list[Any] = [None] * replicate.size()
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    if len({len(row) for row in rows}) > 1 or len({r for row in rows for r in row}) < sum(
+        len(row) for row in rows
+    ):
+        raise TopologyError(
+            "process_group: the groups to shard in must be of one size and have no rank in common, "
+            f"found {rows}; make them with init_device_mesh and pass device_mesh."
+        )
+    return DeviceMesh.from_group(
+        [replicate, shard],
+        device_type,
+        mesh=torch.tensor(rows, dtype=torch.int),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def _mesh_of_hosts(device_type: str) -> DeviceMesh:
+    """Shard inside a host, replicate over hosts."""
+    world = dist.get_world_size()
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        num_local = int(os.environ["LOCAL_WORLD_SIZE"])
+    elif device_type == "cpu":
+        num_local = world
+    else:
+        num_local = torch.get_device_module(device_type).device_count()
+    num_local = min(num_local, world)
+    if world % num_local:
+        raise TopologyError(
+            f"FullyShardedDataParallel: hybrid sharding needs as many ranks on every host, found "
+            f"{world} ranks and {num_local} on this one; pass a 2D device mesh."
+        )
+    return init_device_mesh(
+        device_type, (world // num_local, num_local), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def _require_ndim(mesh: DeviceMesh, ndim: int, strategy: ShardingStrategy) -> None:
+    if mesh.ndim != ndim:
+        raise TopologyError(
+            f"device_mesh: {strategy} needs a mesh of {ndim} axes, found {mesh.ndim} in {mesh}; "
+            "pass a slice of it, or another strategy."
+        )

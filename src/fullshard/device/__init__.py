@@ -1,1 +1,0 @@
-"""ON WHAT: streams, events and storage, on the CPU and on everything shaped like CUDA."""

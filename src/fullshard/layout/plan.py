@@ -1,0 +1,353 @@
+"""The plan of a unit: how its parameters are cut into lanes and buckets.
+
+Three arrangements come out of one plan and share their offsets:
+
+- the **shard buffer** of a lane: this rank's shards, bucket by bucket. It is the input of the
+  all-gather, has the shape of the reduce-scatter's result, and is what the optimizer updates;
+- a **bucket**: `num_ranks` segments, one per rank, each a piece of that rank's shard buffer;
+- the **full buffer**: the full parameters of the unit, each one contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from fullshard.layout.split import Split
+
+
+@dataclass(frozen=True, slots=True)
+class DtypePlan:
+    """The dtypes of a parameter: stored in, computed in, and its gradient reduced in.
+
+    `wire` is the dtype in which the gradient travels: the same as `reduced`, or narrower.
+    """
+
+    stored: torch.dtype
+    computed: torch.dtype
+    reduced: torch.dtype
+    wire: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        stored: torch.dtype,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> DtypePlan:
+        """Apply a precision policy. Parameters that are not floating point keep their dtype.
+
+        `wire_dtype` counts only where it is narrower than the dtype of the reduction.
+        """
+        if not stored.is_floating_point:
+            return cls(stored, stored, stored, stored)
+        computed = param_dtype or stored
+        reduced = reduce_dtype or computed
+        wire = wire_dtype or reduced
+        return cls(stored, computed, reduced, wire if wire.itemsize < reduced.itemsize else reduced)
+
+    @property
+    def casts_to_gather(self) -> bool:
+        return self.stored != self.computed
+
+    @property
+    def sums_on_arrival(self) -> bool:
+        """Whether ranks sum what they receive in a wider dtype than it travels in (rule 6)."""
+        return self.wire != self.reduced
+
+    @property
+    def alignment_numel(self) -> int:
+        """Elements that fill 16 bytes in the narrowest of the four dtypes.
+
+        A bucket has the same number of elements in every dtype, so this keeps all of them
+        multiples of 16 bytes; NCCL falls back to element-sized copies otherwise.
+        """
+        dtypes = (self.stored, self.computed, self.reduced, self.wire)
+        return max(1, 16 // min(dtype.itemsize for dtype in dtypes))
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """When a parameter is worth a bucket of its own.
+
+    A parameter that shares its bucket is copied out of it after the all-gather, which reads and
+    writes it once. A parameter with its own bucket is not, but costs one more collective.
+    """
+
+    collective_s: float
+    copy_bytes_per_s: float
+
+    def deserves_bucket(self, full_bytes: int) -> bool:
+        return 2 * full_bytes / self.copy_bytes_per_s >= self.collective_s
+
+    @classmethod
+    def of_device(cls, device_type: str) -> CostModel:
+        """The model of a device: gloo between CPUs, NCCL and its like between accelerators.
+
+        Sources: benchmarks/bench_collectives.py. A further bucket in one coalesced call costs an
+        accelerator a few microseconds; gloo runs it as a collective of its own.
+        """
+        if device_type == "cpu":
+            return cls(collective_s=150e-6, copy_bytes_per_s=30e9)
+        return cls(collective_s=5e-6, copy_bytes_per_s=3e12)
+
+
+FULL_ALIGNMENT_BYTES = 128
+
+
+class BucketKind(Enum):
+    """How a gathered bucket becomes full parameters."""
+
+    IN_PLACE = "in place"  # the bucket is one parameter, as it lies in the full buffer
+    SPLIT = "split"  # several parameters share the bucket and are copied out of it
+    PERMUTED = "permuted"  # sharded along a dim other than the first: copied out, row by row
+    FLAT = "flat"  # all parameters one after another, as they lie in the full buffer
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether parameters are copied out of the gathered bucket."""
+        return self in (BucketKind.SPLIT, BucketKind.PERMUTED)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter, as the plan sees it."""
+
+    name: str
+    split: Split
+    dtypes: DtypePlan
+    is_trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter lies in each rank's segment of its bucket, and in the full buffer.
+
+    In a flat bucket, whose parameters cross segments, `offset` counts from the bucket's start.
+    """
+
+    param_index: int
+    offset: int
+    numel: int
+    full_offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A contiguous region that travels in one collective.
+
+    `segment_numel` is one rank's part, at `buffer_offset` of its shard buffer. The padding at the
+    end of the segments of a split bucket is copied to `padding_offset_bytes` of the full buffer.
+    """
+
+    slots: tuple[Slot, ...]
+    segment_numel: int
+    buffer_offset: int
+    kind: BucketKind
+    padding_offset_bytes: int = 0
+
+    def shard_offset(self, slot: Slot, rank: int) -> int:
+        """Where in its segment a rank's shard of a parameter starts."""
+        if self.kind is not BucketKind.FLAT:
+            return slot.offset
+        return min(max(slot.offset - rank * self.segment_numel, 0), self.segment_numel)
+
+    @property
+    def used_numel(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padding_numel(self) -> int:
+        """Unused elements at the end of each segment, for buckets that are not flat."""
+        return self.segment_numel - self.used_numel
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The buckets of parameters with the same dtypes that are all trainable, or all frozen."""
+
+    dtypes: DtypePlan
+    is_trainable: bool
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def shard_numel(self) -> int:
+        return sum(bucket.segment_numel for bucket in self.buckets)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class UnitLayout:
+    """The plan of one unit; `repr` is a table."""
+
+    params: tuple[ParamSpec, ...]
+    lanes: tuple[Lane, ...]
+    num_ranks: int
+    full_bytes: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard buffers are the full parameters as forward needs them."""
+        return self.num_ranks == 1 and all(
+            bucket.kind is BucketKind.FLAT and not lane.dtypes.casts_to_gather
+            for lane in self.lanes
+            for bucket in lane.buckets
+        )
+
+    def __repr__(self) -> str:
+        header = ("parameter", "shape", "dim", "dtypes", "bucket", "kind", "offset", "slot")
+        rows = [header, *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        number = 0
+        for lane in self.lanes:
+            dtypes = lane.dtypes
+            passed = [dtypes.stored, dtypes.computed, dtypes.reduced]
+            if dtypes.sums_on_arrival:
+                passed.append(dtypes.wire)
+            names = "/".join(str(dtype).removeprefix("torch.") for dtype in passed)
+            for bucket in lane.buckets:
+                for slot in bucket.slots:
+                    param = self.params[slot.param_index]
+                    yield (
+                        param.name,
+                        "x".join(map(str, param.split.shape)) or "scalar",
+                        "-" if param.split.dim is None else str(param.split.dim),
+                        names,
+                        str(number),
+                        bucket.kind.value,
+                        str(bucket.buffer_offset + slot.offset),
+                        str(slot.numel),
+                    )
+                number += 1
+
+
+class OffsetAllocator:
+    """Hands out aligned regions of the full buffer."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> int:
+        start = aligned(self.num_bytes, FULL_ALIGNMENT_BYTES)
+        self.num_bytes = start + num_bytes
+        return start
+
+
+def plan_layout(params: Sequence[ParamSpec], num_ranks: int, cost: CostModel) -> UnitLayout:
+    """Cut the parameters of a unit into buckets, each parameter split by itself.
+
+    Lanes come in the order of their first parameters. In a lane, buckets of single parameters
+    come first, then the one bucket that all other parameters share.
+    """
+    full = OffsetAllocator()
+    lanes = tuple(
+        Lane(dtypes, is_trainable, tuple(_buckets(params, indices, num_ranks, cost, full)))
+        for (dtypes, is_trainable), indices in params_by_lane(params).items()
+    )
+    return UnitLayout(tuple(params), lanes, num_ranks, full.num_bytes)
+
+
+def params_by_lane(params: Sequence[ParamSpec]) -> dict[tuple[DtypePlan, bool], list[int]]:
+    """The indices of the parameters of each lane, in the order in which lanes first appear."""
+    by_lane: dict[tuple[DtypePlan, bool], list[int]] = {}
+    for index, param in enumerate(params):
+        by_lane.setdefault((param.dtypes, param.is_trainable), []).append(index)
+    return by_lane
+
+
+def _buckets(
+    params: Sequence[ParamSpec],
+    indices: Sequence[int],
+    num_ranks: int,
+    cost: CostModel,
+    full: OffsetAllocator,
+) -> Iterator[Bucket]:
+    dtypes = params[indices[0]].dtypes
+    itemsize = dtypes.computed.itemsize
+    buffer_offset = 0
+    shared: list[int] = []
+    for index in indices:
+        split = params[index].split
+        kind = _own_kind(split, dtypes, cost)
+        if kind is None:
+            shared.append(index)
+            continue
+        segment_numel = aligned(split.slot_numel, dtypes.alignment_numel)
+        kept_numel = num_ranks * segment_numel if kind is BucketKind.IN_PLACE else split.numel
+        slot = Slot(index, 0, split.slot_numel, full.take(kept_numel * itemsize))
+        yield Bucket((slot,), segment_numel, buffer_offset, kind)
+        buffer_offset += segment_numel
+    if not shared:
+        return
+    # Parameters of one size lie side by side, so that a run of them is copied out at once.
+    shared.sort(key=lambda index: -params[index].split.slot_numel)
+    slots: list[Slot] = []
+    offset = 0
+    for index in shared:
+        numel = params[index].split.slot_numel
+        slots.append(Slot(index, offset, numel, full.take(num_ranks * numel * itemsize)))
+        offset += numel
+    segment_numel = aligned(offset, dtypes.alignment_numel)
+    padding_offset = full.take(num_ranks * (segment_numel - offset) * itemsize)
+    yield Bucket(tuple(slots), segment_numel, buffer_offset, BucketKind.SPLIT, padding_offset)
+
+
+def _own_kind(split: Split, dtypes: DtypePlan, cost: CostModel) -> BucketKind | None:
+    """The kind of the bucket that a parameter has to itself; None if it shares one."""
+    if split.slot_numel == 0 or split.dim is None:
+        return None
+    if not split.is_stacked:
+        return BucketKind.PERMUTED
+    full_bytes = split.numel * dtypes.computed.itemsize
+    if split.slot_numel % dtypes.alignment_numel or not cost.deserves_bucket(full_bytes):
+        return None
+    return BucketKind.IN_PLACE
+
+
+def aligned(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+def plan_flat_layout(params: Sequence[ParamSpec], num_ranks: int) -> UnitLayout:
+    """Put the parameters of every lane one after another into one bucket, cut evenly.
+
+    Parameters whose size keeps the next one aligned come first: kernels are slower on weights
+    that do not start at a multiple of 16 bytes.
+    """
+    full = OffsetAllocator()
+    lanes = []
+    for (dtypes, is_trainable), indices in params_by_lane(params).items():
+        alignment, itemsize = dtypes.alignment_numel, dtypes.computed.itemsize
+        ordered = sorted(indices, key=lambda index: params[index].split.numel % alignment != 0)
+        total = sum(params[index].split.numel for index in indices)
+        segment_numel = aligned(-(-total // num_ranks), alignment)
+        full_start = full.take(num_ranks * segment_numel * itemsize)
+        slots: list[Slot] = []
+        start = 0
+        for index in ordered:
+            numel = params[index].split.numel
+            slots.append(Slot(index, start, numel, full_start + start * itemsize))
+            start += numel
+        bucket = Bucket(tuple(slots), segment_numel, 0, BucketKind.FLAT)
+        lanes.append(Lane(dtypes, is_trainable, (bucket,)))
+    return UnitLayout(tuple(params), tuple(lanes), num_ranks, full.num_bytes)
+
+
+def plan_unit(
+    params: Sequence[ParamSpec], num_ranks: int, cost: CostModel, *, is_flat: bool
+) -> UnitLayout:
+    """The layout of a unit. With `is_flat`, its parameters are cut as one.
+
+    On one rank nothing is cut, so the flat layout serves both APIs: it needs no copy per
+    parameter, and none at all where nothing is cast.
+    """
+    if is_flat or num_ranks == 1:
+        return plan_flat_layout(params, num_ranks)
+    return plan_layout(params, num_ranks, cost)
