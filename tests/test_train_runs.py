@@ -40,7 +40,7 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(
 ) -> None:
     if rank.rank == 0:
         written(tmp_path)
-    run = {"report": True, "save_every": 2, "keep": 2, "tensorboard": True}
+    run = {"report": True, "save_every": 2, "keep": 2, "tensorboard": True, "sample_tokens": 4}
     config = configured(tmp_path, "run", run=run)
     found = trained(rank, config)
     folder = Path(config.run.out)
@@ -104,7 +104,7 @@ def test_bf16_follows_float32_closely(rank: Rank, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         # torch, on a CPU without instructions for bf16.
         warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
-        low = {"sharding": {"precision": "bf16"}, "run": {"sample_tokens": 0}}
+        low = {"sharding": {"precision": "bf16"}}
         found = trained(rank, configured(tmp_path, "bf16", **short, **low))
     assert found != expected
     assert found == pytest.approx(expected, rel=0.02)
