@@ -232,9 +232,9 @@ def test_two_hosts_under_torchrun_have_the_losses_of_one(
 
 
 def test_what_cannot_be_done_is_one_sentence_and_status_2(text: str, tmp_path: Path) -> None:
-    ended = finished(["train", "--model", "8b", "--device", "cpu", "--out", str(tmp_path / "run")])
+    ended = finished(options(text, tmp_path / "run", "--mesh", "3x4"))
     assert ended.returncode == 2, ended
-    assert "8b" in ended.stderr
+    assert "3x4 needs 12 ranks, found 2" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1, ended.stderr
 
 
