@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fullshard.errors import ConfigError
 from fullshard.testing.failures import RankException, RanksFailed, RankSilence
@@ -24,7 +24,6 @@ from fullshard.testing.forkserver import current_sys_path, spawn
 from fullshard.testing.rank_process import (
     Answer,
     Call,
-    Close,
     FunctionReference,
     Raised,
     RankSpec,
@@ -40,7 +39,7 @@ STACKS_WAIT_S = 2.0
 CLOSE_WAIT_S = 15.0
 SHOWN_OUTPUT_CHARS = 4000
 # A gloo process group has three threads, which wake up a hundred times a second.
-MAX_THREADS = 32
+MAX_GROUPS = 8
 SIZE_ARGUMENT = "on_num_ranks"
 
 
@@ -113,7 +112,7 @@ class RankPool:
             except BaseException:
                 self._kill()  # interrupted: nobody knows where the ranks are
                 raise
-            if max(answer.num_threads for answer in answers) > MAX_THREADS:
+            if max(answer.num_groups for answer in answers) > MAX_GROUPS:
                 self._kill()
         return [unpack(answer.result) for answer in answers]
 
@@ -228,7 +227,7 @@ class _Process:
             self.process = spawn(spec, output, fresh=pool.fresh)
         self.connection: Connection = Connection(ours.detach())
 
-    def send(self, message: Call | Close) -> None:
+    def send(self, message: Call | None) -> None:
         try:
             self.connection.send_bytes(pack(message))
         except OSError:
@@ -268,7 +267,7 @@ class _Processes:
     def __init__(self, pool: RankPool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fullshard-ranks-")
         # Here instead of on rank 0: the port is known at once, and no rank's end closes it.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         folder = Path(self._folder.name)
         self._ranks: list[_Process] = []
         try:
@@ -278,7 +277,7 @@ class _Processes:
             self.kill()
             raise
 
-    def send(self, message: Call | Close) -> None:
+    def send(self, message: Call | None) -> None:
         for rank in self._ranks:
             rank.send(message)
 
@@ -336,7 +335,7 @@ class _Processes:
 
     def close(self) -> None:
         """Let every rank leave the process group; kill those that do not."""
-        self.send(Close())
+        self.send(None)
         deadline = time.monotonic() + CLOSE_WAIT_S
         for rank in self._ranks:
             try:

@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard._torch import num_groups
 from fullshard.errors import ConfigError
 
 SHOWN_LOCAL_CHARS = 300
@@ -144,7 +146,10 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request to run a function. Its arguments are packed because they may need its module."""
+    """A request to run a function. Its arguments are packed because they may need its module.
+
+    None instead of a call is the request to leave the process group and exit.
+    """
 
     function: FunctionReference
     arguments: bytes
@@ -153,16 +158,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
-    """A request to leave the process group and exit."""
-
-
-@dataclass(frozen=True, slots=True)
 class Returned:
     """The answer of a rank whose function returned; `result` is packed."""
 
     result: bytes
-    num_threads: int
+    num_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ Answer = Returned | Raised
 
 
 def main(spec: RankSpec) -> None:
-    """Run as rank `spec.rank` until the parent sends `Close` or is gone."""
+    """Run as rank `spec.rank` until the parent asks it to exit or is gone."""
     # Ctrl-C in a terminal reaches every process of the group, but only the parent reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stacks = open(spec.stacks_path, "w")  # noqa: SIM115 - faulthandler writes to it until exit
@@ -187,7 +187,7 @@ def main(spec: RankSpec) -> None:
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 
     connection: Connection = Connection(spec.connection_fd)
-    calls: queue.SimpleQueue[Call | Close] = queue.SimpleQueue()
+    calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
     threading.Thread(target=_read_calls, args=(connection, calls), daemon=True).start()
     try:
         rank = _join(spec)
@@ -196,7 +196,7 @@ def main(spec: RankSpec) -> None:
         raise
     connection.send_bytes(pack(_returned(None)))
 
-    while isinstance(call := calls.get(), Call):
+    while (call := calls.get()) is not None:
         connection.send_bytes(pack(_answer(rank, call)))
     gc.collect()  # process groups that unused models hold are destroyed before the default group
     if dist.is_initialized():  # a function may have destroyed it
@@ -208,14 +208,14 @@ def main(spec: RankSpec) -> None:
     os._exit(0)
 
 
-def _read_calls(connection: Connection, calls: "queue.SimpleQueue[Call | Close]") -> None:
+def _read_calls(connection: Connection, calls: "queue.SimpleQueue[Call | None]") -> None:
     while True:
         try:
             call = unpack(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(1)
         calls.put(call)
-        if isinstance(call, Close):
+        if call is None:
             return
 
 
@@ -237,7 +237,7 @@ def _join(spec: RankSpec) -> Rank:
     os.environ["WORLD_SIZE"] = str(spec.size)
     # The parent's timeout comes first and shows stacks; the backend's is a safety net.
     timeout = timedelta(seconds=spec.timeout_s + 60)
-    store = dist.TCPStore("127.0.0.1", spec.store_port, is_master=False, timeout=timeout)
+    store = TCPStore("127.0.0.1", spec.store_port, is_master=False, timeout=timeout)
     dist.init_process_group(
         spec.backend,
         store=store,
@@ -271,7 +271,7 @@ def _answer(rank: Rank, call: Call) -> Answer:
 
 
 def _returned(result: object) -> Returned:
-    return Returned(pack(result), num_threads=len(os.listdir("/proc/self/task")))
+    return Returned(pack(result), num_groups=num_groups())
 
 
 def _raised(error: BaseException) -> Raised:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from fullshard import _torch
 from fullshard.errors import ConfigError, LifecycleError
@@ -49,7 +50,7 @@ def quiet_world(size: int, rank: int = 0, device: torch.device | str = "cpu") ->
         dist.Backend.register_backend(
             QUIET, _make_quiet_group, extended_api=True, devices=["cpu", "cuda"]
         )
-    with _simulated("quiet_world", QUIET, dist.HashStore(), rank, size, device) as simulated:
+    with _simulated("quiet_world", QUIET, HashStore(), rank, size, device) as simulated:
         yield simulated
 
 
@@ -57,7 +58,7 @@ def quiet_world(size: int, rank: int = 0, device: torch.device | str = "cpu") ->
 def _simulated(
     subject: str,
     backend: str,
-    store: dist.Store,
+    store: Store,
     rank: int,
     size: int,
     device: torch.device | str,
