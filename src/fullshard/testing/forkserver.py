@@ -16,6 +16,7 @@ keep a parent that did not stop them from exiting.
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import select
@@ -44,6 +45,9 @@ _MAX_MESSAGE_BYTES = 1 << 20
 # Ranks of one server share the seed of `hash`, and with it the order of their sets. With two
 # servers, a program that relies on that order fails here as it does elsewhere.
 _NUM_SERVERS = 2
+
+# Modules of tests import these. A server loads those that its parent has loaded.
+_PRELOADED = ("pytest", "hypothesis")
 
 
 def spawn(spec: RankSpec, output: BinaryIO, *, fresh: bool) -> "RankProcess":
@@ -91,8 +95,10 @@ class _Server:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        preloaded = [name for name in _PRELOADED if name in sys.modules]
         with theirs:
-            self._process = _popen("serve", str(theirs.fileno()), theirs.fileno(), None)
+            argument = json.dumps([theirs.fileno(), preloaded])
+            self._process = _popen("serve", argument, theirs.fileno(), None)
 
     @property
     def is_running(self) -> bool:
@@ -177,14 +183,17 @@ class _ForkedProcess:
 RankProcess = subprocess.Popen[bytes] | _ForkedProcess
 
 
-def serve(socket_fd: str) -> None:
+def serve(argument: str) -> None:
     """The program of a server: forks ranks and reports exit codes until the parent is gone."""
+    socket_fd, preloaded = json.loads(argument)
     # Ctrl-C in a terminal reaches every process of the group, but only the parent reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer loads many modules
+    for name in preloaded:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would copy every page that it visits
-    parent = socket.socket(fileno=int(socket_fd))
+    parent = socket.socket(fileno=socket_fd)
     while True:
         packed, descriptors, _, _ = socket.recv_fds(parent, _MAX_MESSAGE_BYTES, 3)
         if not packed:
