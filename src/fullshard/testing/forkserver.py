@@ -8,10 +8,9 @@ in `serve`, so a fork finds nothing half done:
 
 Everything ends with the pool's process: the server and the ranks read from sockets that close.
 
-`multiprocessing`'s forkserver cannot do this. A process has only one of them, so that all ranks
-would share the seed of `hash` and order their sets alike; ranks would have the environment of the
-time when it started; and its processes either may not have children (a `DataLoader`'s workers) or
-keep a parent that did not stop them from exiting.
+`multiprocessing`'s forkserver cannot do this: a process has only one of them, so that all ranks
+would share the seed of `hash` and order their sets alike, and its processes either may not have
+children (a `DataLoader`'s workers) or keep a parent that forgot to stop them from exiting.
 """
 
 import atexit
