@@ -284,7 +284,7 @@ def tensor_shards(model: nn.Module) -> list[TensorShard]:
     order: dict[str, int] = {}
     for name in _names_in_order(model, flat):
         order.setdefault(name, len(order))
-    found = [*flat, *_other_shards(model, {shard.tensor for shard in flat})]
+    found = [*flat, *other_shards(model, flat)]
     return sorted(found, key=lambda shard: order.get(shard.name, len(order)))
 
 
@@ -365,8 +365,9 @@ class _Names:
         return tuple(dict.fromkeys(names))
 
 
-def _other_shards(model: nn.Module, managed: set[torch.Tensor]) -> Iterator[TensorShard]:
-    """What no wrapper manages."""
+def other_shards(model: nn.Module, flat: Iterable[FlatShard]) -> Iterator[TensorShard]:
+    """The parameters and persistent buffers besides those that wrappers shard."""
+    managed = {shard.tensor for shard in flat}
     names: dict[torch.Tensor, list[str]] = {}
     is_buffer: dict[torch.Tensor, bool] = {}
     for path, module in model.named_modules(remove_duplicate=False):
