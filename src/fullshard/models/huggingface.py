@@ -33,7 +33,7 @@ from fullshard.runtime.names import clean_name
 from fullshard.state.materializing import LostBuffers
 from fullshard.state.safetensors_format import open_tensors
 from fullshard.state.safetensors_import import LoadedWeights, load_safetensors
-from fullshard.state.sites import sites_of
+from fullshard.state.shards import tensor_shards
 
 # Of names in an error.
 _NUM_LISTED = 8
@@ -71,7 +71,7 @@ class FolderArchitecture(Architecture):
         loaded = load_safetensors(self._folder, model, strict=False, rename=base_name)
         self._require_whole(loaded)
         self._restore_buffers(model)
-        fill_adapters(sites_of(model), seed)
+        fill_adapters(tensor_shards(model), seed)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits

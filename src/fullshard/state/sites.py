@@ -21,7 +21,7 @@ from fullshard.errors import CheckpointError
 from fullshard.layout.split import Box, boxes_of_range
 from fullshard.runtime.hooks import ModuleHooks, hooks_of
 from fullshard.runtime.names import clean_name
-from fullshard.state.lanes import StateLane, StatePart, lanes_of
+from fullshard.state.shards import FlatLane, FlatShard, lanes_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,8 +121,8 @@ class RowsSite(Site):
 class FlatSite(Site):
     """A parameter of a wrapper: a run of its elements."""
 
-    lane: StateLane
-    part: StatePart
+    lane: FlatLane
+    part: FlatShard
 
     @property
     def shape(self) -> torch.Size:
@@ -136,7 +136,7 @@ class FlatSite(Site):
     def blocks(self, tensor: torch.Tensor) -> list[Block]:
         flat = tensor.detach().reshape(-1)
         if self.lane.flat_param is not None:
-            flat = self.part.of_segment(flat)
+            flat = self.part.slice_of(flat)
         found, begin = [], 0
         for where in boxes_of_range(self.shape, self.part.elements):
             found.append(Block(where, flat[begin : begin + where.numel].view(where.sizes)))
@@ -152,7 +152,9 @@ def sites_of(model: nn.Module) -> list[Site]:
     _settle(model)
     lanes = lanes_of(model)
     found: list[Site] = [
-        FlatSite(part.names, part.param, False, lane, part) for lane in lanes for part in lane.parts
+        FlatSite(part.names, part.param, False, lane, part)
+        for lane in lanes
+        for part in lane.shards
     ]
     managed = {id(site.tensor) for site in found}
     found += _others(model, managed)
@@ -190,7 +192,7 @@ def _registered_names(model: nn.Module) -> Iterator[str]:
     """Names in the order of modules; of flat wrappers, those that their modules would have."""
     hidden: dict[nn.Module, list[str]] = {}
     for lane in lanes_of(model):
-        for part in lane.parts:
+        for part in lane.shards:
             for place in part.locations:
                 hidden.setdefault(place.module, []).append(place.name)
     for path, module in model.named_modules(remove_duplicate=False):

@@ -12,7 +12,7 @@ from fullshard.models.sampling import sample
 from fullshard.report.reading import read_record
 from fullshard.report.writing import write_report
 from fullshard.state.crew import Crew
-from fullshard.state.sites import sites_of
+from fullshard.state.shards import tensor_shards
 from fullshard.training.assembling import architecture_for, assembled
 from fullshard.training.batches import Batches
 from fullshard.training.closing import closing_lines
@@ -122,7 +122,7 @@ class Run:
 
     def _opening(self, parts: Parts, step: int) -> str:
         world = self._world
-        numel = sum(site.shape.numel() for site in sites_of(parts.model))
+        numel = sum(shard.shape.numel() for shard in tensor_shards(parts.model))
         where = f"{world.size} {'CPU' if world.device.type == 'cpu' else 'GPU'} rank"
         what = (
             f"{parts.architecture.name}: {numel:,} parameters over {where}{'s' * (world.size > 1)}"
