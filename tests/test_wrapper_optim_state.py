@@ -318,10 +318,10 @@ def deprecated(*subjects: str) -> Iterator[None]:
     with quiet(), warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", category=FutureWarning)
         yield
-    found = [str(warning.bucket) for warning in caught]
+    found = [str(warning.message) for warning in caught]
     assert len(found) == len(subjects), found
     for subject, warning in zip(subjects, caught, strict=True):
-        assert subject in str(warning.bucket), found
+        assert subject in str(warning.message), found
         assert warning.category is FutureWarning
         assert "/tests/test_wrapper_optim" in warning.filename, warning.filename
 
