@@ -43,14 +43,13 @@ from fullshard.runtime.hooks import hooks_of
 from fullshard.runtime.names import WRAPPED, clean_name
 from fullshard.state.shards import (
     FlatLane,
+    StateForm,
     StateValue,
     borrowed_lanes_of,
     full_tensor_of,
     is_sharded,
     lanes_of,
-    own_copy,
     shape_of,
-    sharded_copy,
     sharded_tensor,
     wrapper_mesh,
     wrappers_of,
@@ -156,6 +155,12 @@ def _own_settings(wrapper: nn.Module) -> StateDictSettings:
     return found if isinstance(found, StateDictSettings) else _DEFAULT
 
 
+def _form_of(settings: StateDictSettings) -> StateForm:
+    config = settings.state_dict_config
+    is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    return StateForm(is_sharded, getattr(config, "_use_dtensor", False), config.offload_to_cpu)
+
+
 # Saving
 
 
@@ -200,7 +205,7 @@ def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadat
         else:
             full = lane.gather(lane.shard_buffer())
             for shard in lane.shards if is_kept else ():
-                value = _stored(shard.view_of(full), lane, settings)
+                value = _form_of(settings).copy(shard.view_of(full), lane)
                 values.update(dict.fromkeys(shard.names, value))
         for name in names:
             if name not in values:
@@ -214,25 +219,16 @@ def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadat
         _sort_entries(wrapper, state, prefix, {key: ranks.get(key, 0) for key in added})
 
 
-def _stored(full: torch.Tensor, lane: FlatLane, settings: StateDictSettings) -> StateValue:
-    """A full parameter in the form of the settings, in memory of its own."""
-    config = settings.state_dict_config
-    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT and lane.is_sharded:
-        use_dtensor = isinstance(config, ShardedStateDictConfig) and config._use_dtensor
-        return sharded_copy(full, lane, use_dtensor=use_dtensor, to_cpu=config.offload_to_cpu)
-    return own_copy(full, to_cpu=config.offload_to_cpu)
-
-
 def _summoned_values(lane: FlatLane, state: Entries, prefix: str) -> Entries:
     """Summoned parameters with what was written to them; those on other ranks as they are."""
-    settings = _own_settings(lane.wrapper)
+    form = _form_of(_own_settings(lane.wrapper))
     values: Entries = {}
     for shard in lane.shards:
         for name in shard.names:
             found = state.get(prefix + name)
             if isinstance(found, torch.Tensor):
                 is_whole = found.shape == shard.shape
-                values[name] = _stored(found, lane, settings) if is_whole else found.clone()
+                values[name] = form.copy(found, lane) if is_whole else found.clone()
     return values
 
 

@@ -13,7 +13,7 @@ import hashlib
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ from fullshard.state.module_state import settings_of
 from fullshard.state.shards import (
     FlatLane,
     FlatShard,
+    StateForm,
     TensorShard,
     dtype_of,
     full_tensor_of,
@@ -36,7 +37,6 @@ from fullshard.state.shards import (
     lanes_of,
     other_shards,
     shape_of,
-    sharded_copy,
 )
 
 Key: TypeAlias = int | str
@@ -59,15 +59,18 @@ class OptimParam:
     shards: tuple[TensorShard, ...]
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> list[str]:
         """The canonical names of its tensors."""
-        return tuple(shard.name for shard in self.shards)
+        return [shard.name for shard in self.shards]
+
+    @property
+    def flat_shards(self) -> list[FlatShard]:
+        """Its tensors, if a wrapper shards them."""
+        return [shard for shard in self.shards if isinstance(shard, FlatShard)]
 
     @property
     def lane(self) -> FlatLane | None:
-        """The lane that it belongs to; None if no wrapper shards it."""
-        shard = self.shards[0] if self.shards else None
-        return shard.lane if isinstance(shard, FlatShard) else None
+        return next((shard.lane for shard in self.flat_shards), None)
 
     @property
     def is_flat(self) -> bool:
@@ -79,19 +82,11 @@ class OptimParam:
         return self.lane is None or not (self.lane.is_sharded or self.is_flat)
 
     @property
-    def flat_shards(self) -> tuple[FlatShard, ...]:
-        return tuple(shard for shard in self.shards if isinstance(shard, FlatShard))
-
-    @property
     def local_numel(self) -> int:
         """How many elements this rank has; a flat parameter's include its padding."""
         if self.lane is None:
             return self.param.numel()
         return self.lane.shard_numel if self.is_flat else len(self.flat_shards[0].elements)
-
-    def slice_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Its elements, as a view of a tensor arranged like the shard buffer of its lane."""
-        return buffer if self.is_flat else self.flat_shards[0].slice_of(buffer)
 
 
 def optim_params(
@@ -126,21 +121,20 @@ def saved_options(
             {k: v for k, v in saved[source].items() if k not in ("params", "param_names")}
             for source in sources
         ]
-        for other in options[1:]:
-            if different := [
-                k for k in {*options[0], *other} if not _has_same(options[0], other, k)
-            ]:
-                raise error(
-                    f"optimizer: the parameters of group {index} must have been saved with the "
-                    f"same options, found different {sorted(different)} in the saved groups "
-                    f"{sources}; build the optimizer with the groups that were saved."
-                )
+        different = {
+            key
+            for other in options[1:]
+            for key in {*options[0], *other}
+            if not (key in options[0] and key in other and is_same(options[0][key], other[key]))
+        }
+        if different:
+            raise error(
+                f"optimizer: the parameters of group {index} must have been saved with the same "
+                f"options, found different {sorted(different)} in the saved groups {sources}; "
+                "build the optimizer with the groups that were saved."
+            )
         result.append(copy.deepcopy(options[0]) if options else None)
     return result
-
-
-def _has_same(left: Mapping[str, Any], right: Mapping[str, Any], key: str) -> bool:
-    return key in left and key in right and is_same(left[key], right[key])
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -155,7 +149,11 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 class _ModelParams:
-    """All parameters of a wrapped model as its optimizers see them, in one order on all ranks."""
+    """All parameters of a wrapped model as its optimizers see them, in one order on all ranks.
+
+    `by_key` has them by their names in `named_parameters`, where flat parameters are listed;
+    `by_name` has the shards of the original parameters, by any of their names.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -167,46 +165,32 @@ class _ModelParams:
                 "optimizer as it is."
             )
         flat = [shard for lane in self.lanes for shard in lane.shards]
-        shards = [*flat, *(shard for shard in other_shards(model, flat) if not shard.is_buffer)]
+        others = [s for s in other_shards(model, flat) if not s.is_buffer]
+        shards = [*flat, *others]
         (self.params,) = optim_params([dict.fromkeys(s.tensor for s in shards)], shards)
-        self._by_tensor = {param.param: param for param in self.params}
-        self._by_name = {name: shard for shard in shards for name in shard.names}
-        self._by_key: dict[str, OptimParam] = {}
-        self._keys: dict[torch.Tensor, str] = {}
-        for key, tensor in model.named_parameters(remove_duplicate=False):
-            self._by_key[clean_name(key)] = self._by_tensor[tensor]
-            self._keys.setdefault(tensor, key)
-
-    def named(self, name: str) -> TensorShard | None:
-        """The original parameter of a name, which may be any of its names."""
-        return self._by_name.get(clean_name(name))
-
-    def keyed(self, key: str) -> OptimParam | None:
-        """The parameter that the model lists under a name: this may be a flat parameter."""
-        return self._by_key.get(clean_name(key))
-
-    def holding(self, shard: TensorShard) -> OptimParam:
-        return self._by_tensor[shard.tensor]
+        self.by_tensor = {param.param: param for param in self.params}
+        self.by_name = {name: shard for shard in shards for name in shard.names}
+        listed = list(model.named_parameters(remove_duplicate=False))
+        self.by_key = {clean_name(key): self.by_tensor[tensor] for key, tensor in listed}
+        self._keys = {tensor: key for key, tensor in reversed(listed)}
 
     def groups_of(
         self, optim: Optimizer | None, optim_input: OptimInput, *, by_name: bool = False
     ) -> list[dict[Key, OptimParam]]:
         """The parameters of each group of an optimizer, by the keys of its own state dict."""
         groups: list[dict[Key, OptimParam]] = []
-        number = 0
         for tensors in _param_groups(self.model, optim, optim_input):
+            first = sum(len(group) for group in groups)
             groups.append({})
-            for tensor in tensors:
-                if (param := self._by_tensor.get(tensor)) is None:
+            for number, tensor in enumerate(tensors, first):
+                if (param := self.by_tensor.get(tensor)) is None:
                     raise UnknownNameError(
-                        f"optimizer: parameter {number}: an optimizer's parameter must be one of "
-                        f"the model's, found a tensor of shape {tuple(tensor.shape)} that is none "
-                        "of them; pass the optimizer of this model, built from its parameters "
-                        "after it was wrapped."
+                        f"optimizer: parameter {number} must be one of the model's, found a "
+                        f"tensor of shape {tuple(tensor.shape)} that is none of them; pass the "
+                        "optimizer of this model, built from its parameters after it was wrapped."
                     )
                 name = self._keys.get(tensor, param.names[0])
                 groups[-1][name if by_name else number] = param
-                number += 1
         return groups
 
 
@@ -218,11 +202,9 @@ def _param_groups(
     They are those that it was built with if that is given, else those of the optimizer; without
     either it is assumed to have all parameters of the model.
     """
-    if optim_input is None and optim is None:
-        return [list(model.parameters())]
     if optim_input is None:
-        assert optim is not None
-        return [list(group["params"]) for group in optim.param_groups]
+        groups = [{"params": model.parameters()}] if optim is None else optim.param_groups
+        return [list(group["params"]) for group in groups]
     entries: list[Any] = list(optim_input)
     if not entries:
         raise ConfigError(
@@ -238,9 +220,6 @@ def _param_groups(
         "optim_input: tensors, or dicts that each have 'params', expected, found "
         f"{sorted({type(entry).__name__ for entry in entries})}; leave it out."
     )
-
-
-# What ranks tell each other before any state is communicated
 
 
 def _exchange(
@@ -266,39 +245,13 @@ def _exchange(
     return [[value for _, value in answers] for answers in received]
 
 
-def _shard_groups(lanes: Sequence[FlatLane]) -> dict[dist.ProcessGroup, set[FlatLane]]:
-    """The process groups that lanes are sharded over, each with its lanes."""
-    groups: dict[dist.ProcessGroup, set[FlatLane]] = {}
-    for lane in lanes:
-        group = lane.mesh_info.shard.group
-        if lane.is_sharded and group is not None:
-            groups.setdefault(group, set()).add(lane)
-    return groups
+def _shard_groups(lanes: Sequence[FlatLane]) -> list[dist.ProcessGroup]:
+    """The process groups that lanes are sharded over."""
+    groups = dict.fromkeys(lane.mesh_info.shard.group for lane in lanes if lane.is_sharded)
+    return [group for group in groups if group is not None]
 
 
 # Saving
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedForm:
-    """Whether a state dict holds whole tensors or shards, where, and whether on this rank."""
-
-    is_sharded: bool
-    use_dtensor: bool
-    to_cpu: bool
-    is_kept: bool
-
-    def copy_whole(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return copy.deepcopy(value)
-        device = torch.device("cpu") if self.to_cpu else value.device
-        return value.detach().to(device, copy=True)
-
-    def copy_gathered(self, full: torch.Tensor, lane: FlatLane) -> Any:
-        """State of one parameter out of a gathered lane, in memory of its own."""
-        if self.is_sharded and lane.is_sharded:
-            return sharded_copy(full, lane, use_dtensor=self.use_dtensor, to_cpu=self.to_cpu)
-        return self.copy_whole(full)
 
 
 def optim_state_dict(
@@ -316,14 +269,10 @@ def optim_state_dict(
     config = settings.optim_state_dict_config
     is_sharded = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
     rank0_only = not is_sharded and getattr(config, "rank0_only", False)
-    form = _SavedForm(
-        is_sharded,
-        use_dtensor=getattr(config, "_use_dtensor", False),
-        to_cpu=config.offload_to_cpu,
-        is_kept=not rank0_only or dist.get_rank(group) == 0,
-    )
+    is_kept = not rank0_only or dist.get_rank(group) == 0
+    form = StateForm(is_sharded, getattr(config, "_use_dtensor", False), config.offload_to_cpu)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-    return _save(model, optim, given, None, form)
+    return _save(model, optim, given, form, is_kept=is_kept)
 
 
 def full_optim_state_dict(
@@ -336,8 +285,8 @@ def full_optim_state_dict(
     """Whole tensors in host memory, on rank 0 or on all ranks; others return an empty dict."""
     _warn_deprecated("full_optim_state_dict", "optim_state_dict", optim_input)
     is_kept = not rank0_only or dist.get_rank(group) == 0
-    form = _SavedForm(is_sharded=False, use_dtensor=False, to_cpu=True, is_kept=is_kept)
-    return _save(model, optim, optim.state_dict(), optim_input, form)
+    form = StateForm(is_sharded=False, to_cpu=True)
+    return _save(model, optim, optim.state_dict(), form, optim_input, is_kept=is_kept)
 
 
 def sharded_optim_state_dict(
@@ -346,8 +295,8 @@ def sharded_optim_state_dict(
     """Each tensor split along its first dim, in host memory: for distributed checkpoints."""
     _warn_deprecated("sharded_optim_state_dict", "optim_state_dict")
     use_dtensor = getattr(settings_of(model).optim_state_dict_config, "_use_dtensor", False)
-    form = _SavedForm(is_sharded=True, use_dtensor=use_dtensor, to_cpu=True, is_kept=True)
-    return _save(model, optim, optim.state_dict(), None, form)
+    form = StateForm(is_sharded=True, use_dtensor=use_dtensor, to_cpu=True)
+    return _save(model, optim, optim.state_dict(), form)
 
 
 @torch.no_grad()
@@ -355,18 +304,22 @@ def _save(
     model: nn.Module,
     optim: Optimizer,
     state_dict: Mapping[str, Any],
-    optim_input: OptimInput,
-    form: _SavedForm,
+    form: StateForm,
+    optim_input: OptimInput = None,
+    *,
+    is_kept: bool = True,
 ) -> dict[str, Any]:
+    """The state dict in a form; an empty one if this rank does not keep it."""
     params = _ModelParams(model)
-    problem: Exception | None = None
     states: dict[OptimParam, State] = {}
-    unmatched: State = {}
+    result: dict[str, Any] = {"state": {}}
+    problem: Exception | None = None
     try:
-        groups = params.groups_of(optim, optim_input)
-        found = {key: param for group in groups for key, param in group.items()}
+        known: dict[Key, OptimParam] = {**params.by_key}
+        for group in params.groups_of(optim, optim_input):
+            known |= group
         for key, value in state_dict["state"].items():
-            param = params.keyed(key) if isinstance(key, str) else found.get(key)
+            param = known.get(_clean_key(key))
             if param is not None:
                 states[param] = value
                 continue
@@ -375,39 +328,38 @@ def _save(
                 "model; it is saved as it is.",
                 stacklevel=4,  # the caller of optim_state_dict
             )
-            unmatched[str(key)] = copy.deepcopy(value)
-        named_groups = _named_groups(state_dict, params, found)
+            result["state"][str(key)] = copy.deepcopy(value)
+        if "param_groups" in state_dict:
+            result["param_groups"] = _named_groups(state_dict["param_groups"], known)
     except Exception as error:
         problem = error
     agreed = _agreed_states(params, states, problem)
-    saved = _gathered_states(params, states, agreed, form)
-    if not form.is_kept:
+    saved = _gathered_states(params, agreed, states, form if is_kept else None)
+    if not is_kept:
         return {}
-    in_order = {name: None for group in named_groups or () for name in group["params"]}
-    state = {name: saved[name] for name in [*in_order, *saved] if name in saved} | unmatched
-    return {"state": state} | ({} if named_groups is None else {"param_groups": named_groups})
+    in_order = [name for group in result.get("param_groups", ()) for name in group["params"]]
+    in_order = [name for name in dict.fromkeys([*in_order, *saved]) if name in saved]
+    result["state"] = {name: saved[name] for name in in_order} | result["state"]
+    return result
 
 
-def _named_groups(
-    state_dict: Mapping[str, Any], params: _ModelParams, found: Mapping[Key, OptimParam]
-) -> list[dict[str, Any]] | None:
-    """The parameter groups, with the names of the original parameters in them."""
-    if "param_groups" not in state_dict:
-        return None
-    groups: list[dict[str, Any]] = copy.deepcopy(state_dict["param_groups"])
-    for group in groups:
-        names: list[str] = []
-        for key in group["params"]:
-            param = params.keyed(key) if isinstance(key, str) else found.get(key)
-            if param is None:
-                raise UnknownNameError(
-                    f"optim_state_dict: {key!r} in a parameter group must be a parameter of the "
-                    "model and of the optimizer, found neither; pass the optimizer's own state "
-                    "dict."
-                )
-            names += param.names
-        group["params"] = names
-    return groups
+def _clean_key(key: Key) -> Key:
+    return clean_name(key) if isinstance(key, str) else key
+
+
+def _named_groups(groups: Any, known: Mapping[Key, OptimParam]) -> list[dict[str, Any]]:
+    """Parameter groups with the names of the original parameters in them."""
+    for key in (key for group in groups for key in group["params"]):
+        if _clean_key(key) not in known:
+            raise UnknownNameError(
+                f"optim_state_dict: {key!r} in a parameter group must be a parameter of the "
+                "model and of the optimizer, found neither; pass the optimizer's own state dict."
+            )
+    return [
+        copy.deepcopy({k: v for k, v in group.items() if k != "params"})
+        | {"params": [name for key in group["params"] for name in known[_clean_key(key)].names]}
+        for group in groups
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +380,7 @@ class _Outline:
 def _agreed_states(
     params: _ModelParams, states: Mapping[OptimParam, State], problem: Exception | None
 ) -> dict[OptimParam, State]:
-    """What the state of every sharded or flat parameter consists of, the same on all ranks."""
+    """What the state of every parameter consists of, the same on all ranks that share it."""
     cut = [param for param in params.params if not param.is_whole]
     # State of another size than what this rank has of a parameter has a shape of its own, also
     # where that happens to be the size of a slice.
@@ -439,30 +391,29 @@ def _agreed_states(
         if isinstance(value, torch.Tensor) and value.dim() > 0
         if value.numel() != param.local_numel
     }
-    outlines: dict[OptimParam, Sequence[_Outline]] = {
-        param: [_outline(param, states.get(param), own_shaped)] for param in cut
-    }
-    groups = _shard_groups(params.lanes)
-    members = [[param for param in cut if param.lane in lanes] for lanes in groups.values()]
-    own = [[outlines[param][0] for param in inside] for inside in members]
-    for inside, answers in zip(members, _exchange(list(groups), own, problem), strict=True):
-        outlines.update(zip(inside, zip(*answers, strict=True), strict=True))
-    agreed = {param: _agreed_state(param, everyone) for param, everyone in outlines.items()}
-    return {param: state for param, state in agreed.items() if state is not None}
 
-
-def _outline(param: OptimParam, state: State | None, own_shaped: set[str]) -> _Outline:
-    if state is None:
-        return _Outline(param.local_numel, None)
-    outline: State = {}
-    for name, value in state.items():
+    def outlined(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            outline[name] = value
-        elif value.dim() > 0 and name not in own_shaped:
-            outline[name] = _PerElement(value.dtype)
-        else:
-            outline[name] = value.detach().cpu()
-    return _Outline(param.local_numel, outline)
+            return value
+        is_per_element = value.dim() > 0 and name not in own_shaped
+        return _PerElement(value.dtype) if is_per_element else value.detach().cpu()
+
+    outlines: dict[OptimParam, Sequence[_Outline]] = {}
+    for param in cut:
+        state = states.get(param)
+        outline = None if state is None else {k: outlined(k, v) for k, v in state.items()}
+        outlines[param] = [_Outline(param.local_numel, outline)]
+    groups = _shard_groups(params.lanes)
+    members = [
+        [param for param in cut if param.lane and param.lane.mesh_info.shard.group is group]
+        for group in groups
+    ]
+    own = [[outlines[param][0] for param in inside] for inside in members]
+    for inside, answers in zip(members, _exchange(groups, own, problem), strict=True):
+        outlines.update(zip(inside, zip(*answers, strict=True), strict=True))
+    agreed: dict[OptimParam, State | None] = {**states}
+    agreed |= {param: _agreed_state(param, everyone) for param, everyone in outlines.items()}
+    return {param: state for param, state in agreed.items() if state is not None}
 
 
 def _agreed_state(param: OptimParam, everyone: Sequence[_Outline]) -> State | None:
@@ -471,7 +422,7 @@ def _agreed_state(param: OptimParam, everyone: Sequence[_Outline]) -> State | No
     A rank that has no element of the parameter may have numbers about it, such as a count of
     steps, but its optimizer does not keep them up to date: they do not count.
     """
-    trained = [outline for outline in everyone if outline.numel] or list(everyone)
+    trained = [outline for outline in everyone if outline.numel] or everyone
     states = [outline.state for outline in trained if outline.state is not None]
     if not states:
         return None
@@ -499,33 +450,41 @@ def _agreed_state(param: OptimParam, everyone: Sequence[_Outline]) -> State | No
 
 def _gathered_states(
     params: _ModelParams,
-    states: Mapping[OptimParam, State],
     agreed: Mapping[OptimParam, State],
-    form: _SavedForm,
+    states: Mapping[OptimParam, State],
+    form: StateForm | None,
 ) -> dict[str, State]:
-    """The state of every original parameter that has any, by its name."""
+    """The state of every original parameter that has any, by its name; with no form, none."""
     saved: dict[str, State] = {}
-    wanted: dict[tuple[FlatLane, str, torch.dtype], list[OptimParam]] = {}
+    gathered: dict[tuple[FlatLane, str, torch.dtype], list[OptimParam]] = {}
     for param in params.params:
-        state = states.get(param) if param.is_whole else agreed.get(param)
+        state = agreed.get(param)
         if state is None:
             continue
-        if form.is_kept:
+        if form is not None:
             for name in param.names:
-                saved[name] = {key: form.copy_whole(value) for key, value in state.items()}
+                saved[name] = {key: _whole_copy(value, form) for key, value in state.items()}
         for key, value in state.items():
             if isinstance(value, _PerElement) and param.lane is not None:
-                wanted.setdefault((param.lane, key, value.dtype), []).append(param)
-    for (lane, key, dtype), owners in wanted.items():
+                gathered.setdefault((param.lane, key, value.dtype), []).append(param)
+    for (lane, key, dtype), owners in gathered.items():
         buffer = lane.zeros(dtype)
         for param in owners:
             value = states.get(param, {}).get(key)
             if value is not None and param.local_numel:
-                param.slice_of(buffer).copy_(value.flatten())
+                region = buffer if param.is_flat else param.flat_shards[0].slice_of(buffer)
+                region.copy_(value.flatten())
         full = lane.gather(buffer)  # only one state of one lane at a time
-        for shard in (shard for param in owners for shard in param.flat_shards if form.is_kept):
-            saved[shard.name][key] = form.copy_gathered(shard.view_of(full), lane)
+        if form is not None:
+            for shard in (shard for param in owners for shard in param.flat_shards):
+                saved[shard.name][key] = form.copy(shard.view_of(full), lane)
     return saved
+
+
+def _whole_copy(value: Any, form: StateForm) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to(torch.device("cpu") if form.to_cpu else value.device, copy=True)
 
 
 # Loading
@@ -608,44 +567,39 @@ class _Target:
         is_alone: bool = False,
     ) -> dict[str, Any]:
         params = _ModelParams(self.model)
-        device = params.lanes[0].device
-        source = _Rank0Source(device, group) if rank0_only else _Source(device)
+        source = _Source(params.lanes[0].device, rank0_only, group)
         state_dict = source.outline(state_dict)
-        process_groups: list[dist.ProcessGroup | None] = [group] if rank0_only else []
-        if not rank0_only and not is_alone:
-            process_groups += _shard_groups(params.lanes)
+        compared: list[dist.ProcessGroup | None] = [group] if rank0_only else []
+        compared += _shard_groups(params.lanes) if not rank0_only and not is_alone else []
         problem: Exception | None = None
         fingerprint = ""
         try:
             groups = params.groups_of(self.optim, self.optim_input, by_name=self.is_named)
-            incoming = _Incoming.read(state_dict, params)
-            incoming.check(params, may_be_sharded=not rank0_only)
+            incoming = _Incoming(state_dict, params, source)
             param_groups = self._param_groups(incoming.groups, params, groups)
             fingerprint = incoming.fingerprint()
         except Exception as error:
             problem = error
-        told = _exchange(process_groups, [fingerprint] * len(process_groups), problem)
+        told = _exchange(compared, [fingerprint] * len(compared), problem)
         if any(len(set(answers)) > 1 for answers in told):
             raise DisagreementError(
                 "optim_state_dict: all ranks must load state of the same parameters, in the same "
                 "shapes and dtypes, found differences; load the same checkpoint on every rank."
             )
-        slicing = _Slicing(incoming, source, self._kept_when_empty(params))
         # In the order of the model, which is the same on all ranks, also what is not held here.
-        own = {param: slicing.state_of(param) for param in params.params}
-        keyed = {key: own[param] for group in groups for key, param in group.items()}
-        state: dict[Any, Any] = {key: each for key, each in keyed.items() if each is not None}
-        state |= {name: slicing.unsharded(value) for name, value in incoming.unmatched.items()}
+        own = {param: incoming.state_of(param) for param in params.params}
+        state: dict[Any, Any] = {}
+        for key, param in ((key, param) for group in groups for key, param in group.items()):
+            # A rank without elements needs no state, except for named optimizers and for those
+            # that make state for all their parameters at once and then count on it.
+            has_state = self.optim is not None and bool(self.optim.state.get(param.param))
+            is_empty = (
+                not param.is_whole and not param.local_numel and param.shards[0].shape.numel()
+            )
+            if own[param] is not None and (not is_empty or has_state or self.is_named):
+                state[key] = own[param]
+        state |= {name: incoming.whole(value) for name, value in incoming.unmatched.items()}
         return {"state": state} | ({} if param_groups is None else {"param_groups": param_groups})
-
-    def _kept_when_empty(self, params: _ModelParams) -> set[OptimParam]:
-        """Parameters that need state also where this rank has none of their elements."""
-        if self.is_named:
-            return set(params.params)
-        if self.optim is None:
-            return set()
-        # Some optimizers make state for all their parameters at once and then count on it.
-        return {param for param in params.params if self.optim.state.get(param.param)}
 
     def _param_groups(
         self,
@@ -659,10 +613,11 @@ class _Target:
         keys = {param: key for group in groups for key, param in group.items()}
         members = [_saved_params(group, params, set(keys)) for group in saved]
         if self.optim is None:
-            numbers = [sorted(keys[param] for param in inside) for inside in members]
-            copies = [copy.deepcopy(dict(group)) for group in saved]
-            return [{**g, "params": n} for g, n in zip(copies, numbers, strict=True)]
-        known = {param for inside in members for param in inside}
+            return [
+                {**copy.deepcopy(dict(group)), "params": sorted(keys[param] for param in inside)}
+                for group, inside in zip(saved, members, strict=True)
+            ]
+        known = set().union(*members)
         for group in groups:
             # A frozen parameter has no state: optimizers are built with them or without.
             is_found = any(param in known for param in group.values())
@@ -696,9 +651,9 @@ def _saved_params(
                 f"optim_state_dict: parameters must be called by name, found {name!r} in a "
                 "parameter group; call rekey_optim_state_dict with OptimStateKeyType.PARAM_NAME."
             )
-        shard = params.named(name)
-        if shard is not None and params.holding(shard) in held:
-            found.add(params.holding(shard))
+        shard = params.by_name.get(clean_name(name))
+        if shard is not None and params.by_tensor[shard.tensor] in held:
+            found.add(params.by_tensor[shard.tensor])
         elif shard is None or shard.is_trainable:
             owner = "model" if shard is None else "optimizer"
             raise UnknownNameError(
@@ -723,32 +678,27 @@ def _is_array(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where whole values come from: every rank has them, or a part of each."""
+    """Where whole values come from: from this rank, or from rank 0, one tensor at a time."""
 
     device: torch.device
-
-    def outline(self, state_dict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        return state_dict
-
-    def fetch(self, value: Any) -> Any:
-        """The whole value on this rank; all ranks must fetch the same in the same order."""
-        return full_tensor_of(value).to(self.device) if is_sharded(value) else value
-
-
-@dataclass(frozen=True, slots=True)
-class _Rank0Source(_Source):
-    """Rank 0 of a group has all values and sends them to the others, one tensor at a time."""
-
+    rank0_only: bool
     group: dist.ProcessGroup | None
 
     def outline(self, state_dict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Rank 0's state dict; on the other ranks its tensors are yet to be received."""
+        """The state dict that is loaded; tensors of rank 0 are yet to be received."""
+        if not self.rank0_only:
+            return state_dict
         is_source = dist.get_rank(self.group) == 0
         sent = [_without_tensors(state_dict) if is_source else None]
         dist.broadcast_object_list(sent, group=self.group, group_src=0)
         return state_dict if is_source else sent[0]
 
     def fetch(self, value: Any) -> Any:
+        """The whole value on this rank; all ranks must fetch the same in the same order."""
+        if not self.rank0_only:
+            if not is_sharded(value):
+                return value
+            return full_tensor_of(value).to(self.device)
         if not _is_array(value) or not shape_of(value):
             return value
         if isinstance(value, _Remote):
@@ -766,26 +716,21 @@ def _without_tensors(value: Any) -> Any:
         return {key: _without_tensors(inner) for key, inner in value.items()}
     if not _is_array(value):
         return value
-    is_number = not shape_of(value) and not is_sharded(value)
-    return value.detach().cpu() if is_number else _Remote(shape_of(value), dtype_of(value))
+    if not shape_of(value) and not is_sharded(value):
+        return value.detach().cpu()
+    return _Remote(shape_of(value), dtype_of(value))
 
 
-@dataclass(slots=True)
 class _Incoming:
     """State to load, by the canonical names of parameters, and what belongs to no parameter.
 
-    `per_element` are the names of state that has one value per element of its parameter. Other
-    state has a shape of its own, the same for all parameters, and is whole on every rank.
+    Some state has one value per element of its parameter; other state has a shape of its own, the
+    same for all parameters, and is whole on every rank.
     """
 
-    states: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    unmatched: dict[Any, Any] = field(default_factory=dict)
-    groups: list[Mapping[str, Any]] | None = None
-    per_element: set[str] = field(default_factory=set)
-
-    @classmethod
-    def read(cls, state_dict: Mapping[str, Any] | None, params: _ModelParams) -> _Incoming:
-        """Find the parameter of every entry, by any of its names."""
+    def __init__(
+        self, state_dict: Mapping[str, Any] | None, params: _ModelParams, source: _Source
+    ) -> None:
         if not isinstance(state_dict, Mapping) or "state" not in state_dict:
             is_dict = isinstance(state_dict, Mapping)
             found = list(state_dict) if is_dict else type(state_dict).__name__
@@ -793,7 +738,10 @@ class _Incoming:
                 f"optim_state_dict: a dict with the key 'state' expected, found {found}; pass what "
                 "optim_state_dict returned, on every rank that it was saved for."
             )
-        incoming = cls(groups=state_dict.get("param_groups"))
+        self.groups: list[Mapping[str, Any]] | None = state_dict.get("param_groups")
+        self.unmatched: dict[Any, Any] = {}
+        self._states: dict[str, Mapping[str, Any]] = {}
+        self._source = source
         canonical: set[str] = set()
         for key, state in state_dict["state"].items():
             if not isinstance(key, str):
@@ -802,9 +750,9 @@ class _Incoming:
                     "call rekey_optim_state_dict with OptimStateKeyType.PARAM_NAME and the model "
                     "that the state dict belongs to."
                 )
-            shard = params.named(key)
+            shard = params.by_name.get(clean_name(key))
             if shard is None:
-                incoming.unmatched[key] = state
+                self.unmatched[key] = state
             elif not isinstance(state, Mapping):
                 raise ConfigError(
                     f"optim_state_dict: the state of {key!r} must be a dict, found "
@@ -812,21 +760,16 @@ class _Incoming:
                 )
             elif shard.name not in canonical:
                 # Tied parameters may come under each of their names: the canonical one decides.
-                incoming.states[shard.name] = state
+                self._states[shard.name] = state
                 canonical |= {shard.name} & {key}
-        return incoming
+        self._per_element = self._checked(params)
 
-    def fingerprint(self) -> str:
-        """The same on ranks that will have to fetch the same values."""
-        lines = [*_described(self.states), *_described(self.unmatched)]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-    def check(self, params: _ModelParams, *, may_be_sharded: bool) -> None:
-        """Find out which state is per element; raise for shapes that fit no parameter."""
+    def _checked(self, params: _ModelParams) -> set[str]:
+        """The names of state that is per element; raises for shapes that fit no parameter."""
         arrays: dict[str, list[tuple[FlatShard, Any]]] = {}
         for shard in (shard for param in params.params for shard in param.flat_shards):
-            for key, value in self.states.get(shard.name, {}).items():
-                if is_sharded(value) and not may_be_sharded:
+            for key, value in self._states.get(shard.name, {}).items():
+                if is_sharded(value) and self._source.rank0_only:
                     raise ConfigError(
                         "optim_state_dict: whole tensors expected where one rank has them all, "
                         f"found a {type(value).__name__} in state {key!r} of {shard.name!r}; "
@@ -834,10 +777,11 @@ class _Incoming:
                     )
                 if _is_array(value) and shape_of(value):
                     arrays.setdefault(key, []).append((shard, value))
+        per_element: set[str] = set()
         for key, entries in arrays.items():
             odd = [(shard, value) for shard, value in entries if shape_of(value) != shard.shape]
             if not odd:
-                self.per_element.add(key)
+                per_element.add(key)
                 continue
             has_own_shape = len({shape_of(value) for _, value in entries}) == 1
             # A parameter that is not split may have any state, such as factors of moments.
@@ -850,12 +794,65 @@ class _Incoming:
                     f"shape {tuple(shard.shape)}, found {tuple(shape_of(value))}; pass the state "
                     "of an optimizer of this model."
                 )
+        return per_element
 
-    def is_per_element(self, shard: FlatShard, key: str, value: Any) -> bool:
+    def _is_per_element(self, shard: FlatShard, key: str, value: Any) -> bool:
         if not _is_array(value) or shape_of(value) != shard.shape:
             return False
         # For a parameter without dims only the state of others tells elements from numbers.
-        return key in self.per_element or not (shard.shape or self.per_element or key == "step")
+        return key in self._per_element or not (shard.shape or self._per_element or key == "step")
+
+    def fingerprint(self) -> str:
+        """The same on ranks that will have to fetch the same values."""
+        lines = [*_described(self._states), *_described(self.unmatched)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def state_of(self, param: OptimParam) -> State | None:
+        """The state of a parameter as an optimizer holds it on this rank; None if there is none.
+
+        All ranks must ask for the same parameters in the same order.
+        """
+        entries = [(s, self._states[s.name]) for s in param.shards if s.name in self._states]
+        if not entries:
+            return None
+        own: State = {}
+        for key in sorted({key for _, state in entries for key in state}):
+            values = [(shard, state[key]) for shard, state in entries if key in state]
+            if param.lane is not None:
+                own[key] = self._value(param, key, values)
+            elif isinstance(param.param, DTensor) and is_sharded(values[0][1]):
+                own[key] = _copied(values[0][1])
+            else:
+                own[key] = self.whole(values[0][1])
+        return own
+
+    def _value(self, param: OptimParam, key: str, entries: Sequence[tuple[Any, Any]]) -> Any:
+        """One state of a wrapped parameter; zero where parts of a flat parameter have none."""
+        is_per_element = all(self._is_per_element(shard, key, value) for shard, value in entries)
+        values = (self._source.fetch(value) for _, value in entries)
+        if is_per_element and not param.is_whole:
+            cuts = (shard.cut(value) for (shard, _), value in zip(entries, values, strict=True))
+            if not param.is_flat:
+                return next(cuts).detach().clone()
+            buffer: torch.Tensor | None = None
+            for (shard, _), cut in zip(entries, cuts, strict=True):
+                buffer = cut.new_zeros(param.local_numel) if buffer is None else buffer
+                shard.slice_of(buffer).copy_(cut)
+            return buffer
+        first, *others = values
+        if not all(is_same(value, first) for value in others):
+            raise ConfigError(
+                f"optim_state_dict: state {key!r} must be the same for all parameters of one flat "
+                f"parameter, found {[first, *others]} for {[shard.name for shard, _ in entries]}; "
+                "wrap with use_orig_params=True to keep them apart."
+            )
+        return _copied(first)
+
+    def whole(self, value: Any) -> Any:
+        """State of no wrapped parameter: whole on every rank."""
+        if isinstance(value, Mapping):
+            return {key: self.whole(inner) for key, inner in value.items()}
+        return _copied(self._source.fetch(value))
 
 
 def _described(value: Any, name: str = "") -> Iterator[str]:
@@ -868,71 +865,6 @@ def _described(value: Any, name: str = "") -> Iterator[str]:
         yield f"{name}: {kind} {tuple(shape_of(value))} {dtype_of(value)}"
     else:
         yield f"{name}: {type(value).__name__}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Slicing:
-    """Cuts this rank's part out of incoming state. All ranks must ask for the same parameters."""
-
-    incoming: _Incoming
-    source: _Source
-    kept_when_empty: set[OptimParam]
-
-    def state_of(self, param: OptimParam) -> State | None:
-        """The state of a parameter as an optimizer holds it; None if it has none here."""
-        states = self.incoming.states
-        if param.is_flat:
-            entries = [(s, states[s.name]) for s in param.flat_shards if s.name in states]
-            keys = sorted({key for _, state in entries for key in state})
-            values = [[(s, state[key]) for s, state in entries if key in state] for key in keys]
-            own = {k: self._flat_value(param, k, v) for k, v in zip(keys, values, strict=True)}
-            return own if entries else None
-        state = states.get(param.names[0])
-        if state is None:
-            return None
-        if param.lane is None:
-            is_dtensor = isinstance(param.param, DTensor)
-            return {
-                key: _copied(state[key])
-                if is_dtensor and is_sharded(state[key])
-                else self.unsharded(state[key])
-                for key in sorted(state)
-            }
-        (shard,) = param.flat_shards
-        own = {}
-        for key in sorted(state):
-            is_per_element = self.incoming.is_per_element(shard, key, state[key])
-            value = self.source.fetch(state[key])
-            own[key] = _copied(shard.cut(value) if is_per_element and not param.is_whole else value)
-        has_elements = bool(shard.elements) or not shard.shape.numel() or param.is_whole
-        return own if has_elements or param in self.kept_when_empty else None
-
-    def unsharded(self, value: Any) -> Any:
-        """State of no wrapped parameter: whole on every rank."""
-        if isinstance(value, Mapping):
-            return {key: self.unsharded(inner) for key, inner in value.items()}
-        return _copied(self.source.fetch(value))
-
-    def _flat_value(
-        self, param: OptimParam, key: str, entries: Sequence[tuple[FlatShard, Any]]
-    ) -> Any:
-        """One state of a flat parameter; zero where its original parameters have none."""
-        if all(self.incoming.is_per_element(shard, key, value) for shard, value in entries):
-            buffer: torch.Tensor | None = None
-            for shard, value in entries:
-                mine = shard.cut(self.source.fetch(value))
-                if buffer is None:
-                    buffer = mine.new_zeros(param.local_numel)
-                shard.slice_of(buffer).copy_(mine)
-            return buffer
-        values = [self.source.fetch(value) for _, value in entries]
-        if not all(is_same(value, values[0]) for value in values[1:]):
-            raise ConfigError(
-                f"optim_state_dict: state {key!r} must be the same for all parameters of one flat "
-                f"parameter, found {values} for {[shard.name for shard, _ in entries]}; wrap "
-                "with use_orig_params=True to keep them apart."
-            )
-        return _copied(values[0])
 
 
 def _copied(value: Any) -> Any:
@@ -960,52 +892,38 @@ def rekey_optim_state_dict(
             "optim_state_key_type: a value of OptimStateKeyType expected, found "
             f"{optim_state_key_type!r}; pass PARAM_NAME or PARAM_ID."
         )
+    state, groups = optim_state_dict["state"], optim_state_dict["param_groups"]
+    keys = [*state, *(key for group in groups for key in group["params"])]
     wanted = str if optim_state_key_type is OptimStateKeyType.PARAM_NAME else int
-    if _key_type(optim_state_dict) in (wanted, None):
+    found = {type(key) for key in keys}
+    if len(found) > 1 or found - {int, str}:
+        raise ConfigError(
+            "optim_state_dict: parameters must all be called by name or all by number, found the "
+            f"keys {keys}; pass an optimizer's state dict as it was saved."
+        )
+    if found <= {wanted}:
         return optim_state_dict
     params = [param for group in _param_groups(model, optim, optim_input) for param in group]
     numbers = {param: number for number, param in enumerate(params)}
-    new_keys: dict[Key, Key] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if param in numbers and wanted is str:
-            new_keys.setdefault(numbers[param], clean_name(name))
-        elif param in numbers:
-            new_keys[clean_name(name)] = numbers[param]
-
-    def renamed(key: Key) -> Any:
+    listed = model.named_parameters(remove_duplicate=False)
+    pairs = [(clean_name(name), numbers[param]) for name, param in listed if param in numbers]
+    new_keys: dict[Any, Any] = dict(pairs)
+    if wanted is str:
+        new_keys = {number: name for name, number in reversed(pairs)}  # the canonical name
+    for key in keys:
         if key not in new_keys:
             raise UnknownNameError(
                 f"optim_state_dict: {key!r} must be a parameter of the model and of its "
                 f"optimizer, found only {list(new_keys)}; pass the model that the state dict "
                 "belongs to, and its optimizer."
             )
-        return new_keys[key]
-
-    groups = copy.deepcopy(optim_state_dict["param_groups"])
+    groups = copy.deepcopy(groups)
     for group in groups:
-        group["params"] = sorted(renamed(key) for key in group["params"])
-    state = {renamed(key): value for key, value in optim_state_dict["state"].items()}
-    return {"state": state, "param_groups": groups}
+        group["params"] = sorted(new_keys[key] for key in group["params"])
+    return {"state": {new_keys[key]: value for key, value in state.items()}, "param_groups": groups}
 
 
-def _key_type(optim_state_dict: Mapping[str, Any]) -> type | None:
-    """The type of all keys that parameters have; None if there are none."""
-    keys = list(optim_state_dict["state"])
-    keys += [key for group in optim_state_dict["param_groups"] for key in group["params"]]
-    types = {type(key) for key in keys}
-    if not types:
-        return None
-    if len(types) > 1 or types - {int, str}:
-        raise ConfigError(
-            "optim_state_dict: parameters must all be called by name or all by number, found the "
-            f"keys {keys}; pass an optimizer's state dict as it was saved."
-        )
-    return types.pop()
-
-
-def _warn_deprecated(
-    name: str | None, instead: str | None = None, optim_input: OptimInput = None
-) -> None:
+def _warn_deprecated(name: str | None, instead: str | None, optim_input: OptimInput = None) -> None:
     """Warn the caller of the public function that calls this."""
     if name is not None:
         warnings.warn(

@@ -433,35 +433,41 @@ def own_copy(tensor: torch.Tensor, *, to_cpu: bool) -> torch.Tensor:
     return copied.copy_(tensor.detach())
 
 
-def sharded_copy(
-    full: torch.Tensor, lane: FlatLane, *, use_dtensor: bool, to_cpu: bool
-) -> StateValue:
-    """This rank's rows of a full tensor, as sharded state dicts have them.
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """The form of tensors in a state dict: whole or sharded, and where."""
 
-    They are split along the first dim like `torch.chunk` does it: a `DTensor` on the wrapper's
-    mesh, or a `ShardedTensor` over the ranks of its shard axis. A 0-dim tensor stays whole.
-    """
-    if full.dim() == 0:
-        return own_copy(full, to_cpu=to_cpu)
-    axis = lane.mesh_info.shard
-    boxes = row_chunks(full.shape, axis.size)
-    start = boxes[axis.rank].offsets[0] if axis.rank < len(boxes) else full.size(0)
-    num_rows = boxes[axis.rank].sizes[0] if axis.rank < len(boxes) else 0
-    local = full[start : start + num_rows]
-    if not use_dtensor:
-        return sharded_tensor(own_copy(local, to_cpu=to_cpu), boxes, full.shape, axis)
-    mesh = lane.mesh_info.mesh
-    placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    made = DTensor.from_local(
-        own_copy(local, to_cpu=False),
-        mesh,
-        placements,
-        run_check=False,
-        shape=full.shape,
-        stride=full.contiguous().stride(),
-    )
-    # Afterwards: from_local moves its argument to the mesh's device.
-    return made.cpu() if to_cpu else made
+    is_sharded: bool
+    use_dtensor: bool = False
+    to_cpu: bool = False
+
+    def copy(self, full: torch.Tensor, lane: FlatLane) -> StateValue:
+        """A full tensor of a lane in this form, in memory of its own.
+
+        Sharded tensors are split along the first dim like `torch.chunk` does it: a `DTensor` on
+        the wrapper's mesh, or a `ShardedTensor` over the ranks of its shard axis.
+        """
+        if not self.is_sharded or not lane.is_sharded or full.dim() == 0:
+            return own_copy(full, to_cpu=self.to_cpu)
+        axis = lane.mesh_info.shard
+        boxes = row_chunks(full.shape, axis.size)
+        empty = Box((full.size(0),), (0,))
+        own = boxes[axis.rank] if axis.rank < len(boxes) else empty
+        local = full[own.offsets[0] : own.offsets[0] + own.sizes[0]]
+        if not self.use_dtensor:
+            return sharded_tensor(own_copy(local, to_cpu=self.to_cpu), boxes, full.shape, axis)
+        mesh = lane.mesh_info.mesh
+        placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+        made = DTensor.from_local(
+            own_copy(local, to_cpu=False),
+            mesh,
+            placements,
+            run_check=False,
+            shape=full.shape,
+            stride=full.contiguous().stride(),
+        )
+        # Afterwards: from_local moves its argument to the mesh's device.
+        return made.cpu() if self.to_cpu else made
 
 
 def sharded_tensor(
