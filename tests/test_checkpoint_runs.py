@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard import ConfigError, FullyShardedDataParallel, fully_shard
 from fullshard.errors import CheckpointError
 from fullshard.state import latest, load, save, save_async
-from fullshard.state.manifest import read_manifest
-from fullshard.state.opened import open_checkpoint
+from fullshard.state.store import open_checkpoint, read_manifest
 from fullshard.testing import Rank, RankPool, RanksFailed, on_ranks
 
 WIDTH = 6

@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.layout.split import boxes_of_range
-from fullshard.state.checksum import as_text, joined
-from fullshard.state.manifest import Manifest, StoredBlock, StoredTensor, digest_of, read_manifest
+from fullshard.state.store import (
+    Manifest,
+    StoredBlock,
+    StoredTensor,
+    as_text,
+    digest_of,
+    joined,
+    read_manifest,
+)
 
 many = settings(derandomize=True, deadline=None, max_examples=150)
 

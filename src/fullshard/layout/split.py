@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
+from operator import add
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,24 @@ def pieces(box: Box, max_numel: int) -> Iterator[Box]:
         offsets = (*box.offsets[:dim], row, *box.offsets[dim + 1 :])
         sizes = (*box.sizes[:dim], min(num_rows, end - row), *box.sizes[dim + 1 :])
         yield from pieces(Box(offsets, sizes), max_numel)
+
+
+def element_span(shape: Sequence[int], box: Box) -> range:
+    """All from the first to the last element of a box in a contiguous tensor."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    dims = list(zip(box.offsets, box.sizes, strides, strict=True))
+    first = sum(offset * stride for offset, _, stride in dims)
+    return range(first, first + sum((size - 1) * stride for _, size, stride in dims) + 1)
+
+
+def element_ranges(shape: Sequence[int], box: Box) -> Iterator[range]:
+    """The consecutive elements of a contiguous tensor that make up a box, in their order."""
+    inner = max(len(shape) - 1, 0)
+    while inner > 0 and box.sizes[inner] == shape[inner]:
+        inner -= 1  # whole rows are consecutive
+    for index in product(*(range(size) for size in box.sizes[:inner])):
+        offsets = (*map(add, box.offsets, index), *box.offsets[inner:])
+        yield element_span(shape, Box(offsets, (*(1 for _ in index), *box.sizes[inner:])))
 
 
 def row_chunks(shape: Sequence[int], num_parts: int) -> list[Box]:

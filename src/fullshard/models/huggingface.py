@@ -30,9 +30,8 @@ from fullshard.models.tokenizers import (
 )
 from fullshard.repeated_blocks import repeated_blocks
 from fullshard.runtime.names import clean_name
-from fullshard.state.materializing import LostBuffers
-from fullshard.state.safetensors_format import open_tensors
-from fullshard.state.safetensors_import import LoadedWeights, load_safetensors
+from fullshard.state.materialize import LostBuffers
+from fullshard.state.safetensors import LoadedWeights, load_safetensors, open_tensors
 from fullshard.state.shards import tensor_shards
 
 # Of names in an error.

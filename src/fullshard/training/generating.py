@@ -26,11 +26,10 @@ from torch.distributed.launcher.api import elastic_launch
 from fullshard.comm.exiting import leave
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, TopologyError
 from fullshard.models.sampling import sample
-from fullshard.state.folder import latest, located
-from fullshard.state.inventory import MODEL
-from fullshard.state.opened import is_ours, open_checkpoint
-from fullshard.state.restoring import load
+from fullshard.state.checkpoint import load
+from fullshard.state.dcp import MODEL
 from fullshard.state.shards import tensor_shards
+from fullshard.state.store import is_ours, latest, located, open_checkpoint
 from fullshard.training.assembling import architecture_for, assembled
 from fullshard.training.config import ShardingSection, TrainConfig
 from fullshard.training.config_file import config_of
