@@ -384,9 +384,7 @@ class FullyShardedDataParallel(nn.Module):
     optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
     shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
     scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(
-        optim_state.flatten_sharded_optim_state_dict
-    )
+    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
     rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
 
 
