@@ -171,7 +171,9 @@ class _ModelParams:
         self.by_tensor = {param.param: param for param in self.params}
         self.by_name = {name: shard for shard in shards for name in shard.names}
         listed = list(model.named_parameters(remove_duplicate=False))
-        self.by_key = {clean_name(key): self.by_tensor[tensor] for key, tensor in listed}
+        self.by_key: dict[Key, OptimParam] = {
+            clean_name(key): self.by_tensor[tensor] for key, tensor in listed
+        }
         self._keys = {tensor: key for key, tensor in reversed(listed)}
 
     def groups_of(
@@ -315,7 +317,7 @@ def _save(
     result: dict[str, Any] = {"state": {}}
     problem: Exception | None = None
     try:
-        known: dict[Key, OptimParam] = {**params.by_key}
+        known = dict(params.by_key)
         for group in params.groups_of(optim, optim_input):
             known |= group
         for key, value in state_dict["state"].items():
@@ -369,12 +371,8 @@ class _PerElement:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    """One rank's state of one parameter: `_PerElement`, or the value itself."""
-
-    numel: int
-    state: State | None
+_Outline: TypeAlias = tuple[int, State | None]
+"""How many elements a rank has of a parameter, and its state: `_PerElement`, or the value itself."""
 
 
 def _agreed_states(
@@ -402,7 +400,7 @@ def _agreed_states(
     for param in cut:
         state = states.get(param)
         outline = None if state is None else {k: outlined(k, v) for k, v in state.items()}
-        outlines[param] = [_Outline(param.local_numel, outline)]
+        outlines[param] = [(param.local_numel, outline)]
     groups = _shard_groups(params.lanes)
     members = [
         [param for param in cut if param.lane and param.lane.mesh_info.shard.group is group]
@@ -422,8 +420,8 @@ def _agreed_state(param: OptimParam, everyone: Sequence[_Outline]) -> State | No
     A rank that has no element of the parameter may have numbers about it, such as a count of
     steps, but its optimizer does not keep them up to date: they do not count.
     """
-    trained = [outline for outline in everyone if outline.numel] or everyone
-    states = [outline.state for outline in trained if outline.state is not None]
+    trained = [state for numel, state in everyone if numel] or [state for _, state in everyone]
+    states = [state for state in trained if state is not None]
     if not states:
         return None
     agreed: State = {}
@@ -441,8 +439,8 @@ def _agreed_state(param: OptimParam, everyone: Sequence[_Outline]) -> State | No
         if not values and (len(told) != len(trained) or len(set(told)) != 1):
             raise DisagreementError(
                 f"{param.names[0]}: every rank that has a part of it must have the optimizer "
-                f"state {name!r} in one dtype, found {[each.state for each in trained]}; step "
-                "the optimizer on all ranks alike."
+                f"state {name!r} in one dtype, found {trained}; step the optimizer on all ranks "
+                "alike."
             )
         agreed[name] = (values or told)[0]
     return agreed
@@ -732,8 +730,7 @@ class _Incoming:
         self, state_dict: Mapping[str, Any] | None, params: _ModelParams, source: _Source
     ) -> None:
         if not isinstance(state_dict, Mapping) or "state" not in state_dict:
-            is_dict = isinstance(state_dict, Mapping)
-            found = list(state_dict) if is_dict else type(state_dict).__name__
+            found = [*state_dict] if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise ConfigError(
                 f"optim_state_dict: a dict with the key 'state' expected, found {found}; pass what "
                 "optim_state_dict returned, on every rank that it was saved for."
