@@ -372,7 +372,7 @@ class _PerElement:
 
 
 _Outline: TypeAlias = tuple[int, State | None]
-"""How many elements a rank has of a parameter, and its state: `_PerElement`, or the value itself."""
+"""How many elements a rank has, and its state: `_PerElement` stands for elements of tensors."""
 
 
 def _agreed_states(
@@ -662,16 +662,8 @@ def _saved_params(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    """A tensor that rank 0 has."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def _is_array(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | _Remote) or is_sharded(value)
+    return isinstance(value, torch.Tensor) or is_sharded(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -683,40 +675,39 @@ class _Source:
     group: dist.ProcessGroup | None
 
     def outline(self, state_dict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """The state dict that is loaded; tensors of rank 0 are yet to be received."""
+        """The state dict that is loaded; what rank 0 has yet to send is on meta elsewhere."""
         if not self.rank0_only:
             return state_dict
         is_source = dist.get_rank(self.group) == 0
-        sent = [_without_tensors(state_dict) if is_source else None]
+        sent = [_on_meta(state_dict) if is_source else None]
         dist.broadcast_object_list(sent, group=self.group, group_src=0)
         return state_dict if is_source else sent[0]
 
     def fetch(self, value: Any) -> Any:
         """The whole value on this rank; all ranks must fetch the same in the same order."""
         if not self.rank0_only:
-            if not is_sharded(value):
-                return value
-            return full_tensor_of(value).to(self.device)
+            return full_tensor_of(value).to(self.device) if is_sharded(value) else value
         if not _is_array(value) or not shape_of(value):
             return value
-        if isinstance(value, _Remote):
-            tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-        else:
-            tensor = value.detach().to(self.device).contiguous()
+        tensor = value.detach()
+        if tensor.is_meta:
+            tensor = torch.empty_like(tensor, device=self.device)
+        tensor = tensor.to(self.device).contiguous()
         if tensor.numel():
             # As bytes: gloo does not know every dtype.
             dist.broadcast(tensor.view(torch.uint8), group=self.group, group_src=0)
         return tensor
 
 
-def _without_tensors(value: Any) -> Any:
+def _on_meta(value: Any) -> Any:
+    """Nested state without its tensors; numbers stay."""
     if isinstance(value, Mapping):
-        return {key: _without_tensors(inner) for key, inner in value.items()}
+        return {key: _on_meta(inner) for key, inner in value.items()}
     if not _is_array(value):
         return value
     if not shape_of(value) and not is_sharded(value):
         return value.detach().cpu()
-    return _Remote(shape_of(value), dtype_of(value))
+    return torch.empty(shape_of(value), dtype=dtype_of(value), device="meta")
 
 
 class _Incoming:
