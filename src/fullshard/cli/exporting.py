@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError
 from fullshard.state.dcp import MODEL
 from fullshard.state.safetensors import (
     ExportedTensor,
@@ -18,6 +18,7 @@ from fullshard.state.safetensors import (
     exported_dtype,
     install,
     plan_files,
+    require_export,
 )
 from fullshard.state.store import StoredCheckpoint, discard, open_checkpoint, staging_folder
 
@@ -37,11 +38,7 @@ def export(
     path: Path, out: Path, asked: Export, *, progress: Callable[[int, int], None]
 ) -> list[FilePlan]:
     """Write the folder `out`, which appears when all its files are whole."""
-    if out.suffix == ".safetensors" or out.is_file():
-        raise ConfigError(
-            f"{out}: a folder is expected, found the name of a file; give its folder: the file in "
-            "it is called model.safetensors."
-        )
+    require_export(out, asked.dtype, asked.max_bytes)
     opened = open_checkpoint(path)
     prefix = _model_prefix(opened) if asked.prefix is None else asked.prefix
     keys = {key.removeprefix(prefix): key for key in opened.keys if key.startswith(prefix)}

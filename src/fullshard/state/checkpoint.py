@@ -262,6 +262,14 @@ def selection(
     )
 
 
+def require_values(shard: TensorShard, purpose: str) -> None:
+    if shard.tensor.is_meta:
+        raise LifecycleError(
+            f"{shard.name}: parameters and buffers must have values to be {purpose}, found it on "
+            "meta; load or initialise the model first, or call model.to_empty(device=...)."
+        )
+
+
 def _writer(
     path: Path,
     model: nn.Module,
@@ -292,12 +300,17 @@ def _writer(
         selection=words,
         extra=tuple(extra),
     )
-    names = [f"__{ranks.rank}_{number}.distcp" for number in range(options.shards)]
+    boxes = [(key, box) for key, source in sources.items() for box in source.boxes or ()]
+    if options.shards > 1:
+        boxes.sort(key=lambda each: -each[1].numel)  # dealt out to files of about the same size
+    files = {
+        f"__{ranks.rank}_{n}.distcp": boxes[n :: options.shards] for n in range(options.shards)
+    }
     return _Writer(
         path,
         draft,
         sources,
-        _spread(sources, names),
+        files,
         {ranks.rank: {_RANDOM: random_state(), "extra": dict(extra)}},
         keep=options.keep,
         num_threads=options.shards,
@@ -313,11 +326,7 @@ def _content_of(
     shards = tensor_shards(model)
     found = _Content()
     for shard in filter(choose, shards):
-        if shard.tensor.is_meta:
-            raise LifecycleError(
-                f"{shard.name}: parameters and buffers must have values to be saved, found it on "
-                "meta; call model.to_empty(device=...) first."
-            )
+        require_values(shard, "saved")
         found.aliases.update(dict.fromkeys(shard.names[1:], shard.name))
         found.sources[MODEL + shard.name] = _source(shard, shard.tensor, ranks)
     if optimizer is None:
@@ -477,18 +486,19 @@ def write_checkpoint(
     if type(num_files) is not int or num_files < 1:
         raise ConfigError(f"num_files: a number of at least 1 is expected, found {num_files!r}.")
     states = [{"extra": {}, **state} for state in rank_states] or [{"extra": {}}]
-    draft = new_manifest(len(states))
-    said = described_by or draft
+    fresh = new_manifest(len(states))
     draft = replace(
-        draft,
-        step=said.step,
-        aliases=said.aliases,
-        optimizer=said.optimizer,
-        selection=said.selection,
+        described_by or fresh,
+        id=fresh.id,
+        created=fresh.created,
+        num_ranks=fresh.num_ranks,
+        versions=fresh.versions,
         extra=tuple(states[0]["extra"]),
     )
     sources = {
-        key: each if each.boxes is not None else replace(each, boxes=_rows(each, num_files))
+        key: replace(each, boxes=tuple(row_chunks(each.shape, num_files)))
+        if each.boxes is None
+        else each
         for key, each in tensors.items()
     }
     files = {
@@ -504,30 +514,6 @@ def write_checkpoint(
     )
     writer.write(RankGroup())
     return store.read_manifest(Path(path))
-
-
-def _rows(source: TensorSource, num_files: int) -> tuple[Box, ...]:
-    return tuple(row_chunks(source.shape, num_files))
-
-
-def _spread(
-    sources: Mapping[str, TensorSource], names: Sequence[str]
-) -> dict[str, list[tuple[str, Box]]]:
-    """Boxes dealt out to files of about the same size."""
-    files: dict[str, list[tuple[str, Box]]] = {name: [] for name in names}
-    sizes = dict.fromkeys(names, 0)
-    boxes = [
-        (box.numel * source.dtype.itemsize, key, box)
-        for key, source in sources.items()
-        for box in source.boxes or ()
-    ]
-    if len(names) > 1:
-        boxes.sort(key=lambda each: -each[0])
-    for num_bytes, key, box in boxes:
-        smallest = min(names, key=sizes.__getitem__)
-        files[smallest].append((key, box))
-        sizes[smallest] += num_bytes
-    return files
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from fullshard.errors import (
     CheckpointError,
     ConfigError,
     DisagreementError,
-    LifecycleError,
     UnsupportedError,
 )
 from fullshard.layout.split import (
@@ -44,7 +43,7 @@ from fullshard.layout.split import (
     slices,
     tiles,
 )
-from fullshard.state.checkpoint import BACKGROUND, selection
+from fullshard.state.checkpoint import BACKGROUND, require_values, selection
 from fullshard.state.dcp import require_inside
 from fullshard.state.materialize import LostBuffers, give_memory
 from fullshard.state.rank_group import RankGroup
@@ -539,11 +538,7 @@ def _own_parts(
     choose, words = selection(only)
     found = {}
     for shard in filter(choose, tensor_shards(model)):
-        if shard.tensor.is_meta:
-            raise LifecycleError(
-                f"{shard.name}: parameters and buffers must have values to be exported, found it "
-                "on meta; load or initialise the model first."
-            )
+        require_values(shard, "exported")
         target = exported_dtype(shard.dtype, dtype)
         parts = shard.local_parts(shard.tensor) if shard.is_writer else []
         found[ExportedTensor(shard.name, target, tuple(shard.shape))] = parts

@@ -344,16 +344,16 @@ def _require_possible_tensor(what: str, tensor: StoredTensor) -> None:
     dtype = getattr(torch, tensor.dtype, None)
     expected = f"one of torch {torch.__version__}"
     _require(isinstance(dtype, torch.dtype), f"dtype of {what}", expected, tensor.dtype)
-    for block in tensor.blocks:
-        has_dims = len(block.offsets) == len(block.sizes) == num_dims
-        found = f"{block.offsets}, {block.sizes}"
-        _require(has_dims, f"a block of {what}", f"of {num_dims} dims", found)
     for sizes in (
         shape,
         *(each for block in tensor.blocks for each in (block.offsets, block.sizes)),
     ):
         fits = prod(size or 1 for size in sizes) <= _MAX_NUMEL
         _require(fits, f"shape of {what}", "sizes that memory can have", str(sizes))
+    for block in tensor.blocks:
+        has_dims = len(block.offsets) == len(block.sizes) == num_dims
+        found = f"{block.offsets}, {block.sizes}"
+        _require(has_dims, f"a block of {what}", f"of {num_dims} dims", found)
     covers = tiles(shape, [block.box for block in tensor.blocks])
     _require(covers, f"blocks of {what}", f"every element of {shape} once", "gaps or overlaps")
     for each in (tensor.checksum, *(block.checksum for block in tensor.blocks)):
