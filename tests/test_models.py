@@ -23,7 +23,7 @@ from fullshard.models.sizes import SIZES, Size, size_named
 from fullshard.models.tokenizers import ByteTokenizer
 from fullshard.models.transformer import Block, Past, Transformer, rotary_angles, rotated
 from fullshard.runtime.names import clean_name
-from fullshard.state.materializing import give_memory
+from fullshard.state.materialize import give_memory
 from fullshard.testing import Rank, on_ranks, pool
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -36,11 +36,15 @@ from fullshard.optim.clipping import clip_grads
 from fullshard.runtime.build import ShardRequest, build_hooks, managed_modules
 from fullshard.runtime.hooks import ModuleHooks, UnshardHandle, hooks_of
 from fullshard.runtime.names import WRAPPED, clean_name
-from fullshard.state import optimizer, optimizer_keys, optimizer_loading
-from fullshard.state.lanes import wrappers_of
-from fullshard.state.loading import install_load_hooks, strict_loading
-from fullshard.state.model import install_state_hooks
-from fullshard.state.settings import set_settings, settings_of, settings_scope
+from fullshard.state import optim_state
+from fullshard.state.module_state import (
+    install_state_dict_hooks,
+    set_settings,
+    settings_of,
+    settings_scope,
+    strict_loading,
+)
+from fullshard.state.shards import wrappers_of
 from fullshard.state.summon import summon_full_params
 from fullshard.unit.flat_param import ParamForm
 from fullshard.unit.reduce_scatter import CommHook, require_no_wire_dtype
@@ -162,8 +166,7 @@ class FullyShardedDataParallel(nn.Module):
             options=hook_options(forward_prefetch, backward_prefetch, self.mixed_precision),
         )
         build_hooks(request)
-        install_state_hooks(self)
-        install_load_hooks(self)
+        install_state_dict_hooks(self)
 
     # The module inside
 
@@ -374,16 +377,14 @@ class FullyShardedDataParallel(nn.Module):
         with strict_loading(self, strict):
             return super().load_state_dict(state_dict, strict, assign)
 
-    optim_state_dict = staticmethod(optimizer.optim_state_dict)
-    full_optim_state_dict = staticmethod(optimizer.full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(optimizer.sharded_optim_state_dict)
-    optim_state_dict_to_load = staticmethod(optimizer_loading.optim_state_dict_to_load)
-    shard_full_optim_state_dict = staticmethod(optimizer_loading.shard_full_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(optimizer_loading.scatter_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(
-        optimizer_loading.flatten_sharded_optim_state_dict
-    )
-    rekey_optim_state_dict = staticmethod(optimizer_keys.rekey_optim_state_dict)
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
+    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
 
 
 # What wrappers that a policy makes have in common with the outermost one.

@@ -20,9 +20,8 @@ from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.runtime.describing import unit_facts
-from fullshard.state.crew import Crew
-from fullshard.state.restoring import load
-from fullshard.state.saving import save, save_async
+from fullshard.state.checkpoint import load, save, save_async
+from fullshard.state.rank_group import RankGroup
 from fullshard.trace import seam
 from fullshard.trace.activities import Activity
 from fullshard.trace.recording import record
@@ -203,11 +202,11 @@ class Trainer:
         if not is_traced:
             yield
             return
-        crew = Crew()
-        crew.told(None)  # so that the clocks of all ranks begin together
+        ranks = RankGroup.world()
+        ranks.all_gather(None)  # so that the clocks of all ranks begin together
         with record(self._world.device, self._world.rank) as recording:
             yield
-        timelines = crew.told(recording.timeline.as_json())
+        timelines = ranks.all_gather(recording.timeline.as_json())
         if self._world.is_first:
             found = {
                 "step": self.step,
