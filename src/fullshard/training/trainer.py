@@ -24,8 +24,8 @@ from fullshard.state.crew import Crew
 from fullshard.state.restoring import load
 from fullshard.state.saving import save, save_async
 from fullshard.trace import seam
-from fullshard.trace.activities import Activity
 from fullshard.trace.recording import record
+from fullshard.trace.seam import Activity
 from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
 from fullshard.training.display import Display

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from fullshard.device import Device, Releases, Streams
 from fullshard.trace import seam
-from fullshard.trace.activities import Activity
+from fullshard.trace.seam import Activity
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from fullshard.device import Device, ResizableBuffer, fast_attributes, num_refer
 from fullshard.errors import ConfigError
 from fullshard.layout import Bucket, BucketKind, DtypePlan, FlatSplit, Lane, Split, UnitLayout
 from fullshard.trace import seam
-from fullshard.trace.activities import Activity
+from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import permuted_pairs
 from fullshard.unit.context import CommContext, Tail
 from fullshard.unit.param import Holder, ShardedParam, shard_device
