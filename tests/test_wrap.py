@@ -14,7 +14,7 @@ from torch import nn
 
 import fullshard.wrap as ours
 from fullshard import ConfigError
-from fullshard.choosing import choose, wrap_chosen
+from fullshard.wrap import choose, wrap_chosen
 
 NAMES = [*theirs.__all__, "_or_policy"]
 

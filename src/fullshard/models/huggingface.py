@@ -28,12 +28,12 @@ from fullshard.models.tokenizers import (
     Tokenizer,
     has_tokenizer,
 )
-from fullshard.repeated_blocks import repeated_blocks
 from fullshard.runtime.names import clean_name
 from fullshard.state.materializing import LostBuffers
 from fullshard.state.safetensors_format import open_tensors
 from fullshard.state.safetensors_import import LoadedWeights, load_safetensors
 from fullshard.state.sites import sites_of
+from fullshard.wrap import repeated_blocks
 
 # Of names in an error.
 _NUM_LISTED = 8
