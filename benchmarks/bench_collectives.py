@@ -20,8 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collectives import BackendCollectives, Collectives, GlooCollectives
-from fullshard.comm.shared_memory import ShmCollectives
+from fullshard.comm.collectives import (
+    BackendCollectives,
+    Collectives,
+    GlooCollectives,
+    ShmCollectives,
+)
 from fullshard.testing import Rank, pool
 from measuring import (
     Table,
@@ -48,7 +52,7 @@ def ways_for(group: dist.ProcessGroup, device: torch.device) -> dict[str, Collec
     return {
         NATIVE: BackendCollectives(),
         COMPOSED: composed,
-        SHARED: ShmCollectives(group, otherwise=composed),
+        SHARED: ShmCollectives(group, composed),
     }
 
 

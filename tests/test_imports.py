@@ -12,7 +12,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A room sees the rooms of its own level and below.
 LEVELS = [
-    ("api", "errors", "layout", "trace"),
+    ("_torch", "api", "errors", "layout", "trace"),
     ("comm", "device"),
     ("unit",),
     ("runtime",),
@@ -36,8 +36,8 @@ LEVELS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # They work without a process group, so they see what works without one.
-SEES_ONLY = {room: {room, "api", "errors", "layout"} for room in ("plan", "trace")}
-SEES_ONLY["report"] = {"report", "api", "errors", "trace", "runtime"}
+SEES_ONLY = {room: {room, "_torch", "api", "errors", "layout"} for room in ("plan", "trace")}
+SEES_ONLY["report"] = {"report", "_torch", "api", "errors", "trace", "runtime"}
 SEES_ONLY["__main__"] = {"cli"}
 SEEN_BY_NOBODY = {"testing"}
 # Users of the package like any other: they may take what the package itself offers.
@@ -114,7 +114,7 @@ def forbidden_modules(tree: ast.AST, module: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             found.append((node, ast.unparse(node)))
-        elif isinstance(node, ast.ModuleCall) and ast.unparse(node.func).endswith(
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
             ("import_module", "__import__")
         ):
             found += [(node, a.value) for a in node.args if isinstance(a, ast.Constant)]

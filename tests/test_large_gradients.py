@@ -14,8 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.comm.shared_memory import ShmCollectives
-from fullshard.comm.transfer import CollectiveWork
+from fullshard.comm.collectives import CollectiveWork, ShmCollectives
 from fullshard.device import Device
 from fullshard.layout import CostModel
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
@@ -35,7 +34,7 @@ class Passed:
 class Ordered(Device):
     """A CPU as one stream: whoever issues a collective waits for it right away."""
 
-    is_ordered = True
+    has_streams = True
 
     def record(self) -> Passed:
         return Passed()
@@ -107,7 +106,7 @@ def watched_reduces() -> Iterator[list[list[int]]]:
         calls.append([out.numel() for out in outs])
         return reduce(self, outs, *args, **kwargs)
 
-    with patch.object(ShmCollectives, "reduce", watched):
+    with patch.object(ShmCollectives, "reduce_scatter", watched):
         yield calls
 
 

@@ -33,8 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fullshard import DataParallelMeshDims, ShardPlacementResult, fully_shard
-from fullshard.comm.shared_memory import ShmCollectives
-from fullshard.comm.transfer import CollectiveWork
+from fullshard.comm.collectives import CollectiveWork, ShmCollectives
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.layout import BucketKind, CostModel
 from fullshard.runtime.hooks import hooks_of
@@ -941,7 +940,7 @@ def test_an_evaluation_between_steps_changes_nothing(rank: Rank) -> None:
 def num_rows_worth_a_message(width: int) -> int:
     """The smallest multiple of 8 rows with which a float32 matrix gets a message of its own."""
     cost, rows = CostModel.of_device("cpu"), 8
-    while not cost.deserves_message(4 * width * rows):
+    while not cost.deserves_bucket(4 * width * rows):
         rows += 8
     return rows
 

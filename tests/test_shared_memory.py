@@ -5,12 +5,13 @@ import itertools
 import logging
 import os
 import random
+import resource
 import signal
 import socket
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,13 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import fullshard.comm.regions as regions_module
+import fullshard.comm.shm.regions as regions_module
 from fullshard import ConfigError, DisagreementError, fully_shard
-from fullshard.comm.collectives import GlooCollectives, all_reduce, collectives_for
-from fullshard.comm.handshake import SWITCH, link_of
-from fullshard.comm.links import Link
-from fullshard.comm.regions import regions
-from fullshard.comm.transfer import Collectives
+from fullshard.comm.collectives import Collectives, GlooCollectives, all_reduce, collectives_for
+from fullshard.comm.shm.handshake import SWITCH, link_of
+from fullshard.comm.shm.link import Link
+from fullshard.comm.shm.regions import regions
 from fullshard.testing import Rank, RankPool, RanksFailed, Training, assert_same_training, on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
@@ -160,7 +160,7 @@ def test_sums_over_replicas_are_the_same_on_all_of_them(rank: Rank, dtype: torch
 @on_ranks(2)
 def test_messages_of_a_wrong_size_are_refused_before_anything_is_read(rank: Rank) -> None:
     group, shared = chosen(rank)
-    with pytest.raises(ConfigError, match="found 32 and 12; give it a tensor for all ranks"):
+    with pytest.raises(ConfigError, match="found 32 and 12; pass tensors that match"):
         shared.all_gather([torch.empty(8)], [torch.empty(3)], group)
     with pytest.raises(ConfigError, match="found 32 and 12"):
         shared.reduce_scatter([torch.empty(3)], [torch.empty(8)], group, average=False)
@@ -214,20 +214,20 @@ def test_several_groups_at_once_do_not_meet(rank: Rank) -> None:
 @on_ranks(2)
 def test_a_rank_may_be_ahead_by_more_than_a_socket_holds(rank: Rank) -> None:
     group, shared = chosen(rank)
-    for mailbox in link_of_group(group)._mailboxes.values():
-        mailbox._door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    for peer in link_of_group(group)._peers.values():
+        peer._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     started = []
     if rank.rank == 0:  # the other one is in the barrier, and reads nothing
         started = [gather(rank, shared, group, 3, number) for number in range(100)]
-        assert all(each.is_backlogged for each in link_of_group(group)._mailboxes.values())
+        assert all(each.is_backlogged for each in link_of_group(group)._peers.values())
     dist.barrier()
     if rank.rank == 1:
         started = [gather(rank, shared, group, 3, number) for number in range(100)]
     for transfer, out, expected in started:
         transfer.wait()
         assert torch.equal(out, expected)
-    for mailbox in link_of_group(group)._mailboxes.values():
-        mailbox._door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    for peer in link_of_group(group)._peers.values():
+        peer._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
 
 
 @on_ranks(2)
@@ -386,10 +386,6 @@ def test_groups_that_are_destroyed_and_made_again_leave_nothing_open(rank: Rank)
 
     def settled() -> tuple[int, int]:
         gc.collect()
-        with new_group() as group:
-            link_of_group(group)  # which closes what belongs to groups that are no more
-        del group
-        gc.collect()
         return open_files(), mapped_bytes()
 
     train_on_a_new_group()
@@ -404,7 +400,7 @@ def test_groups_that_are_destroyed_and_made_again_leave_nothing_open(rank: Rank)
 @on_ranks(2)
 def test_a_process_that_was_forked_has_none_of_the_sockets(rank: Rank) -> None:
     group, _ = chosen(rank)
-    doors = [mailbox.fileno() for mailbox in link_of_group(group)._mailboxes.values()]
+    doors = [peer.fileno() for peer in link_of_group(group)._peers.values()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a process with threads forks: the child only looks
         child = os.fork()
@@ -453,8 +449,8 @@ def test_ranks_that_start_different_collectives_are_told_of_both(rank: Rank) -> 
     with pytest.raises(DisagreementError) as raised:
         transfer.wait()
     message = str(raised.value)
-    assert "a gather of 1 message with 32 bytes on rank" in message
-    assert f"a reduce of 1 message with {rank.size * 32} bytes on rank 1" in message or odd
+    assert "all-gather of 1 bucket with 32 bytes on rank" in message
+    assert f"reduce-scatter of 1 bucket with {rank.size * 32} bytes on rank 1" in message or odd
     assert "make the model take the same path" in message
 
     numel = 16 if odd else 8
@@ -531,7 +527,136 @@ def test_a_rank_that_is_killed_is_named_at_once_on_all_others() -> None:
     assert sorted(failed.value.silent) == [1]
     for other in failed.value.exceptions.values():
         assert isinstance(other.exception, RuntimeError)
-        assert "found that rank 1 is gone (Connection closed by peer)" in other.bucket
+        assert "found that rank 1 is gone (Connection closed by peer)" in other.message
+
+
+# Exhausted
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """No file can be opened, no socket made."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, before[1]))
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def one_warning(rank: Rank) -> Iterator[None]:
+    """All ranks are told once, and of the same rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == 1, messages
+    assert "on rank 1 (Too many open files); they use gloo from here on" in messages[0]
+
+
+def assert_right(*started: Any) -> None:
+    for transfer, out, expected in started:
+        transfer.wait()
+        torch.testing.assert_close(out, expected)
+
+
+@on_ranks(2, 4)
+def test_a_rank_that_cannot_connect_for_lack_of_descriptors_makes_all_use_gloo(rank: Rank) -> None:
+    with new_group() as group:
+        dist.barrier(group)  # gloo has its own connections now
+        shared = collectives_for(group, CPU)
+        num_open = open_files()
+        with one_warning(rank), no_descriptors() if rank.rank == 1 else nullcontext():
+            assert_right(gather(rank, shared, group, 1000), reduce(rank, shared, group, 1000))
+        assert link_of(group) is None
+        assert open_files() == num_open
+
+
+@on_ranks(2, 4)
+def test_ranks_go_over_to_gloo_together_when_one_gets_no_more_memory(rank: Rank) -> None:
+    with new_group() as group:
+        _, shared = chosen(rank, group)
+        assert_right(gather(rank, shared, group, 1000), reduce(rank, shared, group, 1000))
+        with one_warning(rank):
+            small = [gather(rank, shared, group, 3, number) for number in range(2)]
+            # Of sizes that there are no regions of yet; ranks wait in any order.
+            with no_descriptors() if rank.rank == 1 else nullcontext():
+                large = [
+                    gather(rank, shared, group, 3_000_000, 1),
+                    reduce(rank, shared, group, 2_000_000, 2),
+                    gather(rank, shared, group, 3, 3),
+                ]
+            assert_right(*(small + large if rank.rank % 2 else (small + large)[::-1]))
+        assert link_of(group) is None
+        assert shared.allocate_bucket(100_000, torch.float32, CPU).is_contiguous()
+        assert_right(gather(rank, shared, group, 50, 4), reduce(rank, shared, group, 50, 5))
+        total = torch.ones(200_000)
+        all_reduce(total, group, average=False)
+        assert total.eq(rank.size).all()
+
+
+@on_ranks(4)
+def test_a_collective_that_was_dropped_takes_part_when_ranks_go_over_to_gloo(rank: Rank) -> None:
+    with new_group() as group:
+        _, shared = chosen(rank, group)
+        assert_right(gather(rank, shared, group, 3))
+        with one_warning(rank):
+            with no_descriptors() if rank.rank == 1 else nullcontext():
+                started = [gather(rank, shared, group, 5_000_000), gather(rank, shared, group, 7)]
+            if rank.rank == 2:
+                del started[0]
+            assert_right(*started)
+
+
+@on_ranks(2)
+def test_two_ranks_that_fail_at_different_collectives_agree_on_the_first(rank: Rank) -> None:
+    with new_group() as group:
+        _, shared = chosen(rank, group)
+        assert_right(gather(rank, shared, group, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with no_descriptors() if rank.rank == 1 else nullcontext():
+                first = gather(rank, shared, group, 5_000_000, 1)
+            with no_descriptors() if rank.rank == 0 else nullcontext():
+                second = gather(rank, shared, group, 7_000_000, 2)
+            assert_right(second, first)
+
+
+@on_ranks(2)
+def test_a_rank_without_descriptors_still_reads_what_others_send(rank: Rank) -> None:
+    with new_group() as group:
+        _, shared = chosen(rank, group)
+        started = gather(rank, shared, group, 2_500_000)
+        dist.barrier()
+        with no_descriptors() if rank.rank == 1 else nullcontext():
+            assert_right(started)
+        assert_right(gather(rank, shared, group, 2_500_000))
+
+
+@on_ranks(2)
+def test_memory_of_a_collective_that_cannot_be_started_is_free_again(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, shared = chosen(rank)
+    in_use = [region for region in regions._by_address.values() if region.num_uses]
+
+    def refuse(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Link, "begin", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        gather(rank, shared, group, 40_000)
+    monkeypatch.undo()
+    assert [r for r in regions._by_address.values() if r.num_uses] == in_use
+    assert_right(gather(rank, shared, group, 40_000))
 
 
 # Without
@@ -561,7 +686,7 @@ def without_shared_memory() -> Iterator[dist.ProcessGroup]:
 
 @on_ranks(2, 4)
 def test_a_switch_on_one_rank_makes_all_of_them_use_gloo(rank: Rank) -> None:
-    log, said = logging.getLogger("fullshard.comm.handshake"), Said()
+    log, said = logging.getLogger("fullshard.comm.shm.handshake"), Said()
     log.addHandler(said)
     log.setLevel(logging.DEBUG)
     try:

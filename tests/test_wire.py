@@ -23,11 +23,15 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.comm.collectives import BackendCollectives, GlooCollectives, collectives_for
-from fullshard.comm.handshake import SWITCH, link_of
-from fullshard.comm.regions import regions
-from fullshard.comm.shared_memory import ShmCollectives
-from fullshard.comm.transfer import CollectiveWork
+from fullshard.comm.collectives import (
+    BackendCollectives,
+    CollectiveWork,
+    GlooCollectives,
+    ShmCollectives,
+    collectives_for,
+)
+from fullshard.comm.shm.handshake import SWITCH, link_of
+from fullshard.comm.shm.regions import regions
 from fullshard.layout import CostModel
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
@@ -121,7 +125,7 @@ def counted_bytes() -> Iterator[list[int]]:
         found.append(sum(inp.nbytes for inp in ins))
         return reduce(self, outs, ins, *args, **kwargs)
 
-    with patch.object(ShmCollectives, "reduce", counted):
+    with patch.object(ShmCollectives, "reduce_scatter", counted):
         yield found
 
 
@@ -185,7 +189,7 @@ def test_a_gradient_that_was_computed_in_the_wire_dtype_is_the_message(rank: Ran
         policy = {"param_dtype": BF16, "reduce_dtype": FP32, "wire_dtype": wire}
         with (
             patch.object(CostModel, "of_device", lambda _: own_messages),
-            patch.object(ShmCollectives, "reduce", noted),
+            patch.object(ShmCollectives, "reduce_scatter", noted),
         ):
             model = in_place(rank.mesh())(Probe(weight=torch.ones(shape)), policy)
             model({"weight": torch.ones(shape)}).backward()

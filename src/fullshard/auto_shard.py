@@ -12,8 +12,7 @@ from torch import nn
 
 from fullshard.comm.mesh import default_mesh
 from fullshard.errors import ConfigError, MisuseError
-from fullshard.fsdp_module import FSDPModule
-from fullshard.fully_shard import fully_shard
+from fullshard.fully_shard import FSDPModule, fully_shard
 from fullshard.plan import readable
 from fullshard.plan.memory import table
 from fullshard.runtime.hooks import hooks_of

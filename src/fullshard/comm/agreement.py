@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from fullshard._torch import all_gather_single, default_store
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.errors import DisagreementError
 
@@ -22,11 +23,13 @@ _T = TypeVar("_T")
 PATIENCE = "FULLSHARD_PATIENCE_S"
 _DEFAULT_PATIENCE_S = 60.0
 
-_num_made: Counter[tuple[int, ...]] = Counter()
+# Keys of the store that two detours in a row have each for itself: what the first rank does, and
+# whether all do.
+_PER_DETOUR = ("said", "verdict")
 
 
 class Agreement:
-    """Compares values between all ranks of a topology.
+    """Compares values between all ranks of a mesh.
 
     Comparing plans or steps is a collective over both axes: each rank learns the value of every
     other, so a difference is raised on all of them alike. Comparing detours is not: the ranks that
@@ -35,67 +38,73 @@ class Agreement:
 
     def __init__(self, mesh_info: MeshInfo, device: torch.device) -> None:
         self._axes = [a for a in (mesh_info.shard, mesh_info.replicate) if not a.is_single]
+        self._num_ranks = mesh_info.num_ranks
         self._device = device
-        self._ranks: tuple[int, ...] = ()
         self._path = ""
         self._num_detours = 0
 
     def compare_plans(self, plans: Sequence[tuple[str, str]]) -> None:
         """Compare (unit name, what it holds) pairs; raise where they differ."""
         digest = hashlib.sha256(repr(list(plans)).encode()).digest()
-        number = int.from_bytes(digest[:7], "big")
-        said = self._exchange_numbers(number)
-        self._meet(tuple(sorted(rank for rank, _ in said)))
-        if len({number for _, number in said}) <= 1:
-            return
-        everyone = self._exchange_objects(list(plans))
-        raise DisagreementError(_plan_difference(everyone))
+        rows = self._exchange(int.from_bytes(digest[:7], "big"), secrets.randbits(62))
+        # A place in the store that these ranks know and nobody else does: the first rank's draw.
+        self._path = f"fullshard/detours/{int(rows[rows[:, 0].argmin(), 2]):x}"
+        self._num_detours = 0
+        if _differ(rows):
+            raise DisagreementError(_plan_difference(self._exchange_objects(list(plans))))
 
     def compare_step(self, number: int, describe: Callable[[int], str]) -> None:
         """Compare the number of the next thing to do; `describe` turns a number into words."""
-        everyone = self._exchange_numbers(number)
-        if len({said for _, said in everyone}) > 1:
-            raise DisagreementError(_step_difference(everyone, describe))
-
-    def _meet(self, ranks: tuple[int, ...]) -> None:
-        """Choose a place in the store that the same ranks know and nobody else does."""
-        self._ranks = ranks
-        _num_made[ranks] += 1
-        self._path = f"fullshard/detours/{'-'.join(map(str, ranks))}/{_num_made[ranks]}"
+        rows = self._exchange(number)
+        if _differ(rows):
+            raise DisagreementError(_step_difference(rows.tolist(), describe))
 
     def compare_detour(self, found: str, expected: str) -> None:
         """Before this rank does something else than in the last pass: do all the others, too?
 
         Costs nothing where ranks do what they did before. Only those that do not exchange words,
         through the store: a collective would meet another one of the ranks that do.
-        """
-        self._num_detours += 1
-        store = dist.distributed_c10d._get_default_store()
-        own = dist.get_rank()
-        keys = {rank: f"{self._path}/{self._num_detours}/{rank}" for rank in self._ranks}
-        store.set(keys[own], found)
-        patience_s = float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
-        deadline = time.monotonic() + patience_s
-        for rank, key in keys.items():
-            try:
-                left_s = max(deadline - time.monotonic(), 0.001)
-                store.wait([key], timedelta(seconds=left_s))
-                said = store.get(key).decode()
-            except dist.DistStoreError:
-                said = f"what it did before ({expected}), or nothing, for {patience_s:g} s"
-            if said != found:
-                raise DisagreementError(
-                    f"{found}: all ranks must run units in the same order, found rank {own} about "
-                    f"to do this where it did '{expected}' before, while rank {rank} does {said}; "
-                    "make the model take the same path on every rank."
-                )
 
-    def _exchange_numbers(self, number: int) -> list[tuple[int, int]]:
-        """Every rank's (rank, number)."""
-        rows = torch.tensor([[dist.get_rank(), number]], dtype=torch.int64, device=self._device)
+        The first rank says what it does, the others compare. The last one to come writes the
+        verdict, which all wait for. Two detours in a row use different keys, and whoever is last at
+        one deletes those of the one before, which nobody reads any more: the store does not grow.
+        """
+        store, own = default_store(), dist.get_rank()
+        said, verdict = (f"{self._path}/{each}/{self._num_detours % 2}" for each in _PER_DETOUR)
+        odd, arrived = f"{self._path}/odd", f"{self._path}/arrived"
+        self._num_detours += 1
+        first_rank, first = store.compare_set(said, "", f"{own} {found}").decode().split(" ", 1)
+        if first != found:
+            store.set(odd, f"{own} {found}")
+        if store.add(arrived, 1) == self._num_detours * self._num_ranks:
+            for each in _PER_DETOUR:
+                store.delete_key(f"{self._path}/{each}/{self._num_detours % 2}")
+            store.set(verdict, store.get(odd).decode() if store.check([odd]) else "")
+            store.delete_key(odd)
+        if first != found:
+            raise _detour_difference(own, found, expected, f"rank {first_rank} does {first}")
+        patience_s = float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
+        try:
+            store.wait([verdict], timedelta(seconds=patience_s))
+        except dist.DistStoreError:
+            num_here = store.add(arrived, -1) - (self._num_detours - 1) * self._num_ranks + 1
+            self._num_detours -= 1  # as if it had not happened: the others know nothing of it
+            store.delete_key(said)
+            others = (
+                f"only {num_here} of {self._num_ranks} ranks do, and the others what they did "
+                f"before, or nothing, for {patience_s:g} s"
+            )
+            raise _detour_difference(own, found, expected, others) from None
+        odd_rank, _, other = store.get(verdict).decode().partition(" ")
+        if other:
+            raise _detour_difference(own, found, expected, f"rank {odd_rank} does {other}")
+
+    def _exchange(self, *numbers: int) -> torch.Tensor:
+        """A row per rank: its rank and its numbers."""
+        rows = torch.tensor([[dist.get_rank(), *numbers]], dtype=torch.int64, device=self._device)
         for axis in self._axes:
             rows = _gathered_rows(rows, axis)
-        return [(int(rank), int(value)) for rank, value in rows.tolist()]
+        return rows
 
     @staticmethod
     def exchanged(numbers: Sequence[int], axis: Axis, device: torch.device) -> list[list[int]]:
@@ -111,12 +120,24 @@ class Agreement:
         return known
 
 
+def _differ(rows: torch.Tensor) -> bool:
+    return bool((rows[:, 1] != rows[0, 1]).any())
+
+
 def _gathered_rows(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
     if axis.group is None:
         return rows
-    all_gather_flat = rows.new_empty(axis.size * rows.size(0), rows.size(1))
-    axis.group._allgather_base(all_gather_flat, rows).wait()
-    return all_gather_flat
+    gathered = rows.new_empty(axis.size * rows.size(0), rows.size(1))
+    all_gather_single(axis.group, gathered, rows).wait()
+    return gathered
+
+
+def _detour_difference(own: int, found: str, expected: str, others: str) -> DisagreementError:
+    return DisagreementError(
+        f"{found}: all ranks must run units in the same order, found rank {own} about to do this "
+        f"where it did '{expected}' before, while {others}; make the model take the same path on "
+        "every rank."
+    )
 
 
 def _gathered_objects(value: _T, axis: Axis) -> list[_T]:
@@ -147,7 +168,7 @@ def _plan_difference(everyone: Sequence[tuple[int, Sequence[tuple[str, str]]]]) 
     )
 
 
-def _step_difference(everyone: Sequence[tuple[int, int]], describe: Callable[[int], str]) -> str:
+def _step_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int], str]) -> str:
     usual = Counter(number for _, number in everyone).most_common(1)[0][0]
     usual_rank = next(rank for rank, number in everyone if number == usual)
     rank, odd = next((rank, number) for rank, number in everyone if number != usual)

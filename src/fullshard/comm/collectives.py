@@ -1,94 +1,157 @@
-"""The two collectives of sharding, per backend.
+"""The collectives of sharding, per backend.
 
-Both take lists: all messages of a lane go out in one call. What comes back is a `CollectiveWork`: the
-outputs hold their values once it has been waited for (for a backend with streams: on the stream
-that waits).
+All-gather and reduce-scatter take lists: all buckets of a lane go out in one call. What comes back
+is a `CollectiveWork`: the outputs hold their values once it has been waited for (for a backend with
+streams: on the stream that waits).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import functools
+import os
+import sys
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from math import prod
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
+
+from fullshard._torch import (
     AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    ReduceOp,
-    ReduceScatterOptions,
+    all_gather_coalesced,
+    all_gather_single,
+    all_to_all_single,
+    backend_name,
+    backend_of,
+    devices_of,
+    reduce_scatter_coalesced,
+    reduce_scatter_single,
 )
-
 from fullshard.api import AllGather, ReduceScatter
-from fullshard.comm.exiting import pause_at_exit
-from fullshard.comm.handshake import link_of
-from fullshard.comm.mesh import Axis
-from fullshard.comm.shared_memory import ShmCollectives, all_reduce_through
-from fullshard.comm.transfer import Collectives, CollectiveWork
+from fullshard.comm import shm
+from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.errors import UnsupportedError
 
-__all__ = [
-    "BackendCollectives",
-    "CollectiveWork",
-    "Collectives",
-    "CustomCollectives",
-    "GlooCollectives",
-    "all_gather_flat",
-    "all_reduce",
-    "collectives_for",
-]
+Tensors = Sequence[torch.Tensor]
+
+
+class Work(Protocol):
+    """What is used of a `dist.Work`."""
+
+    def wait(self) -> object: ...
+
+    def get_future(self) -> torch.futures.Future[Any]: ...
+
+
+class CollectiveWork:
+    """A collective in flight. It holds its works and buffers until `wait` (rules 5 and 10).
+
+    Works may be started while they are listed: if one cannot be, those before it are waited for.
+    """
+
+    def __init__(self, works: Iterable[Work | None] = (), buffers: Tensors = ()) -> None:
+        self._works: list[Work] = []
+        self._buffers = list(buffers)
+        try:
+            self._works.extend(work for work in works if work is not None)
+        except BaseException:
+            with suppress(Exception):
+                self.wait()
+            raise
+
+    @property
+    def futures(self) -> list[torch.futures.Future[Any]]:
+        """Done when the bytes have arrived; on a backend with streams, when that is enqueued."""
+        return [work.get_future() for work in self._works]
+
+    def wait(self) -> None:
+        """Wait for all works, then raise the first error. A second call does nothing."""
+        works, self._works = self._works, []
+        first: BaseException | None = None
+        for work in works:
+            try:
+                work.wait()
+            except BaseException as error:
+                first = first or error
+        self._buffers.clear()
+        if first is not None:
+            raise first
+
+
+class Collectives(ABC):
+    """All-gathers and reduce-scatters over one kind of process group."""
+
+    averages: bool = False
+    """Whether `reduce_scatter` can be asked for the mean instead of the sum."""
+
+    custom_all_gather: AllGather | None = None
+    custom_reduce_scatter: ReduceScatter | None = None
+    """A user's own collective in the place of ours, with memory of its own."""
+
+    @abstractmethod
+    def all_gather(self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup) -> CollectiveWork:
+        """Fill each output with the inputs of all ranks, in the order of ranks."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, *, average: bool
+    ) -> CollectiveWork:
+        """Fill each output with the sum (or mean) over ranks of this rank's segment.
+
+        Outputs may all have a wider dtype than inputs: then values are added up in that (rule 6).
+        """
+
+    def allocate_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for an input of `reduce_scatter`, uninitialised, that need not be copied."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 class BackendCollectives(Collectives):
-    """The collectives that the backend brings: NCCL, and everything shaped like it."""
+    """The collectives that the backend has: NCCL, and everything shaped like it."""
 
     averages = True
 
-    def all_gather(
-        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> CollectiveWork:
+    def all_gather(self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup) -> CollectiveWork:
         options = AllgatherOptions()
         # On the stream that calls, so that what is enqueued next there follows without an event.
         options.asyncOp = False
         if len(outs) == 1:
-            return CollectiveWork([group._allgather_base(outs[0], ins[0], options)])
-        return CollectiveWork(
-            [group.allgather_into_tensor_coalesced(list(outs), list(ins), options)]
-        )
+            return CollectiveWork([all_gather_single(group, outs[0], ins[0], options)])
+        return CollectiveWork([all_gather_coalesced(group, list(outs), list(ins), options)])
 
     def reduce_scatter(
-        self,
-        outs: Sequence[torch.Tensor],
-        ins: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        *,
-        average: bool,
+        self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, *, average: bool
     ) -> CollectiveWork:
         if outs[0].dtype != ins[0].dtype:
             for out, inp in zip(outs, ins, strict=True):
-                _exchange_and_add_up(out, inp, group, average=average)
+                _exchange_and_sum(out, inp, group, average=average)
             return CollectiveWork()
-        options = ReduceScatterOptions()
-        options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         options.asyncOp = False
         if len(outs) == 1:
-            return CollectiveWork([group._reduce_scatter_base(outs[0], ins[0], options)])
-        return CollectiveWork(
-            [group.reduce_scatter_tensor_coalesced(list(outs), list(ins), options)]
-        )
+            return CollectiveWork([reduce_scatter_single(group, outs[0], ins[0], options)])
+        return CollectiveWork([reduce_scatter_coalesced(group, list(outs), list(ins), options)])
 
 
-def _exchange_and_add_up(
+def _exchange_and_sum(
     out: torch.Tensor, inp: torch.Tensor, group: dist.ProcessGroup, *, average: bool
 ) -> None:
     """Reduce in the wider dtype of the output, on the stream that calls (rule 6).
 
-    What is received is allocated and freed on that stream, so the next message may have its memory.
+    What is received is allocated and freed on that stream, so the next bucket may have its memory.
     """
-    options = AllToAllOptions()
+    options = dist.AllToAllOptions()
     options.asyncOp = False
     received = torch.empty_like(inp)
     # As bytes: not every backend knows every dtype.
-    work = group.alltoall_base(received.view(torch.uint8), inp.view(torch.uint8), [], [], options)
+    work = all_to_all_single(group, _bytes(received), _bytes(inp), [], [], options)
     CollectiveWork([work]).wait()
     segments = received.view(group.size(), -1)
     torch.sum(segments, 0, dtype=out.dtype, out=out)
@@ -97,64 +160,75 @@ def _exchange_and_add_up(
 
 
 class GlooCollectives(Collectives):
-    """On gloo: bytes are moved by gloo, sums are done here (rule 6)."""
+    """On gloo: bytes are moved by gloo, sums are done here (rule 6).
 
-    def all_gather(
-        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> CollectiveWork:
-        return CollectiveWork(
-            [
-                group._allgather_base(out.view(torch.uint8), inp.view(torch.uint8))
-                for out, inp in zip(outs, ins, strict=True)
-            ]
-        )
+    Each bucket is a collective of its own: gloo's two threads assign the name of the last operation
+    to one string without a lock, and free each other's memory if it has more than 15 characters, as
+    the names of coalesced operations have.
+    """
+
+    def all_gather(self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup) -> CollectiveWork:
+        pairs = zip(outs, ins, strict=True)
+        works = (all_gather_single(group, _bytes(out), _bytes(inp)) for out, inp in pairs)
+        return CollectiveWork(works, buffers=[*outs, *ins])
 
     def reduce_scatter(
-        self,
-        outs: Sequence[torch.Tensor],
-        ins: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        *,
-        average: bool,
+        self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, *, average: bool
     ) -> CollectiveWork:
         received = [torch.empty_like(inp) for inp in ins]
-        works = [
-            group.alltoall_base(got.view(torch.uint8), inp.view(torch.uint8), [], [])
-            for got, inp in zip(received, ins, strict=True)
-        ]
-        return _Summing(works, received, outs, group.size(), keep=ins)
+        pairs = zip(received, ins, strict=True)
+        works = (all_to_all_single(group, _bytes(got), _bytes(inp), [], []) for got, inp in pairs)
+        return _SumOfReceived(works, outs, received, ins, group.size())
 
 
-class _Summing(CollectiveWork):
-    """An exchange of segments whose sum is still to be done."""
+class _SumOfReceived(CollectiveWork):
+    """An exchange of segments, which are summed once they have arrived."""
 
     def __init__(
-        self,
-        works: Sequence[dist.Work],
-        received: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
-        num_ranks: int,
-        keep: Sequence[torch.Tensor],
+        self, works: Iterable[Work], outs: Tensors, received: Tensors, ins: Tensors, num_ranks: int
     ) -> None:
-        super().__init__(works)
         self._sums = list(zip(outs, received, strict=True))
         self._num_ranks = num_ranks
-        self._keep = list(keep)
+        super().__init__(works, buffers=ins)
 
     def wait(self) -> None:
+        sums, self._sums = self._sums, []
         super().wait()
-        self._keep.clear()
-        for out, received in self._sums:
+        for out, received in sums:
             segments = received.view(self._num_ranks, -1)
             if out.dtype in (torch.bfloat16, torch.float16):
                 out.copy_(torch.sum(segments, 0, dtype=torch.float32))
             else:
                 torch.sum(segments, 0, dtype=out.dtype, out=out)
-        self._sums.clear()
+
+
+class ShmCollectives(Collectives):
+    """Between CPU ranks of one host, through memory that they share; otherwise over gloo."""
+
+    def __init__(self, group: dist.ProcessGroup, gloo: GlooCollectives) -> None:
+        self._group = weakref.ref(group)
+        self._gloo = gloo
+
+    def all_gather(self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup) -> CollectiveWork:
+        work = shm.all_gather(outs, ins, group, self._gloo)
+        return self._gloo.all_gather(outs, ins, group) if work is None else CollectiveWork([work])
+
+    def reduce_scatter(
+        self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, *, average: bool
+    ) -> CollectiveWork:
+        work = shm.reduce_scatter(outs, ins, group, self._gloo)
+        if work is None:
+            return self._gloo.reduce_scatter(outs, ins, group, average=average)
+        return CollectiveWork([work])
+
+    def allocate_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As `shm.allocate`: memory that must not be written to again after a reduce-scatter."""
+        shared = shm.allocate(numel, dtype, self._group())
+        return super().allocate_bucket(numel, dtype, device) if shared is None else shared
 
 
 class CustomCollectives(Collectives):
-    """Collectives that the user brought, over those that they do not replace."""
+    """A user's own collectives, over those that they do not replace."""
 
     def __init__(
         self, default: Collectives, gather: AllGather | None, reduce: ReduceScatter | None
@@ -166,39 +240,26 @@ class CustomCollectives(Collectives):
 
     @property
     def replaced(self) -> list[AllGather | ReduceScatter]:
-        return [
-            comm
-            for comm in (self.custom_all_gather, self.custom_reduce_scatter)
-            if comm is not None
-        ]
+        both = (self.custom_all_gather, self.custom_reduce_scatter)
+        return [comm for comm in both if comm is not None]
 
-    def all_gather(
-        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> CollectiveWork:
-        if self.custom_all_gather is None:
+    def all_gather(self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup) -> CollectiveWork:
+        comm = self.custom_all_gather
+        if comm is None:
             return self._default.all_gather(outs, ins, group)
         pairs = zip(outs, ins, strict=True)
-        return CollectiveWork(
-            [self.custom_all_gather(output_tensor=o, input_tensor=i, group=group) for o, i in pairs]
-        )
+        return CollectiveWork(comm(output_tensor=o, input_tensor=i, group=group) for o, i in pairs)
 
     def reduce_scatter(
-        self,
-        outs: Sequence[torch.Tensor],
-        ins: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        *,
-        average: bool,
+        self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, *, average: bool
     ) -> CollectiveWork:
-        if self.custom_reduce_scatter is None:
+        comm = self.custom_reduce_scatter
+        if comm is None:
             return self._default.reduce_scatter(outs, ins, group, average=average)
-        op = ReduceOp.AVG if average else ReduceOp.SUM
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         pairs = zip(outs, ins, strict=True)
         return CollectiveWork(
-            [
-                self.custom_reduce_scatter(output_tensor=o, input_tensor=i, group=group, op=op)
-                for o, i in pairs
-            ]
+            comm(output_tensor=o, input_tensor=i, group=group, op=op) for o, i in pairs
         )
 
     def allocate_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -212,15 +273,13 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Co
     if group is None or not _is_gloo(group, device):
         return BackendCollectives()
     pause_at_exit()
-    return ShmCollectives(group, otherwise=GlooCollectives())
+    gloo = GlooCollectives()
+    return ShmCollectives(group, gloo) if device.type == "cpu" else gloo
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on a CPU go through gloo."""
-    if device.type != "cpu":
-        return False
-    name: str = group._get_backend(device).name()
-    return name == "gloo"
+    has_backend = any(each.type == device.type for each in devices_of(group))
+    return has_backend and backend_name(group, device) == "gloo"
 
 
 def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -229,18 +288,146 @@ def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
         return segment
     out = segment.new_empty(axis.size * segment.numel())
     # As bytes: not every backend knows every dtype.
-    axis.group._allgather_base(out.view(torch.uint8), segment.view(torch.uint8)).wait()
+    all_gather_single(axis.group, _bytes(out), _bytes(segment)).wait()
     return out
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool) -> None:
     """Sum (or average) a tensor over the replicate axis, in place."""
-    if not average and _is_gloo(group, tensor.device):
-        link = link_of(group)
-        if link is not None:
-            all_reduce_through(link, tensor)
-            return
-    options = AllreduceOptions()
-    options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
+    is_on_host = tensor.device.type == "cpu" and _is_gloo(group, tensor.device)
+    if is_on_host and not average and shm.all_reduce(tensor, group, GlooCollectives()):
+        return
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     options.asyncOp = False
     CollectiveWork([group.allreduce([tensor], options)]).wait()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+# Collectives in memory of a particular kind, behind the interface that users' own have
+
+
+class _ProcessGroupMemory:
+    """Buffers from the backend's own allocator where it has one."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._axis = Axis(group)
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        group = self._axis.group
+        assert group is not None
+        backend: Any = backend_of(group, device)
+        if backend.supports_tensor_alloc(device):
+            made: torch.Tensor = backend.allocate_tensor(prod(size), dtype=dtype, device=device)
+            return made
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ProcessGroupAllGather(_ProcessGroupMemory, AllGather):
+    """All-gathers in memory of the process group."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        collectives = collectives_for(group, output_tensor.device)
+        collectives.all_gather([output_tensor], [input_tensor], group).wait()
+
+
+class ProcessGroupReduceScatter(_ProcessGroupMemory, ReduceScatter):
+    """Reduce-scatters in memory of the process group."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        average = op == dist.ReduceOp.AVG
+        collectives = collectives_for(group, output_tensor.device)
+        collectives.reduce_scatter([output_tensor], [input_tensor], group, average=average).wait()
+
+
+class SymmetricAllGather(AllGather):
+    """All-gathers in symmetric memory, from a device's pool of it."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        from fullshard._torch import symmetric_memory
+
+        with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        from fullshard._torch import symmetric_memory
+
+        symmetric_memory.rendezvous(output_tensor, group=group.group_name)
+        collectives = collectives_for(group, output_tensor.device)
+        collectives.all_gather([output_tensor], [input_tensor], group).wait()
+
+
+def is_ours(comm: AllGather | ReduceScatter) -> bool:
+    """Whether a collective was chosen by a setting rather than given by the user."""
+    return isinstance(comm, (ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather))
+
+
+def symmetric_all_gather(
+    name: str, mesh_info: MeshInfo, backend: Literal["NCCL"]
+) -> SymmetricAllGather:
+    """An all-gather in symmetric memory, or an error that says why there is none here."""
+    if mesh_info.device_type != "cuda" or not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"{name}: symmetric memory needs CUDA devices, found a mesh of "
+            f"{mesh_info.device_type}; leave set_symm_mem_for_comm out."
+        )
+    from fullshard._torch import symmetric_memory
+
+    try:
+        symmetric_memory.set_backend(backend)
+        dist.barrier(group=mesh_info.shard.group)  # a rendezvous needs a live communicator
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedError(
+            f"{name}: symmetric memory needs GPUs and a NCCL that support it, found that backend "
+            f"{backend!r} cannot be set ({error}); leave set_symm_mem_for_comm out."
+        ) from error
+    return SymmetricAllGather()
+
+
+# The end of a process that has used gloo
+
+_PAUSE_S = 0.02
+
+
+@functools.cache
+def pause_at_exit() -> None:
+    """Let gloo's threads release tensors before the interpreter ends.
+
+    A collective has been waited for before its thread drops what it sent, for which it needs the
+    interpreter's lock. Python ends threads that ask for the lock too late, and C++ ends the process
+    for that: "terminate called without an active exception".
+    """
+    atexit.register(time.sleep, _PAUSE_S)
+
+
+def leave(status: int) -> NoReturn:
+    """End a process that has nothing left to do, whatever its threads do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

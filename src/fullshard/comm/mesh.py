@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard._torch import flatten_mesh, is_registered, lifetime_of
 from fullshard.api import DataParallelMeshDims, ShardingStrategy
-from fullshard.errors import ConfigError, TopologyError
+from fullshard.errors import ConfigError, LifecycleError, TopologyError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """One axis of a mesh, seen from this rank. An axis of one rank needs no group."""
+    """One axis of a mesh, seen from this rank. An axis of one rank needs no group.
 
-    size: int = 1
-    rank: int = 0
-    group: dist.ProcessGroup | None = None
+    It does not keep its group alive: what remembers an axis (a model, say) must not keep the
+    threads and sockets of a group that was destroyed.
+    """
 
-    @classmethod
-    def of_group(cls, group: dist.ProcessGroup) -> Axis:
-        return cls(group.size(), group.rank(), group)
+    __slots__ = ("_group", "rank", "size")
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        self._group: Callable[[], dist.ProcessGroup | None] | None = None
+        if group is not None:
+            # Until it is destroyed, torch.distributed refers to the groups that it made.
+            self._group = weakref.ref(group) if is_registered(group) else partial(_same, group)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise LifecycleError(
+                f"mesh: the process group of an axis of {self.size} ranks must exist while a model "
+                "is used, found that it was destroyed; build the model again after "
+                "init_process_group."
+            )
+        return group
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its group was not destroyed."""
+        group = None if self._group is None else self._group()
+        return self._group is None or (group is not None and is_registered(group))
 
     @property
     def is_single(self) -> bool:
@@ -32,6 +60,10 @@ class Axis:
 
     def global_ranks(self) -> list[int]:
         return [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
+
+
+def _same(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +79,7 @@ class MeshInfo:
     replicate: Axis
     dims: DataParallelMeshDims | None = None
     full_mesh: DeviceMesh | None = None
-    _thin: dict[int, Axis] = field(default_factory=dict)
-    _twins: list[Axis] = field(default_factory=list)
+    _subgroups: dict[int, Axis] = field(default_factory=dict)
 
     @property
     def device_type(self) -> str:
@@ -58,6 +89,10 @@ class MeshInfo:
     def num_ranks(self) -> int:
         return self.shard.size * self.replicate.size
 
+    @property
+    def is_alive(self) -> bool:
+        return self.shard.is_alive and self.replicate.is_alive
+
     def subgroup_axis(self, size: int) -> Axis:
         """Groups of `size` neighbouring ranks of the shard axis; its ranks must ask alike."""
         if self.dims is not None:
@@ -65,51 +100,54 @@ class MeshInfo:
                 "reshard_after_forward: a number of ranks needs a mesh of one or two axes, "
                 "found dp_mesh_dims on a full mesh; pass True or False."
             )
-        if size not in self._thin:
+        return self._new_axis(size)
+
+    def second_shard_axis(self) -> Axis:
+        """The shard axis over a second process group; all its ranks must ask alike."""
+        return self.shard if self.shard.group is None else self._new_axis(self.shard.size)
+
+    def _new_axis(self, size: int) -> Axis:
+        if size not in self._subgroups:
             first = self.shard.rank // size * size
             ranks = self.shard.global_ranks()[first : first + size]
             # Locally: other slices of the same mesh may ask for other sizes, or not at all.
             group = dist.new_group(ranks, use_local_synchronization=True)
-            self._thin[size] = Axis.of_group(group)
-        return self._thin[size]
-
-    def second_shard_axis(self) -> Axis:
-        """The shard axis over a second process group; all its ranks must ask alike."""
-        if self.shard.group is None:
-            return self.shard
-        if not self._twins:
-            ranks = self.shard.global_ranks()
-            group = dist.new_group(ranks, use_local_synchronization=True)
-            self._twins.append(Axis.of_group(group))
-        return self._twins[0]
+            self._subgroups[size] = Axis(group)
+        return self._subgroups[size]
 
     def __repr__(self) -> str:
         sizes = f"replicate {self.replicate.size} x shard {self.shard.size}"
-        return f"Topology({self.device_type}: {sizes})"
+        return f"MeshInfo({self.device_type}: {sizes})"
 
 
-_known: dict[tuple[object, ...], MeshInfo] = {}
+# Units that are given the same mesh share one MeshInfo, and with it the groups that it makes. It
+# cannot live on the mesh: equal meshes are made again and again. The key is the lifetime of the
+# default process group, which all other groups and meshes go with.
+_mesh_infos: weakref.WeakKeyDictionary[object, dict[tuple[Any, ...], MeshInfo]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _shared(key: tuple[Any, ...], make: Callable[[], MeshInfo]) -> MeshInfo:
+    """The MeshInfo that was made for a key, unless its groups were destroyed since."""
+    world = dist.group.WORLD
+    if world is None:
+        raise TopologyError(
+            "mesh: its process groups must exist, found that the default process group was "
+            "destroyed; make the mesh again after init_process_group."
+        )
+    infos = _mesh_infos.setdefault(lifetime_of(world), {})
+    if key not in infos or not infos[key].is_alive:
+        infos[key] = make()
+    return infos[key]
 
 
 def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> MeshInfo:
-    """The topology of a mesh. Units on one mesh share one, and with it their groups.
-
-    Meshes of the same ranks are equal, even if they were made of different groups.
-    """
+    """The data-parallel axes of a mesh."""
+    # Meshes of the same ranks are equal, even if they were made of different groups.
     groups = [] if mesh.get_coordinate() is None else mesh.get_all_groups()
-    key = (mesh, dims, *groups)
-    known = _known.get(key)
-    if known is not None and still_known(known):
-        return known
-    _known[key] = mesh_info = _full_topology(mesh, dims) if dims else _plain_topology(mesh)
-    return mesh_info
-
-
-def still_known(mesh_info: MeshInfo) -> bool:
-    """Whether the groups still exist: a process group may be destroyed and made again."""
-    groups = (mesh_info.shard.group, mesh_info.replicate.group)
-    alive = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
-    return all(group is None or group in alive for group in groups)
+    make = partial(_of_full_mesh, mesh, dims) if dims else partial(_of_plain_mesh, mesh)
+    return _shared((mesh, dims, *groups), make)
 
 
 def require_initialized(subject: str) -> None:
@@ -142,7 +180,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, module.current_device())
 
 
-def _plain_topology(mesh: DeviceMesh) -> MeshInfo:
+def _of_plain_mesh(mesh: DeviceMesh) -> MeshInfo:
     if mesh.ndim not in (1, 2):
         raise TopologyError(
             f"mesh: one axis (shard) or two (replicate, shard) expected, found {mesh.ndim} in "
@@ -154,12 +192,12 @@ def _plain_topology(mesh: DeviceMesh) -> MeshInfo:
             "mesh_dim_names=('replicate', 'shard') to init_device_mesh."
         )
     _require_member(mesh)
-    shard = Axis.of_group(mesh.get_group(mesh.ndim - 1))
-    replicate = Axis.of_group(mesh.get_group(0)) if mesh.ndim == 2 else Axis()
+    shard = Axis(mesh.get_group(mesh.ndim - 1))
+    replicate = Axis(mesh.get_group(0)) if mesh.ndim == 2 else Axis()
     return MeshInfo(mesh, shard, replicate)
 
 
-def _full_topology(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
+def _of_full_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
     names = mesh.mesh_dim_names
     if names is None:
         raise TopologyError(
@@ -179,8 +217,8 @@ def _full_topology(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
     assert dp_mesh is not None  # DataParallelMeshDims has at least one name
     return MeshInfo(
         dp_mesh,
-        Axis.of_group(shard_mesh.get_group()) if shard_mesh else Axis(),
-        Axis.of_group(replicate_mesh.get_group()) if replicate_mesh else Axis(),
+        Axis(shard_mesh.get_group()) if shard_mesh else Axis(),
+        Axis(replicate_mesh.get_group()) if replicate_mesh else Axis(),
         dims,
         mesh,
     )
@@ -190,7 +228,7 @@ def joined_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
     """The named axes of a mesh as one axis; None for no names."""
     if not names:
         return None
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
 
 
 def _require_member(mesh: DeviceMesh) -> None:
@@ -217,8 +255,6 @@ def subgroup_size(mesh_info: MeshInfo, value: int) -> bool | int:
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
-_by_strategy: dict[tuple[Any, ...], MeshInfo] = {}
-
 
 def mesh_info_for_strategy(
     strategy: ShardingStrategy,
@@ -226,7 +262,7 @@ def mesh_info_for_strategy(
     device_mesh: DeviceMesh | None,
     device_type: str,
 ) -> MeshInfo:
-    """The axes of a wrapper. Wrappers that are given the same share one topology."""
+    """The axes of a wrapper. Wrappers that are given the same share one MeshInfo."""
     if process_group is not None and device_mesh is not None:
         raise ConfigError(
             "FullyShardedDataParallel: a process group or a device mesh is expected, found both; "
@@ -240,12 +276,9 @@ def mesh_info_for_strategy(
     if isinstance(process_group, list):
         process_group = tuple(process_group)
     require_initialized("FullyShardedDataParallel")
-    key = (strategy, process_group, device_mesh, device_type, dist.group.WORLD)
-    known = _by_strategy.get(key)
-    if known is None or not still_known(known):
-        make = _hybrid if strategy in HYBRID else _plain
-        _by_strategy[key] = known = make(strategy, process_group, device_mesh, device_type)
-    return known
+    make = _hybrid if strategy in HYBRID else _plain
+    given = (strategy, process_group, device_mesh, device_type)
+    return _shared(given, partial(make, *given))
 
 
 def _plain(
@@ -261,7 +294,7 @@ def _plain(
                 "a group, or leave it out for all ranks."
             )
         mesh = DeviceMesh.from_group(group, device_type)
-    axis = Axis.of_group(mesh.get_group())
+    axis = Axis(mesh.get_group())
     if strategy is ShardingStrategy.NO_SHARD:
         return MeshInfo(mesh, Axis(), axis)
     return MeshInfo(mesh, axis, Axis())
@@ -272,10 +305,10 @@ def _hybrid(
 ) -> MeshInfo:
     if mesh is not None:
         _require_ndim(mesh, 2, strategy)
-        return MeshInfo(mesh, Axis.of_group(mesh.get_group(1)), Axis.of_group(mesh.get_group(0)))
+        return MeshInfo(mesh, Axis(mesh.get_group(1)), Axis(mesh.get_group(0)))
     if process_group is None:
         mesh = _mesh_of_hosts(device_type)
-        return MeshInfo(mesh, Axis.of_group(mesh.get_group(1)), Axis.of_group(mesh.get_group(0)))
+        return MeshInfo(mesh, Axis(mesh.get_group(1)), Axis(mesh.get_group(0)))
     is_pair = isinstance(process_group, tuple) and len(process_group) == 2
     if not is_pair or not all(isinstance(each, dist.ProcessGroup) for each in process_group):
         raise ConfigError(
@@ -285,8 +318,8 @@ def _hybrid(
     shard, replicate = process_group
     return MeshInfo(
         _mesh_of_groups(shard, replicate, device_type),
-        Axis.of_group(shard),
-        Axis.of_group(replicate),
+        Axis(shard),
+        Axis(replicate),
     )
 
 

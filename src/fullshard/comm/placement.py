@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-# torch 2.11 to 2.13 keep the spec of a DTensor and the placement of a dim that two axes share
-# in these modules, without a public name.
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
-
-from fullshard.comm.mesh import MeshInfo, joined_axes
+from fullshard._torch import (
+    DTensorSpec,
+    StridedShard,
+    TensorMeta,
+    concatenate_meshes,
+    local_tensor,
+    new_dtensor,
+    spec_of,
+)
+from fullshard.comm.collectives import all_gather_flat
+from fullshard.comm.mesh import Axis, MeshInfo, device_of, joined_axes
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
 
 __all__ = [
     "DTensorSpec",
     "Placed",
     "as_dtensor",
+    "full_tensor",
     "local_gradient",
     "place",
     "shard_dim",
@@ -53,25 +61,20 @@ def place(name: str, param: torch.Tensor, dim: int | None, mesh_info: MeshInfo) 
         meta = TensorMeta(param.size(), stride, param.dtype)
         placements = _dp_placements(mesh_info, dim)
         return Placed(param.detach(), dim, DTensorSpec(mesh_info.mesh, placements, meta), None)
-    full_spec = param._spec
+    full_spec = spec_of(param)
     if param.device_mesh.device_type != mesh_info.device_type:
         raise TopologyError(
             f"{name}: its mesh must be of the device type that it is sharded on "
-            f"({mesh_info.device_type}), found {param.device_mesh.device_type}; use one device type."
+            f"({mesh_info.device_type}), found {param.device_mesh.device_type}; use one type."
         )
     if mesh_info.dims is not None:
         shard_spec = _on_full_mesh(name, full_spec, dim, mesh_info)
     else:
         shard_spec = _beside_other_axes(name, full_spec, dim, mesh_info)
-    return Placed(param._local_tensor.detach(), dim, shard_spec, full_spec)
+    return Placed(local_tensor(param).detach(), dim, shard_spec, full_spec)
 
 
-def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around a local tensor, for as little host time as there is.
-
-    `DTensor.__init__` does nothing, through two wrappers, in torch 2.11 to 2.13.
-    """
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+as_dtensor = new_dtensor
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -100,8 +103,84 @@ def local_gradient(
             wanted[axis] = grad.placements[axis]
     if tuple(wanted) != grad.placements:
         grad = grad.redistribute(placements=wanted)
-    local = grad._local_tensor
+    return _arrived(local_tensor(grad))
+
+
+def _arrived(local: torch.Tensor) -> torch.Tensor:
+    """A local tensor, after the collective that fills it."""
     return local.wait() if hasattr(local, "wait") else local
+
+
+def full_tensor(dtensor: DTensor) -> torch.Tensor:
+    """The full tensor of a DTensor on this rank's device of the mesh, without a history.
+
+    A collective over the mesh. `DTensor.full_tensor()` gathers with operations whose names are too
+    long for gloo (see GlooCollectives).
+    """
+    mesh, placements = dtensor.device_mesh, dtensor.placements
+    if any(each.is_partial() for each in placements):
+        summed = [Replicate() if each.is_partial() else each for each in placements]
+        return full_tensor(dtensor.redistribute(placements=summed))
+    local = _arrived(local_tensor(dtensor)).detach().to(device_of(mesh))
+    cut = [i for i, each in enumerate(placements) if not isinstance(each, Replicate)]
+    if not cut:
+        return local
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
+        raise TopologyError(
+            f"full_tensor: this rank must be part of the tensor's mesh, found {mesh}; call it on "
+            "the ranks of the mesh."
+        )
+    places = list(product(*(range(mesh.size(axis)) for axis in cut)))
+    parts = [_part(dtensor, dict(zip(cut, place, strict=True))) for place in places]
+    sizes = [[piece.stop - piece.start for piece in part] for part in parts]
+    own = sizes[places.index(tuple(coordinates[axis] for axis in cut))]
+    if own != list(local.shape):
+        raise TopologyError(
+            f"full_tensor: the local tensor of shape {own} expected for {placements} on a mesh of "
+            f"{tuple(mesh.shape)}, found {list(local.shape)}; cut dims as torch.chunk does."
+        )
+    longest = max(map(prod, sizes))
+    gathered = local.new_zeros(longest)
+    gathered[: local.numel()].copy_(local.reshape(-1))
+    for axis in reversed(cut):  # so that the first axis is the outermost
+        gathered = all_gather_flat(gathered, Axis(mesh.get_group(axis)))
+    full = local.new_empty(dtensor.shape)
+    for flat, part, size in zip(gathered.view(len(parts), -1), parts, sizes, strict=True):
+        full[tuple(part)].copy_(flat[: prod(size)].view(size))
+    return full
+
+
+def _part(dtensor: DTensor, place: dict[int, int]) -> list[slice]:
+    """What the rank at a place of the mesh (its number on each axis) has of a DTensor."""
+    mesh, part = dtensor.device_mesh, [slice(0, size) for size in dtensor.shape]
+    for dim in range(dtensor.ndim):
+        for axis in _axes_in_order(dtensor, dim):
+            start, size = part[dim].start, part[dim].stop - part[dim].start
+            longest = -(-size // mesh.size(axis))
+            begin = min(place[axis] * longest, size)
+            part[dim] = slice(start + begin, start + min(begin + longest, size))
+    return part
+
+
+def _axes_in_order(dtensor: DTensor, dim: int) -> list[int]:
+    """The axes of the mesh that cut a dim, in the order in which they do."""
+    axes: list[int] = []
+    mesh = dtensor.device_mesh
+    for axis, placement in reversed(list(enumerate(dtensor.placements))):
+        if isinstance(placement, StridedShard) and placement.dim == dim:
+            # It cuts what axes to its right have cut into `split_factor` pieces already.
+            sizes = [prod(mesh.size(each) for each in axes[:num]) for num in range(len(axes) + 1)]
+            if placement.split_factor not in sizes:
+                raise UnsupportedError(
+                    f"full_tensor: axes to the right of {placement} must cut dim {dim} into "
+                    f"{placement.split_factor} pieces, found {dtensor.placements} on a mesh of "
+                    f"{tuple(mesh.shape)}; redistribute the tensor first."
+                )
+            axes.insert(sizes.index(int(placement.split_factor)), axis)
+        elif isinstance(placement, Shard) and placement.dim == dim:
+            axes.insert(0, axis)
+    return axes
 
 
 def _dp_placements(mesh_info: MeshInfo, dim: int | None) -> tuple[Placement, ...]:
@@ -114,7 +193,7 @@ def _beside_other_axes(
 ) -> DTensorSpec:
     """Data-parallel axes to the left of the axes that the parameter is already placed on."""
     try:
-        mesh = DeviceMesh._concatenate([mesh_info.mesh, full_spec.mesh])
+        mesh = concatenate_meshes([mesh_info.mesh, full_spec.mesh])
     except (RuntimeError, ValueError) as error:
         raise TopologyError(
             f"{name}: its mesh and the data-parallel mesh must be slices of one root mesh, found "
@@ -172,7 +251,7 @@ def _joined_spec(
         assert joined is not None
         meshes.append(joined)
         kept.append(placement)
-    return DTensorSpec(DeviceMesh._concatenate(meshes), tuple(kept), full_spec.tensor_meta)
+    return DTensorSpec(concatenate_meshes(meshes), tuple(kept), full_spec.tensor_meta)
 
 
 def _interleaved(
@@ -182,11 +261,11 @@ def _interleaved(
     factor = 1
     for other in range(axis + 1, len(placements)):
         placement = placements[other]
-        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
+        if isinstance(placement, (Shard, StridedShard)) and placement.dim == dim:
             factor *= mesh.size(other)
     if factor == 1:
         return placements
-    strided = _StridedShard(dim, split_factor=factor)
+    strided = StridedShard(dim, split_factor=factor)
     return (*placements[:axis], strided, *placements[axis + 1 :])
 
 

@@ -1,4 +1,12 @@
-"""The dtypes that a parameter passes through."""
+"""The plan of a unit: how its parameters are cut into lanes and buckets.
+
+Three arrangements come out of one plan and share their offsets:
+
+- the **shard buffer** of a lane: this rank's shards, bucket by bucket. It is the input of the
+  all-gather, has the shape of the reduce-scatter's result, and is what the optimizer updates;
+- a **bucket**: `num_ranks` segments, one per rank, each a piece of that rank's shard buffer;
+- the **full buffer**: the full parameters of the unit, each one contiguous.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +21,9 @@ from fullshard.layout.split import Split
 
 @dataclass(frozen=True, slots=True)
 class DtypePlan:
-    """The dtypes a parameter passes through: stored, computed in, reduced in.
+    """The dtypes of a parameter: stored in, computed in, and its gradient reduced in.
 
-    `wire` is what its gradient travels in to be reduced: the same as `reduced`, or narrower.
+    `wire` is the dtype in which the gradient travels: the same as `reduced`, or narrower.
     """
 
     stored: torch.dtype
@@ -31,9 +39,9 @@ class DtypePlan:
         reduce_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
     ) -> DtypePlan:
-        """Apply a precision policy; parameters that are not floating point keep their dtype.
+        """Apply a precision policy. Parameters that are not floating point keep their dtype.
 
-        A gradient that is reduced in something as narrow as `wire_dtype` travels in that.
+        `wire_dtype` counts only where it is narrower than the dtype of the reduction.
         """
         if not stored.is_floating_point:
             return cls(stored, stored, stored, stored)
@@ -48,15 +56,15 @@ class DtypePlan:
 
     @property
     def sums_on_arrival(self) -> bool:
-        """Whether gradients are added up in a wider dtype than they travel in (rule 6)."""
+        """Whether ranks sum what they receive in a wider dtype than it travels in (rule 6)."""
         return self.wire != self.reduced
 
     @property
     def alignment_numel(self) -> int:
         """Elements that fill 16 bytes in the narrowest of the four dtypes.
 
-        A message has one element count in every stage, so this keeps each of them a multiple of
-        16 bytes; NCCL falls back to element-sized copies otherwise.
+        A bucket has the same number of elements in every dtype, so this keeps all of them
+        multiples of 16 bytes; NCCL falls back to element-sized copies otherwise.
         """
         dtypes = (self.stored, self.computed, self.reduced, self.wire)
         return max(1, 16 // min(dtype.itemsize for dtype in dtypes))
@@ -64,44 +72,44 @@ class DtypePlan:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """When a parameter is worth a message of its own.
+    """When a parameter is worth a bucket of its own.
 
-    A parameter that shares its message is copied out of it once it has arrived, which reads and
-    writes it; one that has its own is not, but one more message has to be started.
+    A parameter that shares its bucket is copied out of it after the all-gather, which reads and
+    writes it once. A parameter with its own bucket is not, but costs one more collective.
     """
 
-    message_s: float
+    collective_s: float
     copy_bytes_per_s: float
 
-    def deserves_message(self, full_bytes: int) -> bool:
-        return 2 * full_bytes / self.copy_bytes_per_s >= self.message_s
+    def deserves_bucket(self, full_bytes: int) -> bool:
+        return 2 * full_bytes / self.copy_bytes_per_s >= self.collective_s
 
     @classmethod
     def of_device(cls, device_type: str) -> CostModel:
         """The model of a device: gloo between CPUs, NCCL and its like between accelerators.
 
-        Sources: benchmarks/bench_collectives.py. A further message inside one coalesced call
-        costs an accelerator a few microseconds; gloo runs it as a collective of its own.
+        Sources: benchmarks/bench_collectives.py. A further bucket in one coalesced call costs an
+        accelerator a few microseconds; gloo runs it as a collective of its own.
         """
         if device_type == "cpu":
-            return cls(message_s=150e-6, copy_bytes_per_s=30e9)
-        return cls(message_s=5e-6, copy_bytes_per_s=3e12)
+            return cls(collective_s=150e-6, copy_bytes_per_s=30e9)
+        return cls(collective_s=5e-6, copy_bytes_per_s=3e12)
 
 
 FULL_ALIGNMENT_BYTES = 128
 
 
 class BucketKind(Enum):
-    """How a gathered message becomes full parameters."""
+    """How a gathered bucket becomes full parameters."""
 
-    IN_PLACE = "in place"  # the message is the parameter, as it lies in the slab
-    SPLIT = "split"  # the message is shared: copied out, parameter by parameter
-    PERMUTED = "permuted"  # cut along a dim other than the first: copied out, row by row
-    FLAT = "flat"  # the message is all its parameters, one after another, as they lie in the slab
+    IN_PLACE = "in place"  # the bucket is one parameter, as it lies in the full buffer
+    SPLIT = "split"  # several parameters share the bucket and are copied out of it
+    PERMUTED = "permuted"  # sharded along a dim other than the first: copied out, row by row
+    FLAT = "flat"  # all parameters one after another, as they lie in the full buffer
 
     @property
     def is_copied(self) -> bool:
-        """Whether what arrives has to be copied out of the message."""
+        """Whether parameters are copied out of the gathered bucket."""
         return self in (BucketKind.SPLIT, BucketKind.PERMUTED)
 
 
@@ -117,9 +125,9 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter lies in each rank's segment of its message, and in the slab.
+    """Where a parameter lies in each rank's segment of its bucket, and in the full buffer.
 
-    In a flat message, which segments mean nothing to, where it lies in the whole message.
+    In a flat bucket, whose parameters cross segments, `offset` counts from the bucket's start.
     """
 
     param_index: int
@@ -132,8 +140,8 @@ class Slot:
 class Bucket:
     """A contiguous region that travels in one collective.
 
-    `segment_numel` is one rank's part; `padding_offset_bytes` is where in the slab the padding at
-    the end of the segments of a split message is dropped.
+    `segment_numel` is one rank's part, at `buffer_offset` of its shard buffer. The padding at the
+    end of the segments of a split bucket is copied to `padding_offset_bytes` of the full buffer.
     """
 
     slots: tuple[Slot, ...]
@@ -154,13 +162,13 @@ class Bucket:
 
     @property
     def padding_numel(self) -> int:
-        """Of a message by rows: what each segment has at its end."""
+        """Unused elements at the end of each segment, for buckets that are not flat."""
         return self.segment_numel - self.used_numel
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The messages of the parameters that pass through the same dtypes and are trained alike."""
+    """The buckets of parameters with the same dtypes that are all trainable, or all frozen."""
 
     dtypes: DtypePlan
     is_trainable: bool
@@ -182,7 +190,7 @@ class UnitLayout:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a rank's homes are the full parameters as they compute."""
+        """Whether the shard buffers are the full parameters as forward needs them."""
         return self.num_ranks == 1 and all(
             bucket.kind is BucketKind.FLAT and not lane.dtypes.casts_to_gather
             for lane in self.lanes
@@ -190,7 +198,7 @@ class UnitLayout:
         )
 
     def __repr__(self) -> str:
-        header = ("parameter", "shape", "dim", "dtypes", "message", "lands", "offset", "slot")
+        header = ("parameter", "shape", "dim", "dtypes", "bucket", "kind", "offset", "slot")
         rows = [header, *self._rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
@@ -221,7 +229,7 @@ class UnitLayout:
 
 
 class OffsetAllocator:
-    """Hands out regions of the slab, each aligned."""
+    """Hands out aligned regions of the full buffer."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -233,28 +241,28 @@ class OffsetAllocator:
 
 
 def plan_layout(params: Sequence[ParamSpec], num_ranks: int, cost: CostModel) -> UnitLayout:
-    """Cut the parameters of a unit into messages.
+    """Cut the parameters of a unit into buckets, each parameter split by itself.
 
-    Lanes come in the order in which their first parameter does; in a lane, parameters with a
-    message of their own come first, then the one message that all the others share.
+    Lanes come in the order of their first parameters. In a lane, buckets of single parameters
+    come first, then the one bucket that all other parameters share.
     """
     full = OffsetAllocator()
     lanes = tuple(
-        Lane(dtypes, is_trainable, tuple(_messages(params, indices, num_ranks, cost, full)))
+        Lane(dtypes, is_trainable, tuple(_buckets(params, indices, num_ranks, cost, full)))
         for (dtypes, is_trainable), indices in params_by_lane(params).items()
     )
     return UnitLayout(tuple(params), lanes, num_ranks, full.num_bytes)
 
 
 def params_by_lane(params: Sequence[ParamSpec]) -> dict[tuple[DtypePlan, bool], list[int]]:
-    """Which entries share a lane, in the order in which lanes first appear."""
+    """The indices of the parameters of each lane, in the order in which lanes first appear."""
     by_lane: dict[tuple[DtypePlan, bool], list[int]] = {}
     for index, param in enumerate(params):
         by_lane.setdefault((param.dtypes, param.is_trainable), []).append(index)
     return by_lane
 
 
-def _messages(
+def _buckets(
     params: Sequence[ParamSpec],
     indices: Sequence[int],
     num_ranks: int,
@@ -267,7 +275,7 @@ def _messages(
     shared: list[int] = []
     for index in indices:
         split = params[index].split
-        kind = _own_landing(split, dtypes, cost)
+        kind = _own_kind(split, dtypes, cost)
         if kind is None:
             shared.append(index)
             continue
@@ -278,7 +286,7 @@ def _messages(
         buffer_offset += segment_numel
     if not shared:
         return
-    # Neighbours of one size: where a device copies them out one by one, a run of them is one copy.
+    # Parameters of one size lie side by side, so that a run of them is copied out at once.
     shared.sort(key=lambda index: -params[index].split.slot_numel)
     slots: list[Slot] = []
     offset = 0
@@ -291,14 +299,14 @@ def _messages(
     yield Bucket(tuple(slots), segment_numel, buffer_offset, BucketKind.SPLIT, padding_offset)
 
 
-def _own_landing(split: Split, dtypes: DtypePlan, cost: CostModel) -> BucketKind | None:
-    """How a parameter lands if it gets a message of its own; None if it shares one."""
+def _own_kind(split: Split, dtypes: DtypePlan, cost: CostModel) -> BucketKind | None:
+    """The kind of the bucket that a parameter has to itself; None if it shares one."""
     if split.slot_numel == 0 or split.dim is None:
         return None
     if not split.is_stacked:
         return BucketKind.PERMUTED
     full_bytes = split.numel * dtypes.computed.itemsize
-    if split.slot_numel % dtypes.alignment_numel or not cost.deserves_message(full_bytes):
+    if split.slot_numel % dtypes.alignment_numel or not cost.deserves_bucket(full_bytes):
         return None
     return BucketKind.IN_PLACE
 
@@ -308,7 +316,7 @@ def aligned(value: int, alignment: int) -> int:
 
 
 def plan_flat_layout(params: Sequence[ParamSpec], num_ranks: int) -> UnitLayout:
-    """Lay the parameters of every lane one after another, in one message.
+    """Put the parameters of every lane one after another into one bucket, cut evenly.
 
     Parameters whose size keeps the next one aligned come first: kernels are slower on weights
     that do not start at a multiple of 16 bytes.
@@ -320,12 +328,12 @@ def plan_flat_layout(params: Sequence[ParamSpec], num_ranks: int) -> UnitLayout:
         ordered = sorted(indices, key=lambda index: params[index].split.numel % alignment != 0)
         total = sum(params[index].split.numel for index in indices)
         segment_numel = aligned(-(-total // num_ranks), alignment)
-        slab_start = full.take(num_ranks * segment_numel * itemsize)
+        full_start = full.take(num_ranks * segment_numel * itemsize)
         slots: list[Slot] = []
         start = 0
         for index in ordered:
             numel = params[index].split.numel
-            slots.append(Slot(index, start, numel, slab_start + start * itemsize))
+            slots.append(Slot(index, start, numel, full_start + start * itemsize))
             start += numel
         bucket = Bucket(tuple(slots), segment_numel, 0, BucketKind.FLAT)
         lanes.append(Lane(dtypes, is_trainable, (bucket,)))
@@ -335,10 +343,10 @@ def plan_flat_layout(params: Sequence[ParamSpec], num_ranks: int) -> UnitLayout:
 def plan_unit(
     params: Sequence[ParamSpec], num_ranks: int, cost: CostModel, *, is_flat: bool
 ) -> UnitLayout:
-    """The layout of a unit; `is_flat` if its parameters are to be cut as one.
+    """The layout of a unit. With `is_flat`, its parameters are cut as one.
 
-    On one rank nothing is cut, and rows lie one after another anyway: a flat message needs no copy
-    of its own for each parameter, and none at all where nothing is cast.
+    On one rank nothing is cut, so the flat layout serves both APIs: it needs no copy per
+    parameter, and none at all where nothing is cast.
     """
     if is_flat or num_ranks == 1:
         return plan_flat_layout(params, num_ranks)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fullshard.comm.exiting import pause_at_exit
+from fullshard.comm.collectives import pause_at_exit
 from fullshard.errors import CheckpointError
 
 _T = TypeVar("_T")

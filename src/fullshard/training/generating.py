@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
-from fullshard.comm.exiting import leave
+from fullshard.comm.collectives import leave
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, TopologyError
 from fullshard.models.sampling import sample
 from fullshard.state.folder import latest, located

@@ -9,7 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from fullshard.comm.exiting import leave
+from fullshard.comm.collectives import leave
 from fullshard.errors import FullshardError
 from fullshard.state.crew import OtherRankError
 from fullshard.training.config import TrainConfig

@@ -1,7 +1,7 @@
 """Memory of this rank that the other ranks of its host can read.
 
-A region is a file that has no name (`memfd_create`), mapped by its owner and by whoever was handed
-it. It goes when the last process that has it goes, and no limit of /dev/shm applies to it.
+A region is a file without a name (`memfd_create`) that its owner maps, and every rank that was sent
+its descriptor. It is freed with the last mapping, and no limit of /dev/shm applies to it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-# A page is only there once it was written, so a region that is too large costs nothing.
+# A page takes memory once it was written, so a region that is too large costs nothing.
 _SMALLEST_BITS = 16
-# More than a step of a large model has, for a region that is used once in a step.
+# More than a step of a large model has, for a region that is used once a step.
 IDLE_COLLECTIVES = 4096
 _COLLECTIVES_PER_SWEEP = 256
 
@@ -38,10 +38,10 @@ class Mapped:
 
 
 class Region:
-    """A file of this rank, used by the messages of one collective at a time.
+    """A file of this rank that holds buckets of one collective at a time.
 
-    `num_uses` counts who still needs what is in it: the tensor that lies in it, and every rank
-    that has not read it yet.
+    `num_uses` counts who still needs its content: the tensor that lies in it, and every rank that
+    has not read it yet.
     """
 
     __slots__ = (
@@ -69,21 +69,16 @@ class Region:
         self.is_retired = False
         self.lease: weakref.ref[memoryview] | None = None
 
-    def retire(self) -> None:
-        """Close the file. The memory goes when no tensor lies in it and all ranks let go of it."""
-        self.is_retired = True
-        os.close(self.descriptor)
-
 
 class Regions:
-    """The regions of this process, whatever the groups that read them.
+    """The regions of this process, for all groups.
 
-    Sizes are powers of two. Of each size there are as many as were in use at once; one that was not
-    used for 4096 collectives is given back. So they take less than twice the bytes of the messages
-    that were under way or leased at once, counted size by size.
+    Sizes are powers of two. There are as many of each size as were in use at once; one that was not
+    used for 4096 collectives is freed. So they take less than twice the bytes of the buckets that
+    were in flight or leased at once, counted size by size.
 
-    Any thread may call. `_lapsed` and `_discarded` are filled by callbacks that may run in the
-    middle of anything, and so take no lock.
+    Any thread may call. `_lapsed` and `_discarded` are filled by callbacks that may run at any
+    point, and therefore take no lock.
     """
 
     def __init__(self) -> None:
@@ -98,20 +93,27 @@ class Regions:
 
     @property
     def num_bytes(self) -> int:
-        """Of all regions that are there, in use or free."""
+        """The bytes of all regions, in use or free."""
         with self._lock:
             self._settle()
             return sum(region.mapped.num_bytes for region in self._by_address.values())
 
     def take(self, num_bytes: int, look_for_free: Callable[[], None] | None = None) -> Region:
-        """A region in one use, the caller's. `look_for_free` is called before one is made."""
+        """A region in one use, the caller's; `look_for_free` is called before one is made.
+
+        Raises OSError where there is no memory or file descriptor for another one.
+        """
         size = 1 << max(_SMALLEST_BITS, (num_bytes - 1).bit_length())
         region = self._taken(size)
         if region is None and look_for_free is not None:
             look_for_free()
             region = self._taken(size)
         if region is None:
-            region = Region(size)
+            try:
+                region = Region(size)
+            except OSError:
+                self.retire_free()
+                region = Region(size)
             with self._lock:
                 self.num_made += 1
                 self._by_address[region.mapped.address] = region
@@ -155,12 +157,12 @@ class Regions:
                 self._release(region)
 
     def discard(self, held: Iterable[Region]) -> None:
-        """Never use these again: someone may read them who cannot say any more when it is done."""
+        """Never use these again: a rank may still read them that can no longer acknowledge."""
         self._discarded.extend(held)
 
     def retire_free(self) -> None:
-        """Give back all that is not in use, unless someone is about to use it."""
-        if self._lock.acquire(blocking=False):  # a callback: this very thread may have it
+        """Free all regions that are not in use, unless another call is at work."""
+        if self._lock.acquire(blocking=False):  # in a callback, this very thread may hold it
             try:
                 self._settle()
                 self._sweep(self._num_taken + 1)
@@ -189,7 +191,8 @@ class Regions:
                 self._retire(region)
 
     def _retire(self, region: Region) -> None:
-        region.retire()
+        region.is_retired = True
+        os.close(region.descriptor)  # the memory goes with the last tensor and the last mapping
         self.num_retired += 1
         del self._by_address[region.mapped.address]
 

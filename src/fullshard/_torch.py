@@ -1,0 +1,359 @@
+"""Every private name of torch that fullshard uses, and every branch by torch version.
+
+Nothing else under src/ touches a private name of torch. All names are checked when the package is
+imported, except those of modules that few programs need (`symmetric_memory` and the fake backend):
+they are checked when they are first asked for. A missing name is an ImportError that says which
+name and which torch. The names are the same in torch 2.11 to 2.15 unless a comment says more.
+
+torch.distributed itself has the public names `ReduceOp`, `AllreduceOptions`, `AllToAllOptions`,
+`ReduceScatterOptions`, `DebugLevel`, `get_debug_level`, `Store`, `TCPStore` and `HashStore`.
+"""
+
+# ruff: noqa: I001, N812, N813 - names are imported under names that say what they are
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+# Tensors
+__all__ = ["FakeTensorMode", "backward_hooks", "chunk_cat", "copy_hooks"]
+__all__ += ["disable_torch_function", "foreach_copy_"]
+__all__ += ["foreach_mul_", "foreach_norm", "post_accumulate_grad_hooks", "storage_key"]
+__all__ += ["storage_use_count", "tensor_use_count", "tree_leaves", "tree_map_only"]
+__all__ += ["unscale_and_check_finite_", "version_of", "view_base"]
+# DTensors and meshes
+__all__ += ["DTensorSpec", "StridedShard", "TensorMeta", "concatenate_meshes", "flatten_mesh"]
+__all__ += ["local_tensor", "new_dtensor", "set_local_tensor", "spec_of", "to_local"]
+# ShardedTensors
+__all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata"]
+__all__ += ["ShardedTensorShard", "TensorProperties", "sharded_tensor_from_local"]
+__all__ += ["sharded_tensor_group"]
+# Modules and autograd
+__all__ += ["BatchNormBase", "NormBase", "in_backward", "node_sequence_nr"]
+__all__ += ["queue_backward_callback", "sequence_nr"]
+# The compiler
+__all__ += ["disable_dynamo", "untraced"]
+# CUDA (there where torch was built with it)
+__all__ += ["CudaEvent", "cuda_current_stream", "cuda_get_device", "cuda_set_stream"]
+# Process groups
+__all__ += ["backend_name", "backend_of", "broadcast_coalesced", "default_store", "devices_of"]
+__all__ += ["finished_work", "is_registered", "lifetime_of", "num_groups", "register_backend"]
+__all__ += ["FakeStore", "create_fake_group", "symmetric_memory", "timeout_of"]
+# Collectives
+__all__ += ["AllgatherOptions", "all_gather_coalesced", "all_gather_single", "all_to_all_single"]
+__all__ += ["reduce_scatter_coalesced", "reduce_scatter_single"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _missing(name: str) -> ImportError:
+    return ImportError(
+        f"fullshard: a torch from 2.11 to 2.15 is expected, found torch {torch.__version__}, which "
+        f"lacks {name}; install a supported torch, or a fullshard that supports this one."
+    )
+
+
+def _require(owner: object, *names: str) -> None:
+    """Check names that are used as attributes."""
+    for name in names:
+        if not hasattr(owner, name):
+            where = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", repr(owner))
+            raise _missing(f"{where}.{name}")
+
+
+try:
+    # Reads of a DTensor's attributes are three times as fast without its __torch_function__.
+    from torch._C import DisableTorchFunctionSubclass as disable_torch_function
+
+    # The backward that runs in this thread, and the number that autograd's next node will get:
+    # torch.autograd.graph offers neither.
+    from torch._C import _current_graph_task_id
+    from torch._C._autograd import _get_sequence_nr as sequence_nr
+
+    # torch.distributed has the options of all other collectives.
+    from torch._C._distributed_c10d import AllgatherOptions
+
+    # `torch.compiler.disable` wraps a function, which takes longer than most of what is wrapped
+    # here, and imports the compiler.
+    from torch._C._dynamo import eval_frame as _eval_frame
+    from torch._compile import _disable_dynamo as disable_dynamo
+
+    # Counts what autograd would save, without memory.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # FSDP1's sharded state dicts are made of these; torch has no public form of them.
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+    from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorShard
+
+    # torch.distributed does not tell when a group was destroyed, nor gives its store.
+    from torch.distributed.distributed_c10d import _get_default_store as default_store
+    from torch.distributed.distributed_c10d import _world
+    from torch.distributed.remote_device import _remote_device as RemoteDevice
+
+    # A DTensor of a known spec needs none of the checks of `from_local`, which take longer than a
+    # step may spend on a parameter. A dim that two axes of a mesh cut has no public placement.
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+    # The common base classes of batch norms.
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+
+    # torch.utils has no public module for trees of containers.
+    from torch.utils._pytree import tree_leaves, tree_map_only
+except ImportError as error:
+    raise _missing(f"a name ({error})") from error
+
+_require(torch.Tensor, "_version", "_base", "_use_count")
+_require(torch.Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
+_require(torch.UntypedStorage, "_cdata")
+_require(torch._C, "_storage_Use_Count")
+_require(torch._C._distributed_c10d, "_create_work_from_future")
+_require(torch, "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_chunk_cat")
+_require(torch, "_amp_foreach_non_finite_check_and_unscale_")
+_require(dist, "_broadcast_coalesced")
+_require(torch.autograd.Variable, "_execution_engine")
+_require(torch.autograd.Variable._execution_engine, "queue_callback")
+_require(_eval_frame, "_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy")
+_require(DTensor, "_local_tensor", "_spec")
+_require(DeviceMesh, "_concatenate", "_flatten")
+_require(ShardedTensor, "_init_from_local_shards_and_global_metadata")
+_require(dist.ProcessGroup, "_get_backend", "_device_types", "_register_backend")
+_require(_world, "pg_map")
+
+
+# Tensors. `attrgetter` is called without a Python frame.
+
+local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
+"""The local tensor of a DTensor, the very object: `to_local` makes a view for autograd."""
+
+spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
+"""The mesh, placements and metadata of a DTensor as one object."""
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor was written in place."""
+
+view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+"""The tensor that a view was made of, as autograd knows it."""
+
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""A number that two storage objects share if they are one storage."""
+
+_Hooks = Callable[[torch.Tensor], dict[int, Any] | None]
+backward_hooks: _Hooks = attrgetter("_backward_hooks")
+post_accumulate_grad_hooks: _Hooks = attrgetter("_post_accumulate_grad_hooks")
+
+# How many tensors in Python and C++ share a storage, and how many references a tensor has in C++.
+_use_count_of_data: Callable[[int], int] = torch._C._storage_Use_Count
+tensor_use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+
+# The fused operations that torch.optim and torch.amp use; there are no public forms.
+foreach_copy_ = torch._foreach_copy_
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+chunk_cat = torch._chunk_cat
+unscale_and_check_finite_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor; any other tensor as it is."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def set_local_tensor(dtensor: torch.Tensor, local: torch.Tensor) -> None:
+    dtensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def new_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around a local tensor. `DTensor.__init__` does nothing, through two wrappers."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let the hooks on a tensor's gradient act on another tensor's."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    return _use_count_of_data(storage._cdata)
+
+
+# Autograd.
+
+queue_backward_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Calls a function when the backward that runs in this thread ends."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward (or recomputes a forward in one)."""
+    return bool(_current_graph_task_id() != -1)
+
+
+node_sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""The number that autograd gave a node of its graph when it made it."""
+
+
+# CUDA: torch.cuda's own functions look up devices and make objects each time.
+
+if torch.backends.cuda.is_built():
+    _require(torch._C, "_cuda_getCurrentStream", "_cuda_setStream", "_cuda_getDevice")
+    _require(torch._C, "_CudaEventBase")
+# None in a torch without CUDA.
+cuda_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
+cuda_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
+cuda_get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+CudaEvent: Any = getattr(torch._C, "_CudaEventBase", None)
+
+
+# The compiler.
+
+
+def untraced(function: _F) -> _F:
+    """Keep dynamo out of a function and of all that it calls.
+
+    Dynamo reads the attributes while it traces a caller; the strategy of the code is what the
+    interpreter follows.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "fullshard runs between graphs"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    skip = _eval_frame._FrameAction.SKIP
+    strategy = _eval_frame._FrameExecStrategy(skip, skip)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+# Process groups.
+
+broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
+"""Broadcasts many tensors in few collectives: (group, tensors, bucket bytes, source)."""
+
+
+backend_of: Callable[[dist.ProcessGroup, torch.device], Any] = dist.ProcessGroup._get_backend
+"""What moves a group's tensors on a device. `dist.get_backend` has one name for all devices."""
+
+register_backend: Callable[..., None] = dist.ProcessGroup._register_backend
+"""Gives a group that is written in Python a backend: (group, device, backend type, backend)."""
+
+devices_of: Callable[[dist.ProcessGroup], list[torch.device]] = attrgetter("_device_types")
+"""The devices that a group has a backend for."""
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    name: str = group._get_backend(device).name()
+    return name
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """The seconds that a collective of a group may take."""
+    seconds: float = group._get_backend(device).options._timeout.total_seconds()
+    return seconds
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed made a group and did not destroy it yet."""
+    return group in _world.pg_map
+
+
+def num_groups() -> int:
+    """How many process groups there are in this process."""
+    return len(_world.pg_map)
+
+
+def lifetime_of(group: dist.ProcessGroup) -> object:
+    """An object that lives until a group is destroyed, whoever still refers to the group.
+
+    It is the store that torch.distributed made for the group and drops in destroy_process_group.
+    A group that torch.distributed does not know lives as long as it is referred to.
+    """
+    registered = _world.pg_map.get(group)
+    return group if registered is None else registered[1]
+
+
+def finished_work() -> dist.Work:
+    """A work that is done."""
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result([])
+    make: Callable[..., dist.Work] = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+    return make(future)
+
+
+# Collectives with options and without the checks of `dist.all_gather_into_tensor`, which take
+# longer than a small collective. torch 2.13 gave them public names. They are looked up on the
+# group, which may be a subclass in Python.
+
+
+def _collective(name: str, name_before_2_13: str) -> Callable[..., dist.Work]:
+    if not hasattr(dist.ProcessGroup, name):
+        name = name_before_2_13
+        _require(dist.ProcessGroup, name)
+
+    def start(group: dist.ProcessGroup, *args: Any) -> dist.Work:
+        work: dist.Work = getattr(group, name)(*args)
+        return work
+
+    return start
+
+
+# (group, out, inp, [options])
+all_gather_single = _collective("all_gather_single", "_allgather_base")
+reduce_scatter_single = _collective("reduce_scatter_single", "_reduce_scatter_base")
+# (group, outs, ins, [options]). Never on gloo: its threads race on operation names that are longer
+# than 15 characters, and these are.
+all_gather_coalesced = _collective("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+reduce_scatter_coalesced = _collective(
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+)
+# (group, out, inp, out_splits, in_splits, [options])
+all_to_all_single = _collective("all_to_all_single", "alltoall_base")
+
+
+# Meshes: slices of one mesh side by side, and several axes as one under a name.
+concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
+flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
+
+# A ShardedTensor whose metadata all ranks know: the public constructors communicate.
+sharded_tensor_from_local = ShardedTensor._init_from_local_shards_and_global_metadata
+sharded_tensor_group: Callable[[ShardedTensor], dist.ProcessGroup] = attrgetter("_process_group")
+
+
+# Modules that few programs need. Loading that of the fake backend registers it.
+
+if TYPE_CHECKING:
+    from torch.distributed import _symmetric_memory as symmetric_memory
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed.fake_pg import _create_fake_pg as create_fake_group
+
+_FAKE_BACKEND = "torch.testing._internal.distributed.fake_pg"
+_LOADED_LATE = {
+    "symmetric_memory": ("torch.distributed._symmetric_memory", None),
+    "FakeStore": (_FAKE_BACKEND, "FakeStore"),
+    "create_fake_group": (_FAKE_BACKEND, "_create_fake_pg"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOADED_LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _LOADED_LATE[name]
+    try:
+        loaded = importlib.import_module(module)
+        return loaded if attribute is None else getattr(loaded, attribute)
+    except (ImportError, AttributeError) as error:
+        raise _missing(f"a name ({error})") from error
