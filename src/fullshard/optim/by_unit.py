@@ -281,12 +281,13 @@ class _Buffer(NamedTuple):
             start = data.numel()
             if local.numel():
                 start = (local.data_ptr() - data.data_ptr()) // data.itemsize
+            is_inside = local.dtype == data.dtype and 0 <= start <= data.numel() - local.numel()
             shard = _Shard(each.param, local, start, local.numel())
             # All state of a slice without dims has none: moments would be taken for counts.
             can_step = isinstance(each, DTensorParam) or (
                 isinstance(each, OrigParamSlice) and local.ndim > 0
             )
-            if can_step and each.param in held and shard.is_current():
+            if can_step and is_inside and each.param in held and shard.is_current():
                 buffer.shards.append(shard)
             else:
                 buffer.others.append(Tile(start, shard.numel, None))
@@ -307,7 +308,7 @@ def _find_buffers(params: Sequence[torch.Tensor]) -> list[_Buffer]:
         if (hooks := hooks_managing(location.module)) is not None
         for unit in hooks.reads  # with those that own tied parameters
     )
-    buffers = []
+    held, buffers = set(params), []
     for unit in units:
         if any(sharded_param.local.is_meta for sharded_param in unit.params):
             continue
@@ -315,7 +316,7 @@ def _find_buffers(params: Sequence[torch.Tensor]) -> list[_Buffer]:
         for lane, data in zip(unit.layout.lanes, unit.shard_buffers.lanes, strict=True):
             slots = chain.from_iterable(bucket.slots for bucket in lane.buckets)
             lane_params = [in_buffers[slot.param_index] for slot in slots]
-            buffers.append(_Buffer.of(data, lane_params, set(params)))
+            buffers.append(_Buffer.of(data, lane_params, held))
     return [buffer for buffer in buffers if buffer.shards]
 
 
