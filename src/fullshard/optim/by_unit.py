@@ -87,14 +87,14 @@ def by_unit(optimizer: O, *, elementwise: bool = False) -> O:
     _require_elementwise(optimizer, elementwise)
     if _ATTRIBUTE in optimizer.__dict__:
         return optimizer
-    cls: type[Any] = type(optimizer)
+    cls: type[Optimizer] = type(optimizer)
     if "step" in optimizer.__dict__:
         raise ConfigError(
             f"by_unit: the step of {cls.__name__} must be that of its class, found it replaced, as "
             "learning rate schedulers do; call by_unit right after the optimizer is built."
         )
     optimizer.__dict__[_ATTRIBUTE] = _Stepper()
-    optimizer.__class__ = _subclass(cls)
+    optimizer.__class__ = _subclass(cls)  # type: ignore[arg-type]  # mypy takes it for an instance
     return optimizer
 
 
@@ -384,7 +384,7 @@ class _Run:
                 return None
             grads = list(map(local_tensor, grads))
         grads = grads[: len(self._filled)]
-        first = grads[0]
+        first: torch.Tensor = grads[0]
         # A sparse tensor is not contiguous, and has no address.
         if first.dtype != self._grad_dtype or not all(map(torch.Tensor.is_contiguous, grads)):
             return None
@@ -399,8 +399,9 @@ class _Run:
 
     def _grad_copy(self) -> torch.Tensor | None:
         """A copy of all gradients, for a user who has replaced some."""
-        grads = [shard.usable_grad() for shard in self.shards]
-        if any(grad is None or grad.dtype != self._grad_dtype for grad in grads):
+        found = [shard.usable_grad() for shard in self.shards]
+        grads = [grad for grad in found if grad is not None and grad.dtype == self._grad_dtype]
+        if len(grads) < len(found):
             return None
         joined = torch.zeros(self._numel, dtype=self._grad_dtype, device=self.param.device)
         if self._filled:

@@ -131,7 +131,7 @@ class Recording:
         """Each begin with the end that follows it, or with the end of the recording."""
         open_s: dict[tuple[Activity, str], list[float]] = {}
         # Threads report ends, so edges are not in the order of time.
-        edges = [(self._clock.seconds(stamp), *edge) for stamp, *edge in list(self._edges)]
+        edges = [(self._clock.seconds(edge[0]), *edge[1:]) for edge in list(self._edges)]
         for at_s, activity, unit, is_begin in sorted(edges, key=lambda edge: edge[0]):
             begun = open_s.setdefault((activity, unit), [])
             if is_begin:
