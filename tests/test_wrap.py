@@ -382,7 +382,7 @@ def test_enable_wrap_ends_also_after_an_error():
 
 def test_enable_wrap_does_not_nest_and_the_outer_one_stays():
     with ours.enable_wrap(wrapper_cls=Wrapped):
-        with pytest.raises(NotImplementedError, match="must not be entered twice"):
+        with pytest.raises(NotImplementedError, match="must not be nested"):
             fail_inside_enable_wrap()
         assert isinstance(ours.wrap(Block()), Wrapped)
 
