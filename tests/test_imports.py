@@ -19,8 +19,6 @@ LEVELS = [
     ("optim", "state"),
     (
         "wrap",
-        "choosing",
-        "repeated_blocks",
         "auto_shard",
         "fsdp_module",
         "fully_shard",

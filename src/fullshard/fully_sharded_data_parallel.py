@@ -32,7 +32,7 @@ from fullshard.api import (
 )
 from fullshard.comm.mesh import HYBRID, mesh_info_for_strategy
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
-from fullshard.optim.clipping import clip_grads
+from fullshard.optim.clip import clip_grads
 from fullshard.runtime.build import ShardRequest, build_hooks, managed_modules
 from fullshard.runtime.hooks import ModuleHooks, UnshardHandle, hooks_of
 from fullshard.runtime.names import WRAPPED, clean_name

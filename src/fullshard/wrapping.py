@@ -21,7 +21,6 @@ from fullshard.api import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from fullshard.choosing import Chosen, choose, wrap_chosen
 from fullshard.comm.mesh import MeshInfo, device_of
 from fullshard.errors import ConfigError, LifecycleError
 from fullshard.runtime.build import managed_modules
@@ -30,6 +29,7 @@ from fullshard.runtime.replaced import replacement_of
 from fullshard.runtime.scheduler import HookOptions
 from fullshard.runtime.trees import map_tensors
 from fullshard.unit.settings import UnitSettings
+from fullshard.wrap import Chosen, choose, wrap_chosen
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 

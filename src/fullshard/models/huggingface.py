@@ -28,11 +28,11 @@ from fullshard.models.tokenizers import (
     Tokenizer,
     has_tokenizer,
 )
-from fullshard.repeated_blocks import repeated_blocks
 from fullshard.runtime.names import clean_name
 from fullshard.state.materialize import LostBuffers
 from fullshard.state.safetensors import LoadedWeights, load_safetensors, open_tensors
 from fullshard.state.shards import tensor_shards
+from fullshard.wrap import repeated_blocks
 
 # Of names in an error.
 _NUM_LISTED = 8

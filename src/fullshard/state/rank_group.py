@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fullshard._torch import lifetime_of
-from fullshard.comm.exiting import pause_at_exit
+from fullshard.comm.collectives import pause_at_exit
 from fullshard.errors import CheckpointError, FullshardError
 
 _T = TypeVar("_T")

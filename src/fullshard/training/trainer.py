@@ -23,8 +23,8 @@ from fullshard.runtime.describing import unit_facts
 from fullshard.state.checkpoint import load, save, save_async
 from fullshard.state.rank_group import RankGroup
 from fullshard.trace import seam
-from fullshard.trace.activities import Activity
 from fullshard.trace.recording import record
+from fullshard.trace.seam import Activity
 from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
 from fullshard.training.display import Display

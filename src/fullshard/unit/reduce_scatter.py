@@ -36,7 +36,7 @@ from fullshard.device import ResizableBuffer, reference_counts
 from fullshard.errors import ConfigError, LifecycleError
 from fullshard.layout import Bucket, BucketKind, DtypePlan, FlatSplit, Lane, Split, UnitLayout
 from fullshard.trace import seam
-from fullshard.trace.activities import Activity
+from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import permuted_pairs
 from fullshard.unit.context import CommContext, HeldResults, wait_all
 from fullshard.unit.param import GradTarget, ShardedParam, shard_device
