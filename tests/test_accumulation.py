@@ -18,6 +18,7 @@ from fullshard import (
     fully_shard,
     share_comm_ctx,
 )
+from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.counted import CountedGather, CountedReduce
@@ -48,7 +49,7 @@ def torch_shard(model: nn.Sequential, mesh: Any, **options: Any) -> None:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 # Each form is told before a micro batch's forward which one it is.

@@ -36,6 +36,7 @@ from fullshard._torch import (
 )
 from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import CheckpointError
 from fullshard.layout.split import Box, boxes_of_range, row_chunks, slices
 from fullshard.runtime.hooks import ModuleHooks, hooks_of, hooks_of_unit
@@ -520,10 +521,7 @@ def full_tensor_of(value: Any) -> torch.Tensor:
     if isinstance(value, ShardedTensor):
         return _gathered(value)
     if isinstance(value, DTensor):
-        # Offloaded state has its local tensor on the host, where the mesh has no collectives.
-        on_mesh = value.detach().to(value.device_mesh.device_type)
-        assert isinstance(on_mesh, DTensor)
-        return on_mesh.full_tensor()
+        return full_tensor(value)
     if isinstance(value, torch.Tensor):
         return value.detach()
     raise CheckpointError(
@@ -551,7 +549,7 @@ def _gathered(value: ShardedTensor) -> torch.Tensor:
     local = [shard.tensor.detach().reshape(-1) for shard in value.local_shards()]
     if local:
         sent[: sum(each.numel() for each in local)].copy_(torch.cat(local))
-    received = all_gather_flat(sent, Axis.of_group(group)) if segment_numel else sent
+    received = all_gather_flat(sent, Axis(group)) if segment_numel else sent
     full = torch.empty(metadata.size, dtype=dtype, device=device)
     for box, rank, offset in places:
         start = rank * segment_numel + offset

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from fullshard._torch import tree_leaves, tree_map_only
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import TopologyError
 
 # Wrappers add these to the names of parameters; the reference has none of them.
@@ -227,7 +228,7 @@ def _full(value: Tensor) -> Tensor:
         return value.cpu()
     # Offloaded shards are on the CPU, for which the mesh may have no backend.
     on_mesh: DTensor = value.to(value.device_mesh.device_type)  # type: ignore[assignment]
-    return on_mesh.full_tensor().cpu()
+    return full_tensor(on_mesh).cpu()
 
 
 def _local(value: Tensor) -> Tensor:

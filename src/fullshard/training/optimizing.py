@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from fullshard._torch import BatchNormBase
 from fullshard.errors import ConfigError
 from fullshard.optim.by_unit import by_unit
 from fullshard.runtime.names import clean_name
@@ -21,7 +21,7 @@ _UNDECAYED = (
     nn.LayerNorm,
     nn.RMSNorm,
     nn.GroupNorm,
-    _BatchNorm,
+    BatchNormBase,
 )
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.placement import full_tensor
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.optim.grad_scaler import ShardedGradScaler
@@ -185,7 +186,7 @@ class Trainer:
         else:
             norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
         if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+            norm = full_tensor(norm)
         return norm.to(self._world.device)
 
     # One step in detail
