@@ -35,6 +35,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
+	$(BIN)/python tests/structure.py
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_public_names.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 

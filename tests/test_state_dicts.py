@@ -228,7 +228,7 @@ def test_a_state_dict_taken_while_unsharded_holds_shards(rank: Rank) -> None:
     for other in range(rank.size):
         (reference(batch(0, other)).square().mean() / rank.size).backward()
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).full_tensor(grad), parameter.grad)
+        torch.testing.assert_close(full_tensor(model.get_parameter(name).grad), parameter.grad)
 
 
 @on_ranks(2)

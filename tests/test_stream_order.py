@@ -916,7 +916,9 @@ def test_nothing_races(name: str) -> None:
 
 NEEDED_WAITS = {
     "CommContext._finish_oldest": "replicas reduced in bfloat16",
-    "CommContext.abort_reduce_scatters": "failure in backward with all reduce hooks on a stream each",
+    "CommContext.abort_reduce_scatters": (
+        "failure in backward with all reduce hooks on a stream each"
+    ),
     "CommContext.all_gathers_follow_compute": "float32",
     "CommContext.finish_reduce_scatters": "reduce in bfloat16",
     "CommContext.wait_until_unused": "float32",
