@@ -290,8 +290,8 @@ class FullyShardedDataParallel(nn.Module):
         """
         if not callable(hook):
             raise ConfigError(
-                f"register_comm_hook: a function is expected, found {hook!r}; pass for example "
-                "torch.distributed.algorithms._comm_hooks.default_hooks.reduce_scatter_hook."
+                f"register_comm_hook: a function is expected, found {hook!r}; pass one that takes "
+                "(state, gradients, shard)."
             )
         if not self.check_is_root():
             raise MisuseError(
