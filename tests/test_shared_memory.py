@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import fullshard.comm.shm.regions as regions_module
+import fullshard.comm.shm.memory as regions_module
 from fullshard import ConfigError, DisagreementError, fully_shard
 from fullshard.comm.collectives import Collectives, GlooCollectives, all_reduce, collectives_for
 from fullshard.comm.shm.handshake import SWITCH, link_of
 from fullshard.comm.shm.link import Link
-from fullshard.comm.shm.regions import regions
+from fullshard.comm.shm.memory import regions
 from fullshard.testing import Rank, RankPool, RanksFailed, Training, assert_same_training, on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]

@@ -31,7 +31,7 @@ from fullshard.comm.collectives import (
     collectives_for,
 )
 from fullshard.comm.shm.handshake import SWITCH, link_of
-from fullshard.comm.shm.regions import regions
+from fullshard.comm.shm.memory import regions
 from fullshard.layout import CostModel
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks

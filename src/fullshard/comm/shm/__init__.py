@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fullshard.comm.shm.handshake import SWITCH, is_without_link, link_of
 from fullshard.comm.shm.link import Bucket, Kind, Link, Terms, Waitable
-from fullshard.comm.shm.regions import Region, regions
+from fullshard.comm.shm.memory import Region, regions
 from fullshard.errors import ConfigError
 
 __all__ = ["SWITCH", "HostWork", "all_gather", "all_reduce", "allocate", "reduce_scatter"]
