@@ -1,7 +1,6 @@
-"""Brings files that lie outside of docs/ into the site: pages of the root, and the examples.
+"""Adds files from outside docs/ to the site: root pages and examples.
 
-Links to them are written so that they work where the source is read; here they become links to
-pages.
+Links to these files are written for readers of the source; the hooks turn them into links to pages.
 """
 
 import re

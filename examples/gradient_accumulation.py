@@ -1,6 +1,6 @@
-"""Several micro-batches in a step: gradients are reduced once, with the last of them.
+"""Gradient accumulation: several micro-batches per step, reduced once with the last one.
 
-Compares the accumulated step with one on the whole batch.
+The program compares the accumulated gradients with those of the whole batch.
 
 torchrun --standalone --nproc-per-node 2 examples/gradient_accumulation.py
 """
@@ -45,7 +45,7 @@ def main() -> None:
         micro_batches = inputs.chunk(NUM_MICRO_BATCHES)
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == NUM_MICRO_BATCHES - 1
-            # Without communication: each rank adds up full gradients of its own.
+            # No communication: each rank accumulates its own full gradients.
             with nullcontext() if is_last else accumulated.no_sync():
                 (loss_of(accumulated, micro_batch) / NUM_MICRO_BATCHES).backward()
             if not is_last and any(p.grad is not None for p in accumulated.parameters()):

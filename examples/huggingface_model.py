@@ -1,6 +1,6 @@
-"""A transformers model, streamed from safetensors into shards, trained, and written back.
+"""Streams a transformers model from safetensors into shards, trains it, and exports it.
 
-No rank has the whole model at any time: it is built on meta, sharded, and then filled.
+No rank ever holds the whole model: it is built on the meta device, sharded, and then loaded.
 
 torchrun --standalone --nproc-per-node 2 examples/huggingface_model.py
 """
@@ -31,7 +31,7 @@ CONFIG = LlamaConfig(
 
 
 def batch(generator: torch.Generator, device_type: str) -> torch.Tensor:
-    """Sequences that count upwards from a random token."""
+    """Return sequences that count up from a random token."""
     starts = torch.randint(CONFIG.vocab_size, (BATCH, 1), generator=generator)
     return ((starts + torch.arange(LENGTH)) % CONFIG.vocab_size).to(device_type)
 
@@ -45,7 +45,7 @@ def main() -> None:
     dist.broadcast_object_list(shared)
     folder = Path(str(shared[0]))
 
-    if rank == 0:  # stands for a model that was downloaded
+    if rank == 0:  # in place of a downloaded model
         torch.manual_seed(0)
         LlamaForCausalLM(CONFIG).save_pretrained(folder / "original", max_shard_size="200KB")
         files = sorted(file.name for file in (folder / "original").glob("*.safetensors"))
@@ -55,7 +55,7 @@ def main() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
     model.tie_weights()
-    auto_shard(model, mesh=mesh)  # finds the decoder layers by itself
+    auto_shard(model, mesh=mesh)  # one unit per decoder layer
     found = load_safetensors(folder / "original", model)  # each rank reads its own shards
     if rank == 0:
         print(f"streamed into shards; tied: {dict(found.tied)}")
@@ -76,7 +76,7 @@ def main() -> None:
     export_safetensors(folder / "trained", model)
     tokens = batch(torch.Generator().manual_seed(0), device_type)
     with torch.no_grad():
-        expected = model(input_ids=tokens).logits.float().cpu()  # all ranks: it gathers
+        expected = model(input_ids=tokens).logits.float().cpu()  # all-gathers, so on all ranks
     if rank == 0:
         CONFIG.save_pretrained(folder / "trained")
         opened = AutoModelForCausalLM.from_pretrained(folder / "trained", dtype=torch.float32)

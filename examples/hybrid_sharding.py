@@ -1,7 +1,8 @@
-"""Hybrid sharding: sharded inside a group of ranks, replicated over the groups.
+"""Hybrid sharding: shards within a group of ranks and replicates across groups.
 
-Gathers stay inside a group (the GPUs of one host, say); only gradients cross over. Trains the same
-steps as one unsharded process, and shows that the replicas stay the same.
+All-gathers stay inside a group, such as the GPUs of one host; only reduced gradients are sent
+between groups. The program compares the losses with those of one unsharded process and checks that
+the replicas stay equal.
 
 torchrun --standalone --nproc-per-node 4 examples/hybrid_sharding.py
 """
@@ -55,7 +56,7 @@ def main() -> None:
         print(f"{NUM_REPLICAS} replicas of {size // NUM_REPLICAS} shards: {weight.placements}")
         print(f"a weight of {tuple(weight.shape)}, {tuple(weight.to_local().shape)} on each rank")
 
-    # Every rank, of every replica, takes its own part of a batch.
+    # Every rank of every replica takes its own part of a batch.
     generator = torch.Generator().manual_seed(0)
     for step in range(STEPS):
         whole = torch.randn(GLOBAL_BATCH, WIDTH, generator=generator).to(device_type)
@@ -68,7 +69,7 @@ def main() -> None:
         if not torch.isclose(loss, reference, rtol=1e-2):
             raise SystemExit(f"step {step}: {loss.item()} differs from {reference.item()}")
 
-    # The same rank of the other replica must have the same shard, to the last bit.
+    # Corresponding ranks of the replicas must have identical shards.
     shards = torch.cat([parameter.to_local().flatten() for parameter in model.parameters()])
     twins = [torch.empty_like(shards) for _ in range(NUM_REPLICAS)]
     dist.all_gather(twins, shards.detach(), group=mesh.get_group("replicate"))

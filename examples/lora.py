@@ -1,4 +1,4 @@
-"""Adapters on a frozen transformers model: only they are trained, reduced and saved.
+"""LoRA adapters on a frozen transformers model: only the adapters are trained and saved.
 
 torchrun --standalone --nproc-per-node 2 examples/lora.py
 """
@@ -21,7 +21,7 @@ STEPS, BATCH, LENGTH, VOCABULARY = 16, 4, 32, 64
 
 
 def build(mesh: DeviceMesh, adapter_seed: int) -> nn.Module:
-    """The base model, the same on every rank, with adapters, sharded."""
+    """Build the same base model on every rank, add adapters, and shard it."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -71,11 +71,11 @@ def main() -> None:
     with_gradient = [name for name, p in model.named_parameters() if p.grad is not None]
 
     path = save(folder / "adapters", model, optimizer, only="trainable", step=STEPS)
-    other = build(mesh, adapter_seed=2)  # the same base, other adapters
+    other = build(mesh, adapter_seed=2)  # the same base model with different adapters
     tokens = torch.arange(LENGTH, device=device_type)[None]
     with torch.no_grad():
         before = other(input_ids=tokens).logits
-        load(path, other)  # what was left out on purpose is not missed
+        load(path, other)  # the frozen parameters are not reported as missing
         after = other(input_ids=tokens).logits
         expected = model(input_ids=tokens).logits
     if rank == 0:

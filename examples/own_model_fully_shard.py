@@ -1,4 +1,4 @@
-"""A model of your own, sharded in place: train it, and look at what each rank holds.
+"""Shards a model in place with `fully_shard`, trains it, and prints what each rank holds.
 
 torchrun --standalone --nproc-per-node 2 examples/own_model_fully_shard.py
 """
@@ -15,7 +15,7 @@ WIDTH, NUM_BLOCKS, BATCH, STEPS = 128, 4, 16, 30
 
 
 class Block(nn.Module):
-    """Two layers whose result is added to the input."""
+    """Two layers with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ def main() -> None:
     model = Model().to(device_type)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)  # each block is gathered and freed by itself
-    fully_shard(model, mesh=mesh)  # what is left: the head
+        fully_shard(block, mesh=mesh)  # one unit per block
+    fully_shard(model, mesh=mesh)  # the remaining parameters: the head
 
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     if rank == 0:
@@ -74,7 +74,7 @@ def main() -> None:
         print(f"loss {first:.3f} -> {last:.3f}")
     dist.destroy_process_group()
 
-    # One slice per rank, up to a row of each of the few parameters that do not divide.
+    # Parameters that do not divide evenly add up to one row each.
     if not held <= num_parameters / size + NUM_BLOCKS * 8 * WIDTH:
         raise SystemExit(f"a rank holds {held:,} of {num_parameters:,} parameters")
     if not last < 0.5 * first:

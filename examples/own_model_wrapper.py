@@ -1,4 +1,4 @@
-"""A model of your own in `FullyShardedDataParallel`: precision, clipping, a full state dict.
+"""`FullyShardedDataParallel` with mixed precision, gradient clipping and a full state dict.
 
 torchrun --standalone --nproc-per-node 2 examples/own_model_wrapper.py
 """
@@ -22,7 +22,7 @@ WIDTH, NUM_BLOCKS, BATCH, STEPS = 128, 4, 16, 30
 
 
 class Block(nn.Module):
-    """Two layers whose result is added to the input."""
+    """Two layers with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,10 +78,10 @@ def main() -> None:
         StateDictType.FULL_STATE_DICT,
         FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
     ):
-        state = model.state_dict()  # whole tensors, on the first rank only
+        state = model.state_dict()  # full tensors, on rank 0 only
     if rank == 0:
         plain = build()
-        plain.load_state_dict(state)  # the names of the model before it was wrapped
+        plain.load_state_dict(state)  # keys are those of the unwrapped model
         whole = sum(parameter.numel() for parameter in plain.parameters())
         print(f"{whole:,} parameters in a plain model, {held:,} on each of {size} ranks")
         print(f"loss {first:.3f} -> {last:.3f}")

@@ -1,7 +1,7 @@
-"""A run that was saved on one number of ranks goes on, with the same losses, on another.
+"""Resumes a run on a different number of ranks, with the same losses.
 
-Run it twice, with different numbers. The first run trains to the end and keeps a checkpoint of its
-middle; every further run starts from there and must find the losses that the first one found.
+Run it twice with different numbers of ranks. The first run trains to the end and saves a checkpoint
+halfway. Later runs resume from the checkpoint and must reproduce the losses of the first run.
 
 torchrun --standalone --nproc-per-node 2 examples/resume_on_another_world_size.py
 torchrun --standalone --nproc-per-node 3 examples/resume_on_another_world_size.py
@@ -30,7 +30,7 @@ def build() -> nn.Module:
 
 
 def batch(step: int) -> torch.Tensor:
-    """The rows of this rank. All ranks together have the same batch, however many they are."""
+    """Return the rows of this rank. The global batch does not depend on the number of ranks."""
     rows = torch.randn(GLOBAL_BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
     return rows[dist.get_rank() :: dist.get_world_size()]
 
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def compare(losses: dict[int, float], file: Path, is_first: bool) -> None:
-    """Keep the losses of the first run; hold those of any other against them."""
+    """Save the losses of the first run, and compare those of later runs with them."""
     if is_first:
         torch.save(losses, file)
         return

@@ -3,7 +3,7 @@
 Theory of operation
 ===================
 
-`emulated_streams` gives the engine a device with streams (`is_ordered`) whose work is done by the
+`emulated_streams` gives the engine a device with streams (`has_streams`) whose work is done by the
 CPU at once. What is kept of a stream is not its work but what it has seen: a vector clock. So a
 race is found whether or not it would have happened this time.
 
@@ -470,7 +470,7 @@ class StreamOrder(TorchDispatchMode):
 class EmulatedDevice(Device):
     """What the engine asks for streams."""
 
-    is_ordered = True
+    has_streams = True
 
     def __init__(self, device: torch.device, order: StreamOrder) -> None:
         super().__init__(device)
@@ -625,9 +625,9 @@ def emulated_streams(
         order.block_of(storage).address = storage.data_ptr()
         return storage
 
-    def address_range(slab: ResizableBuffer) -> tuple[int, int]:
-        start = order.block_of(slab._storage).start
-        return start, start + slab.num_bytes
+    def address_range(buffer: ResizableBuffer) -> tuple[int, int]:
+        start = order.block_of(buffer._storage).start
+        return start, start + buffer.num_bytes
 
     def address(tensor: torch.Tensor) -> int:
         if not is_offloading or type(tensor) is not torch.Tensor:

@@ -51,7 +51,7 @@ def assert_same(
         hooks = hooks_of(module)
         for unit in hooks.units if hooks is not None else ():
             assert isinstance(unit.state, Sharded), unit
-            assert unit._gatherer._slab._storage.size() == 0, unit
+            assert unit._all_gather._full_buffer._storage.size() == 0, unit
     assert all(isinstance(p, DTensor) for p in trained.sharded.parameters())
     if torch_too:
         theirs = functools.partial(shard, functools.partial(torch_fully_shard, mesh=rank.mesh()))
@@ -195,7 +195,7 @@ def test_checkpointed_blocks_are_not_all_unsharded_at_once_in_backward(rank: Ran
 
     def look(*_: Any) -> None:
         units = [hooks_of(block).units[0] for block in model.blocks]
-        held.append(sum(unit._gatherer._slab._storage.size() > 0 for unit in units))
+        held.append(sum(unit._all_gather._full_buffer._storage.size() > 0 for unit in units))
 
     for step in range(2):
         output = model(make_batch(torch.Generator().manual_seed(step)))

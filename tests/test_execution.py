@@ -52,10 +52,10 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def held_bytes(unit: Unit) -> int:
-    gatherer = unit._gatherer
+    gatherer = unit._all_gather
     if gatherer is None:
         return 0
-    return gatherer._slab._storage.size() + gatherer._buffer._storage.size()
+    return gatherer._full_buffer._storage.size() + gatherer._staging._storage.size()
 
 
 def assert_at_rest(model: nn.Module) -> None:

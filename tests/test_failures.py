@@ -112,8 +112,8 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def held_bytes(model: nn.Module) -> int:
-    gatherers = [unit._gatherer for unit in units_of(model) if unit._gatherer is not None]
-    return sum(g._slab._storage.size() + g._buffer._storage.size() for g in gatherers)
+    gatherers = [unit._all_gather for unit in units_of(model) if unit._all_gather is not None]
+    return sum(g._full_buffer._storage.size() + g._staging._storage.size() for g in gatherers)
 
 
 def assert_everything_sharded(model: nn.Module) -> None:

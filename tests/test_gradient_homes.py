@@ -199,12 +199,12 @@ def test_only_a_unit_whose_inputs_do_not_tell_listens_to_its_parameters(
 def test_memory_that_is_there_stays_where_it_is() -> None:
     """A slab that moved would be where the gather has waited for nobody."""
     slab = ResizableBuffer(1 << 16, torch.device("cpu"))
-    slab.empty()
-    slab.fill()
+    slab.free()
+    slab.allocate()
     view = slab.view(0, (1 << 14,), torch.float32)
     before = slab.address_range
     others = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(3)]
-    slab.fill()
+    slab.allocate()
     assert slab.address_range == before
     assert view.data_ptr() == before[0]
     assert all(other.data_ptr() != before[0] for other in others)

@@ -116,7 +116,7 @@ def forbidden_modules(tree: ast.AST, module: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             found.append((node, ast.unparse(node)))
-        elif isinstance(node, ast.ModuleCall) and ast.unparse(node.func).endswith(
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
             ("import_module", "__import__")
         ):
             found += [(node, a.value) for a in node.args if isinstance(a, ast.Constant)]

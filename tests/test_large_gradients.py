@@ -34,7 +34,7 @@ class Passed:
 class Ordered(Device):
     """A CPU as one stream: whoever issues a collective waits for it right away."""
 
-    is_ordered = True
+    has_streams = True
 
     def record(self) -> Passed:
         return Passed()

@@ -32,7 +32,7 @@ from fullshard.unit.all_gather import permuted_pairs
 many = settings(derandomize=True, deadline=None, max_examples=200)
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-EMPTY = -1  # a place in the slab, a home or a message that nobody wrote to
+EMPTY = -1  # a place in the full buffer, a shard buffer or a bucket that nobody wrote to
 PADDING = -2
 
 SHARES = CostModel(collective_s=inf, copy_bytes_per_s=1.0)
@@ -68,12 +68,12 @@ cut_splits = splits().filter(lambda split: split.dim is not None)
 @st.composite
 def plans(draw: st.DrawFn) -> UnitLayout:
     size = draw(num_ranks)
-    few_stages = draw(st.lists(dtypes, min_size=1, max_size=3))
+    few_dtypes = draw(st.lists(dtypes, min_size=1, max_size=3))
     params = [
         ParamSpec(
             f"layers.{index}.weight",
             draw(splits(size)),
-            draw(st.sampled_from(few_stages)),
+            draw(st.sampled_from(few_dtypes)),
             draw(st.booleans()),
         )
         for index in range(draw(st.integers(0, 7)))
@@ -81,7 +81,7 @@ def plans(draw: st.DrawFn) -> UnitLayout:
     return plan_layout(params, size, draw(costs))
 
 
-def all_messages(layout: UnitLayout) -> Iterator[tuple[Lane, Bucket]]:
+def all_buckets(layout: UnitLayout) -> Iterator[tuple[Lane, Bucket]]:
     for lane in layout.lanes:
         for bucket in lane.buckets:
             yield lane, bucket
@@ -101,7 +101,7 @@ def shard_of(full: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
     return full.narrow(split.dim, rows.start, len(rows))
 
 
-def home_of(layout: UnitLayout, lane: Lane, fulls: list[torch.Tensor], rank: int) -> torch.Tensor:
+def shards_of(layout: UnitLayout, lane: Lane, fulls: list[torch.Tensor], rank: int) -> torch.Tensor:
     """What a rank keeps of a lane, laid out as the plan says."""
     shard_buffer = torch.full((lane.shard_numel,), EMPTY)
     for bucket in lane.buckets:
@@ -115,8 +115,8 @@ def home_of(layout: UnitLayout, lane: Lane, fulls: list[torch.Tensor], rank: int
     return shard_buffer
 
 
-class PlayedSlab:
-    """A slab in which an element's number stands at its first byte; no byte is written twice."""
+class FullBuffer:
+    """A full buffer with an element's number at its first byte; no byte is written twice."""
 
     def __init__(self, num_bytes: int) -> None:
         self._numbers = torch.full((num_bytes,), EMPTY)
@@ -126,8 +126,8 @@ class PlayedSlab:
         assert offset_bytes % FULL_ALIGNMENT_BYTES == 0
         num_bytes = numbers.numel() * itemsize
         taken = self._is_taken[offset_bytes:][:num_bytes]
-        assert taken.numel() == num_bytes, "a slot reaches past the end of the slab"
-        assert not taken.any(), "two slots of the slab overlap"
+        assert taken.numel() == num_bytes, "a slot reaches past the end of the full buffer"
+        assert not taken.any(), "two slots of the full buffer overlap"
         taken.fill_(True)
         self._numbers[offset_bytes:][:num_bytes:itemsize] = numbers.reshape(-1)
 
@@ -136,8 +136,8 @@ class PlayedSlab:
         return self._numbers[offset_bytes:][:num_bytes:itemsize].view(shape)
 
 
-def land(full: PlayedSlab, layout: UnitLayout, lane: Lane, bucket: Bucket, sent: torch.Tensor):
-    """Put a gathered message (ranks x segment) into the slab, by what the plan says alone."""
+def copy_out(full: FullBuffer, layout: UnitLayout, lane: Lane, bucket: Bucket, sent: torch.Tensor):
+    """Put a gathered bucket (ranks x segment) into the full buffer, by what the plan says alone."""
     itemsize = lane.dtypes.computed.itemsize
     if bucket.kind is BucketKind.IN_PLACE:
         full.write(bucket.slots[0].full_offset_bytes, sent, itemsize)
@@ -223,31 +223,31 @@ def test_a_stacked_split_is_the_tensor_as_it_lies_in_memory(split: Split) -> Non
 @given(plans())
 def test_what_ranks_send_lands_as_the_full_parameters(layout: UnitLayout) -> None:
     fulls = numbered(layout)
-    full = PlayedSlab(layout.full_bytes)
+    buffer = FullBuffer(layout.full_bytes)
     for lane in layout.lanes:
-        shard_buffers = [home_of(layout, lane, fulls, rank) for rank in range(layout.num_ranks)]
+        shard_buffers = [shards_of(layout, lane, fulls, rank) for rank in range(layout.num_ranks)]
         for bucket in lane.buckets:
             pieces = [
                 shard_buffer[bucket.buffer_offset :][: bucket.segment_numel]
                 for shard_buffer in shard_buffers
             ]
             assert all(piece.numel() == bucket.segment_numel for piece in pieces)
-            land(full, layout, lane, bucket, torch.stack(pieces))
-    for lane, bucket in all_messages(layout):
+            copy_out(buffer, layout, lane, bucket, torch.stack(pieces))
+    for lane, bucket in all_buckets(layout):
         for slot in bucket.slots:
             full, itemsize = fulls[slot.param_index], lane.dtypes.computed.itemsize
-            landed = full.read(slot.full_offset_bytes, tuple(full.shape), itemsize)
-            assert torch.equal(landed, full), layout
+            found = buffer.read(slot.full_offset_bytes, tuple(full.shape), itemsize)
+            assert torch.equal(found, full), layout
 
 
 @many
 @given(plans())
-def test_every_element_is_in_the_homes_of_all_ranks_exactly_once(layout: UnitLayout) -> None:
+def test_every_element_is_in_one_shard_buffer_exactly(layout: UnitLayout) -> None:
     fulls = numbered(layout)
     copies: Counter[int] = Counter()
     for lane in layout.lanes:
         for rank in range(layout.num_ranks):
-            copies.update(home_of(layout, lane, fulls, rank).tolist())
+            copies.update(shards_of(layout, lane, fulls, rank).tolist())
     for full, param in zip(fulls, layout.params, strict=True):
         expected = layout.num_ranks if param.split.dim is None else 1
         assert all(copies[number] == expected for number in full.reshape(-1).tolist())
@@ -258,9 +258,9 @@ def test_every_element_is_in_the_homes_of_all_ranks_exactly_once(layout: UnitLay
 def test_every_parameter_has_one_slot_in_a_lane_of_its_stages_and_trainability(
     layout: UnitLayout,
 ) -> None:
-    found = Counter(slot.param_index for _, bucket in all_messages(layout) for slot in bucket.slots)
+    found = Counter(slot.param_index for _, bucket in all_buckets(layout) for slot in bucket.slots)
     assert found == Counter(range(len(layout.params)))
-    for lane, bucket in all_messages(layout):
+    for lane, bucket in all_buckets(layout):
         for slot in bucket.slots:
             param = layout.params[slot.param_index]
             assert (param.dtypes, param.is_trainable) == (lane.dtypes, lane.is_trainable)
@@ -270,8 +270,8 @@ def test_every_parameter_has_one_slot_in_a_lane_of_its_stages_and_trainability(
 
 @many
 @given(plans())
-def test_a_message_is_a_multiple_of_16_bytes_per_rank_in_every_stage(layout: UnitLayout) -> None:
-    for lane, bucket in all_messages(layout):
+def test_a_bucket_is_a_multiple_of_16_bytes_per_rank_in_every_stage(layout: UnitLayout) -> None:
+    for lane, bucket in all_buckets(layout):
         dtypes = lane.dtypes
         for dtype in (dtypes.stored, dtypes.computed, dtypes.reduced, dtypes.wire):
             assert bucket.segment_numel * dtype.itemsize % 16 == 0
@@ -280,7 +280,7 @@ def test_a_message_is_a_multiple_of_16_bytes_per_rank_in_every_stage(layout: Uni
 
 @many
 @given(plans())
-def test_messages_fill_their_home_without_gaps(layout: UnitLayout) -> None:
+def test_buckets_fill_their_home_without_gaps(layout: UnitLayout) -> None:
     for lane in layout.lanes:
         end = 0
         for bucket in lane.buckets:
@@ -296,10 +296,10 @@ def test_messages_fill_their_home_without_gaps(layout: UnitLayout) -> None:
 
 @many
 @given(plans())
-def test_padding_is_less_than_one_alignment_per_message_and_one_row_per_rank(
+def test_padding_is_less_than_one_alignment_per_bucket_and_one_row_per_rank(
     layout: UnitLayout,
 ) -> None:
-    for lane, bucket in all_messages(layout):
+    for lane, bucket in all_buckets(layout):
         assert 0 <= bucket.padding_numel < lane.dtypes.alignment_numel
         for slot in bucket.slots:
             split = layout.params[slot.param_index].split
@@ -313,9 +313,9 @@ def test_padding_is_less_than_one_alignment_per_message_and_one_row_per_rank(
 
 @many
 @given(plans())
-def test_slab_memory_is_the_parameters_padding_and_alignment_gaps(layout: UnitLayout) -> None:
+def test_a_full_buffer_is_parameters_padding_and_alignment_gaps(layout: UnitLayout) -> None:
     full_bytes = padding_bytes = num_regions = 0
-    for lane, bucket in all_messages(layout):
+    for lane, bucket in all_buckets(layout):
         itemsize = lane.dtypes.computed.itemsize
         num_regions += len(bucket.slots) + 1
         padding_bytes += layout.num_ranks * bucket.padding_numel * itemsize
@@ -330,7 +330,7 @@ def test_slab_memory_is_the_parameters_padding_and_alignment_gaps(layout: UnitLa
 @many
 @given(plans())
 def test_a_landing_fits_the_split_that_it_is_for(layout: UnitLayout) -> None:
-    for _, bucket in all_messages(layout):
+    for _, bucket in all_buckets(layout):
         found = [layout.params[slot.param_index].split for slot in bucket.slots]
         if bucket.kind is BucketKind.IN_PLACE:
             assert len(found) == 1
@@ -347,15 +347,15 @@ def test_a_landing_fits_the_split_that_it_is_for(layout: UnitLayout) -> None:
 
 @many
 @given(plans())
-def test_the_cost_model_decides_who_gets_a_message_of_its_own(layout: UnitLayout) -> None:
-    """Of two plans that differ in the cost model only, dear messages give the fewer of them."""
+def test_the_cost_model_decides_who_gets_a_bucket_of_its_own(layout: UnitLayout) -> None:
+    """Of two plans that differ in the cost model only, dear buckets give the fewer of them."""
     frugal = plan_layout(layout.params, layout.num_ranks, SHARES)
     lavish = plan_layout(layout.params, layout.num_ranks, OWNS)
 
     def own(plan: UnitLayout) -> set[int]:
         return {
-            bucket.slots[0].param
-            for _, bucket in all_messages(plan)
+            bucket.slots[0].param_index
+            for _, bucket in all_buckets(plan)
             if bucket.kind is BucketKind.IN_PLACE
         }
 
@@ -386,20 +386,20 @@ def test_the_cost_model_of_a_device_shares_biases_and_not_large_matrices(device_
 
 @many
 @given(cut_splits.filter(lambda split: split.numel > 0))
-def test_permuted_pairs_carry_a_tensor_into_its_message_and_back(split: Split) -> None:
+def test_permuted_pairs_carry_a_tensor_into_its_bucket_and_back(split: Split) -> None:
     full = torch.arange(split.numel).view(split.shape)
     padded = split.slot_numel + 3
     segments = torch.full((split.num_ranks, padded), EMPTY)
-    for in_full, in_message in permuted_pairs(split, full, segments):
-        in_message.copy_(in_full)
+    for in_full, in_bucket in permuted_pairs(split, full, segments):
+        in_bucket.copy_(in_full)
     for rank in range(split.num_ranks):
         numel = split.shard_numel(rank)
         expected = shard_of(full, split, rank).reshape(-1)
         assert torch.equal(segments[rank, :numel], expected)
         assert (segments[rank, numel:] == EMPTY).all()
     back = torch.full(split.shape, EMPTY)
-    for in_full, in_message in permuted_pairs(split, back, segments):
-        in_full.copy_(in_message)
+    for in_full, in_bucket in permuted_pairs(split, back, segments):
+        in_full.copy_(in_bucket)
     assert torch.equal(back, full)
 
 
@@ -412,8 +412,8 @@ def test_repr_is_a_table_with_a_row_for_every_parameter(layout: UnitLayout) -> N
         "shape",
         "dim",
         "dtypes",
-        "message",
-        "lands",
+        "bucket",
+        "kind",
         "offset",
         "slot",
     ]
@@ -423,7 +423,7 @@ def test_repr_is_a_table_with_a_row_for_every_parameter(layout: UnitLayout) -> N
         assert all(row[start - 1] == " " != row[start] for row in rows)  # columns line up
 
 
-def test_repr_says_shape_dim_dtypes_message_and_landing() -> None:
+def test_repr_says_shape_dim_dtypes_bucket_and_landing() -> None:
     mixed = DtypePlan.of(torch.float32, torch.bfloat16, torch.float32)
     plain = DtypePlan.of(torch.float32)
     layout = plan_layout(

@@ -70,8 +70,8 @@ def unit_of(module: nn.Module) -> Unit:
 
 
 def is_filled(module: nn.Module) -> bool:
-    gatherer = unit_of(module)._gatherer
-    return gatherer is not None and gatherer._slab._storage.size() > 0
+    gatherer = unit_of(module)._all_gather
+    return gatherer is not None and gatherer._full_buffer._storage.size() > 0
 
 
 def batch() -> Tensor:

@@ -40,7 +40,7 @@ from fullshard import (
     share_comm_ctx,
 )
 from fullshard.comm.collectives import CollectiveWork
-from fullshard.device import Releases
+from fullshard.device import FreedRanges
 from fullshard.layout import CostModel
 from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather
 from fullshard.unit.context import CommContext
@@ -581,7 +581,7 @@ def large_gradients_sent_in_bfloat16(order: StreamOrder) -> None:
 
 @scenario(4, streams=("gather", "reduce", "replicate"))
 def large_gradients_of_replicas(order: StreamOrder) -> None:
-    with large_from_1_kib(), patch("fullshard.unit.context._MOST_BYTES", 1 << 12):
+    with large_from_1_kib(), patch("fullshard.unit.context.MAX_EARLY_BYTES", 1 << 12):
         train(sharded(mesh=mesh_of(2, 2), policy=BF16_COMPUTE))
 
 
@@ -915,36 +915,36 @@ def test_nothing_races(name: str) -> None:
 # What the engine needs, each with a scenario that races without it
 
 NEEDED_WAITS = {
-    "ExtensionGatherer.finish": "extensions",
-    "Flow._conclude_oldest": "replicas reduced in bfloat16",
-    "Flow.abandon_reductions": "failure in backward with all reduce hooks on a stream each",
-    "Flow.await_releases": "float32",
-    "Flow.conclude_reductions": "reduce in bfloat16",
-    "Flow.start_gathers_after_compute": "float32",
-    "Gatherer.finish": "float32",
-    "Gradients.settle": "offload",
-    "HandOver._on_host": "offload and accumulation",
-    "Reduction._complete": "replicas",
-    "Reduction._outlast": "failure in an all reduce hook",
-    "Reduction.abandon": "failure in backward",
-    "Reduction.conclude": "float32",
-    "Reduction.start": "float32",
-    "Root.begin_pass": "optimizer on a stream of its own, alone",
-    "Unit.unshard": "thinned after forward in fresh memory",
+    "CommContext._finish_oldest": "replicas reduced in bfloat16",
+    "CommContext.abort_reduce_scatters": "failure in backward with all reduce hooks on a stream each",
+    "CommContext.all_gathers_follow_compute": "float32",
+    "CommContext.finish_reduce_scatters": "reduce in bfloat16",
+    "CommContext.wait_until_unused": "float32",
+    "ExtensionAllGather.finish": "extensions",
+    "InFlightReduceScatter._complete": "replicas",
+    "InFlightReduceScatter._wait_for_enqueued": "failure in an all reduce hook",
+    "InFlightReduceScatter.abort": "failure in backward",
+    "InFlightReduceScatter.finish": "float32",
+    "InFlightReduceScatter.start": "float32",
+    "Scheduler.begin_forward": "optimizer on a stream of its own, alone",
+    "Unit._issue_all_gather": "thinned after forward in fresh memory",
+    "UnitAllGather.finish": "float32",
+    "UnitGrads._on_host": "offload and accumulation",
+    "UnitGrads.synchronize_host": "offload",
 }
 NEEDED_EVENTS = {
-    "ExtensionGatherer.start": "extensions",
-    "Flow.conclude_reductions": "all reduce hooks on a stream each",
-    "Flow.release_later": "float32",
-    "Flow.start_gathers_after_compute": "float32",
-    "Gatherer.start": "float32",
-    "Gatherer.start_from_thin": "thinned after forward",
-    "HandOver._on_host": "offload",
-    "Reduction._complete": "float32",
-    "Reduction._end": "replicas reduced in bfloat16",
-    "Reduction._outlast": "failure in an all reduce hook",
-    "Reduction.start": "float32",
+    "CommContext.all_gathers_follow_compute": "float32",
+    "CommContext.finish_reduce_scatters": "all reduce hooks on a stream each",
+    "CommContext.free_later": "float32",
+    "ExtensionAllGather.start": "extensions",
+    "InFlightReduceScatter._complete": "float32",
+    "InFlightReduceScatter._end": "replicas reduced in bfloat16",
+    "InFlightReduceScatter._wait_for_enqueued": "failure in an all reduce hook",
+    "InFlightReduceScatter.start": "float32",
     "Unit.reshard": "thinned after forward in fresh memory",
+    "UnitAllGather.start": "float32",
+    "UnitAllGather.start_from_subgroup": "thinned after forward",
+    "UnitGrads._on_host": "offload",
 }
 
 
@@ -955,7 +955,7 @@ def places_that_call(*methods: str) -> set[str]:
     def visit(node: ast.AST, path: tuple[str, ...]) -> None:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             path = (*path, node.name)
-        func = node.func if isinstance(node, ast.ModuleCall) else None
+        func = node.func if isinstance(node, ast.Call) else None
         if isinstance(func, ast.Attribute) and func.attr in methods:
             owner = ast.unparse(func.value).rpartition(".")[2]
             if owner in ("device", "_device"):
@@ -991,26 +991,26 @@ def test_an_event_that_says_nothing_is_missed(place: str) -> None:
 
 @contextmanager
 def sums_dropped_once_they_are_cast() -> Iterator[None]:
-    give = InFlightReduceScatter._give
+    give = InFlightReduceScatter._assign
 
     def dropping(reduction: InFlightReduceScatter, lane: LaneReduceScatter) -> None:
         give(reduction, lane)
         lane.sums = ()
 
-    with patch.object(InFlightReduceScatter, "_give", dropping):
+    with patch.object(InFlightReduceScatter, "_assign", dropping):
         yield
 
 
 @contextmanager
 def inputs_dropped_once_they_are_exchanged() -> Iterator[None]:
     """Compute waits for the exchange and no longer, also where sums are inputs."""
-    conclude = InFlightReduceScatter.conclude
+    conclude = InFlightReduceScatter.finish
 
     def concluding(reduction: InFlightReduceScatter) -> Any:
-        event, reduction._event = reduction._event, reduction._exchanged
+        event, reduction._event = reduction._event, reduction._scattered
         return replace(conclude(reduction), event=event)
 
-    with patch.object(InFlightReduceScatter, "conclude", concluding):
+    with patch.object(InFlightReduceScatter, "finish", concluding):
         yield
 
 
@@ -1035,30 +1035,30 @@ def inputs_dropped_once_they_are_sent() -> Iterator[None]:
 
 @contextmanager
 def results_dropped_once_concluded() -> Iterator[None]:
-    conclude = InFlightReduceScatter.conclude
+    conclude = InFlightReduceScatter.finish
     with patch.object(
-        InFlightReduceScatter, "conclude", lambda self: replace(conclude(self), held=[])
+        InFlightReduceScatter, "finish", lambda self: replace(conclude(self), tensors=[])
     ):
         yield
 
 
 @contextmanager
 def thinned_parameters_dropped_once_they_are_sent() -> Iterator[None]:
-    start = UnitAllGather.start_from_thin
+    start = UnitAllGather.start_from_subgroup
 
     def starting(*args: Any) -> InFlightAllGather:
         return replace(start(*args), staged=[])
 
-    with patch.object(UnitAllGather, "start_from_thin", starting):
+    with patch.object(UnitAllGather, "start_from_subgroup", starting):
         yield
 
 
 def forgotten_releases() -> AbstractContextManager[object]:
-    return patch.object(Releases, "add", lambda *_: None)
+    return patch.object(FreedRanges, "add", lambda *_: None)
 
 
 def users_code_before_releases() -> AbstractContextManager[object]:
-    return patch.object(CommContext, "await_all_releases", lambda _: None)
+    return patch.object(CommContext, "wait_until_all_unused", lambda _: None)
 
 
 def unawaited_transfers() -> AbstractContextManager[object]:

@@ -274,22 +274,22 @@ def test_whoever_touches_given_memory_first_has_to_wait(order: StreamOrder) -> N
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
-def test_a_slab_that_is_emptied_while_it_is_read_is_filled_with_the_same_memory(
+def test_a_buffer_that_is_freed_while_it_is_read_is_allocated_with_the_same_memory(
     order: StreamOrder, is_awaited: bool
 ) -> None:
-    gather = order.device.make_streams().gather
+    gather = order.device.make_streams().all_gather
     with order.on(gather):
-        slab = ResizableBuffer(4096, torch.device("cpu"))
-        full = slab.view(0, (1024,), torch.float32)
+        buffer = ResizableBuffer(4096, torch.device("cpu"))
+        full = buffer.view(0, (1024,), torch.float32)
         full.fill_(1.0)
         waits_for_current(order, order.compute)
-    before = slab.address_range
+    before = buffer.address_range
     full.sum()
     event = order.device.record()
-    slab.empty()
+    buffer.free()
     with order.on(gather):
-        slab.fill()
-        assert slab.address_range == before
+        buffer.allocate()
+        assert buffer.address_range == before
         if is_awaited:
             order.device.wait(event)
         full.fill_(2.0)
@@ -297,50 +297,50 @@ def test_a_slab_that_is_emptied_while_it_is_read_is_filled_with_the_same_memory(
 
 
 def test_gathers_get_the_range_that_fits_best(order: StreamOrder) -> None:
-    gather = order.device.make_streams().gather
+    gather = order.device.make_streams().all_gather
     with order.on(gather):
         sizes = (4096, 512, 1024, 512)
-        slabs = [ResizableBuffer(size, torch.device("cpu")) for size in sizes]
-        starts = [slab.address_range[0] for slab in slabs]
-        slabs[0].empty()
-        slabs[2].empty()
-        slabs[2].fill()
-        assert slabs[2].address_range[0] == starts[2]
-        for slab in slabs[1:]:
-            slab.empty()  # joined with its neighbours
-        slabs[0].fill()
-        assert slabs[0].address_range[0] == starts[0]
+        buffers = [ResizableBuffer(size, torch.device("cpu")) for size in sizes]
+        starts = [buffer.address_range[0] for buffer in buffers]
+        buffers[0].free()
+        buffers[2].free()
+        buffers[2].allocate()
+        assert buffers[2].address_range[0] == starts[2]
+        for buffer in buffers[1:]:
+            buffer.free()  # joined with its neighbours
+        buffers[0].allocate()
+        assert buffers[0].address_range[0] == starts[0]
 
 
 def test_ranges_that_do_not_overlap_do_not_race(order: StreamOrder) -> None:
-    gather = order.device.make_streams().gather
+    gather = order.device.make_streams().all_gather
     with order.on(gather):
         small, large = (ResizableBuffer(size, torch.device("cpu")) for size in (512, 4096))
-        views = [slab.view(0, (slab.num_bytes,), torch.uint8) for slab in (small, large)]
+        views = [buffer.view(0, (buffer.num_bytes,), torch.uint8) for buffer in (small, large)]
         views[0].zero_()
-        large.empty()
+        large.free()
         kept = torch.empty(4096, dtype=torch.uint8)
         waits_for_current(order, order.compute)
     views[0].sum()
-    small.empty()
+    small.free()
     with order.on(gather):
-        large.fill()
+        large.allocate()
         views[1].zero_()
         assert not order.races
         kept.zero_()
         del kept
-        small.fill()
+        small.allocate()
         views[0].zero_()
     assert order.races
 
 
 def test_resizing_a_storage_that_has_memory_moves_it(order: StreamOrder) -> None:
-    gather = order.device.make_streams().gather
+    gather = order.device.make_streams().all_gather
     with order.on(gather):
-        slab = ResizableBuffer(4096, torch.device("cpu"))
-        before = slab.address_range
-        slab._storage.resize_(4096)
-        assert slab.address_range != before
+        buffer = ResizableBuffer(4096, torch.device("cpu"))
+        before = buffer.address_range
+        buffer._storage.resize_(4096)
+        assert buffer.address_range != before
 
 
 # The host
@@ -397,8 +397,8 @@ def test_a_race_is_told_with_its_streams_operations_and_lines(order: StreamOrder
 
 
 def test_what_runs_in_the_engine_is_told_with_the_lines_of_the_engine() -> None:
-    order = SCENARIOS["float32"].order(without_wait=["Reduction.start"])
-    assert "unit/reducing.py" in order.report()
+    order = SCENARIOS["float32"].order(without_wait=["InFlightReduceScatter.start"])
+    assert "unit/reduce_scatter.py" in order.report()
     assert "on 'reduce'" in order.report()
 
 
@@ -406,8 +406,8 @@ def test_what_runs_in_the_engine_is_told_with_the_lines_of_the_engine() -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "compute in bfloat16"])
-def test_a_slab_that_is_filled_twice_is_found_where_nobody_waited(name: str) -> None:
-    def fill(slab: ResizableBuffer) -> None:
-        slab._storage.resize_(slab.num_bytes)
+def test_a_buffer_that_is_allocated_twice_is_found_where_nobody_waited(name: str) -> None:
+    def allocate(buffer: ResizableBuffer) -> None:
+        buffer._storage.resize_(buffer.num_bytes)
 
-    assert SCENARIOS[name].order(fault=patch.object(ResizableBuffer, "fill", fill)).races
+    assert SCENARIOS[name].order(fault=patch.object(ResizableBuffer, "allocate", allocate)).races

@@ -32,10 +32,15 @@ from fullshard.errors import (
     LifecycleError,
     TopologyError,
 )
-from fullshard.fsdp_module import FSDPModule, UnshardHandle
-from fullshard.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fullshard.fully_shard import (
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.optim.by_unit import by_unit
+from fullshard.runtime.hooks import UnshardHandle
 from fullshard.unit.flat_param import FlatParameter
 
 __all__ = [

@@ -13,8 +13,7 @@ from torch import nn
 from fullshard.choosing import Choice, Chosen, choose, has_forward, name_of
 from fullshard.comm.mesh import default_mesh
 from fullshard.errors import ConfigError, MisuseError
-from fullshard.fsdp_module import FSDPModule
-from fullshard.fully_shard import fully_shard
+from fullshard.fully_shard import FSDPModule, fully_shard
 from fullshard.repeated_blocks import RepeatedBlocks
 from fullshard.runtime.hooks import hooks_of
 

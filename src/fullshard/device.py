@@ -1,37 +1,45 @@
-"""Streams and events, or their absence."""
+"""Streams, events and resizable buffers, on the CPU and on everything shaped like CUDA."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame
+
+from fullshard._torch import (
+    CudaEvent,
+    cuda_current_stream,
+    cuda_get_device,
+    cuda_set_stream,
+    storage_use_count,
+    tensor_use_count,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The streams that a root moves its units on, beside the one that computes."""
+    """The streams of a scheduler's collectives, beside the one that computes."""
 
-    gather: Any
-    reduce: Any
-    replicate: Any
+    all_gather: Any
+    reduce_scatter: Any
+    all_reduce: Any
 
 
-_AS_IT_IS = nullcontext()
+_NO_STREAM = nullcontext()
 
 
 class Device:
     """A device without streams: work is done when the call returns, or when its Work is.
 
-    `is_ordered` says whether what is enqueued on a stream runs after what was enqueued before;
-    where it is False, whoever needs a collective's result waits for its Work.
+    With `has_streams`, what is enqueued on a stream runs after what was enqueued there before;
+    without, whoever needs a collective's result waits for its Work.
     """
 
-    is_ordered = False
+    has_streams = False
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
@@ -43,10 +51,10 @@ class Device:
         return None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return _AS_IT_IS
+        return _NO_STREAM
 
     def record(self) -> Any:
-        """An event on the current stream."""
+        """Record an event on the current stream."""
         return None
 
     def wait(self, event: Any, stream: Any = None) -> None:
@@ -59,14 +67,14 @@ class Device:
 class StreamDevice(Device):
     """CUDA, and everything whose torch module has the same streams and events."""
 
-    is_ordered = True
+    has_streams = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._module: Any = torch.get_device_module(device.type)
 
     def make_streams(self) -> Streams:
-        # Above the compute's priority: a delayed copy-out would hold up compute.
+        # Above the compute stream's priority: a delayed copy-out would hold up compute.
         high = [self._module.Stream(self.torch_device, priority=-1) for _ in range(2)]
         return Streams(high[0], high[1], self._module.Stream(self.torch_device))
 
@@ -92,33 +100,34 @@ class StreamDevice(Device):
 
 
 class CudaDevice(StreamDevice):
-    """CUDA, for less host time: torch's own functions look up devices and make objects each time.
+    """CUDA with less host time: a unit changes streams and records events 30 times a step (rule 7).
 
-    A unit changes streams and records events some thirty times a step (rule 7). What is called
-    here below torch's functions is the same in torch 2.11 to 2.13.
+    torch.cuda's own functions look up devices and make objects on each call.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._known: dict[Any, Any] = {}
+        self._streams: dict[Any, Any] = {}
 
     def current_stream(self) -> Any:
-        key = torch._C._cuda_getCurrentStream(self._index)
-        stream = self._known.get(key)
+        key = cuda_current_stream(self._index)
+        stream = self._streams.get(key)
         if stream is None:
-            number, index, kind = key
-            stream = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
-            self._known[key] = stream
+            stream_id, index, device_type = key
+            stream = torch.cuda.Stream(
+                stream_id=stream_id, device_index=index, device_type=device_type
+            )
+            self._streams[key] = stream
         return stream
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        if torch._C._cuda_getDevice() != self._index:
+        if cuda_get_device() != self._index:
             return super().on(stream)
         return _OnCudaStream(self._index, stream)
 
     def record(self) -> Any:
-        event = torch._C._CudaEventBase()
+        event = CudaEvent()
         event.record(self.current_stream())
         return event
 
@@ -128,7 +137,7 @@ class CudaDevice(StreamDevice):
 
 
 class _OnCudaStream:
-    """Makes a stream of the current device the current one for a while."""
+    """Makes a stream of the current device the current one in a scope."""
 
     __slots__ = ("_before", "_index", "_stream")
 
@@ -137,16 +146,16 @@ class _OnCudaStream:
         self._stream = stream
 
     def __enter__(self) -> None:
-        self._before = torch._C._cuda_getCurrentStream(self._index)
+        self._before = cuda_current_stream(self._index)
         stream = self._stream
-        _set_cuda_stream(stream.stream_id, stream.device_index, stream.device_type)
+        _set_stream(stream.stream_id, stream.device_index, stream.device_type)
 
     def __exit__(self, *_: object) -> None:
-        _set_cuda_stream(*self._before)
+        _set_stream(*self._before)
 
 
-def _set_cuda_stream(number: int, index: int, kind: int) -> None:
-    torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=kind)
+def _set_stream(stream_id: int, index: int, device_type: int) -> None:
+    cuda_set_stream(stream_id=stream_id, device_index=index, device_type=device_type)
 
 
 def device_for(device: torch.device) -> Device:
@@ -158,8 +167,7 @@ def device_for(device: torch.device) -> Device:
 class ResizableBuffer:
     """A storage whose views are made once and outlive its memory (rule 1).
 
-    A unit has one for its full parameters and one for the messages that are shared. `fill`
-    allocates on the current stream and `empty` gives the memory back; views may be read or
+    `allocate` takes memory of the current stream and `free` gives it back. Views may be read or
     written only in between.
     """
 
@@ -169,7 +177,7 @@ class ResizableBuffer:
         self._storage = torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
     @property
-    def is_filled(self) -> bool:
+    def is_allocated(self) -> bool:
         return self._storage.size() == self.num_bytes
 
     @property
@@ -177,19 +185,18 @@ class ResizableBuffer:
         start = self._storage.data_ptr()
         return start, start + self.num_bytes
 
-    def fill(self) -> None:
-        # Resizing moves memory even if it is as large already, to where nobody has waited (rule 2).
-        if not self.is_filled:
+    def allocate(self) -> None:
+        # resize_ to the present size would move the memory to where nobody has waited (rule 2).
+        if not self.is_allocated:
             self._storage.resize_(self.num_bytes)
 
-    def empty(self) -> None:
+    def free(self) -> None:
         self._storage.resize_(0)
 
     @property
-    def num_holders(self) -> int:
-        """How many there are who keep the storage object: tensors, and this."""
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)
-        return count
+    def use_count(self) -> int:
+        """How many tensors share the storage, in Python and in C++, plus this object."""
+        return storage_use_count(self._storage)
 
     def view(
         self,
@@ -198,9 +205,9 @@ class ResizableBuffer:
         dtype: torch.dtype,
         stride: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """A tensor at an offset, contiguous if no stride is given, with its own version counter.
+        """A tensor at an offset, contiguous unless a stride is given, with its own version counter.
 
-        Only while filled: a view that reaches past the storage would make it grow.
+        Only while allocated: a view that reaches past the storage would make it grow.
         """
         offset = offset_bytes // dtype.itemsize
         return _view(self._storage, offset, shape, dtype, self.device, stride)
@@ -210,18 +217,6 @@ def second_view(tensor: torch.Tensor, offset: int, shape: Sequence[int]) -> torc
     """Part of a contiguous tensor's memory, with a version counter of its own."""
     storage = tensor.untyped_storage()
     return _view(storage, int(tensor.storage_offset()) + offset, shape, tensor.dtype, tensor.device)
-
-
-def num_references(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Changes when someone else takes hold of a tensor, in Python or below, or lets it go."""
-    count = sys.getrefcount
-    return [count(tensor) + (tensor._use_count() << 32) for tensor in tensors]  # type: ignore[attr-defined]
-
-
-def fast_attributes() -> AbstractContextManager[Any]:
-    """Reading attributes of many `DTensor`s takes a third of the time in here."""
-    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-    return context
 
 
 def _view(
@@ -234,64 +229,46 @@ def _view(
 ) -> torch.Tensor:
     base = torch.empty(0, dtype=dtype, device=device)
     if stride is None:
-        stride = _contiguous_stride(shape)
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= max(size, 1)
+        stride = strides[::-1]
     return base.set_(storage, offset, torch.Size(shape), tuple(stride))
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
+def reference_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers that change when anyone else takes or drops a reference, in Python or in C++."""
+    count = sys.getrefcount
+    return [count(tensor) + (tensor_use_count(tensor) << 32) for tensor in tensors]
 
 
 @dataclass(frozen=True, slots=True)
-class _Release:
+class _FreedRange:
     start: int
     end: int
     event: Any
 
 
-class Releases:
-    """The address ranges given back to the gather stream, and when compute is done with them.
+class FreedRanges:
+    """The address ranges given back to the all-gather stream, and when compute is done with them.
 
-    The allocator may hand such a range to the next gather at once; that gather has to wait for
-    the compute that used the range last, and for no other (rule 2).
+    The allocator may give such a range to the next all-gather at once. That all-gather has to wait
+    for the compute that used the range last, and for no other (rule 2).
     """
 
     def __init__(self) -> None:
-        self._open: list[_Release] = []
+        self._ranges: list[_FreedRange] = []
 
     def add(self, address_range: tuple[int, int], event: Any) -> None:
         start, end = address_range
         if event is not None and end > start:
-            self._open.append(_Release(start, end, event))
+            self._ranges.append(_FreedRange(start, end, event))
 
-    def take(self, address_range: tuple[int, int]) -> list[Any]:
+    def events_for(self, address_range: tuple[int, int]) -> list[Any]:
         """The events to wait for before the range is written; passed ones are forgotten."""
-        if not self._open:
+        if not self._ranges:
             return []
         start, end = address_range
-        self._open = [r for r in self._open if not r.event.query()]
-        return [r.event for r in self._open if r.start < end and start < r.end]
-
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def untraced(function: _F) -> _F:
-    """Keep dynamo out of a function and of all that it calls.
-
-    `torch.compiler.disable` does the same through a wrapper, which takes longer than most of what
-    is wrapped here, and imports the compiler. Dynamo reads the mark while it traces a caller; the
-    strategy of the code is what the interpreter follows (torch 2.11 to 2.13).
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "fullshard runs between graphs"  # type: ignore[attr-defined]
-    function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    return function
+        self._ranges = [freed for freed in self._ranges if not freed.event.query()]
+        return [freed.event for freed in self._ranges if freed.start < end and start < freed.end]

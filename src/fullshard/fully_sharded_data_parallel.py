@@ -32,10 +32,9 @@ from fullshard.api import (
 )
 from fullshard.comm.mesh import HYBRID, mesh_info_for_strategy
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
-from fullshard.fsdp_module import UnshardHandle, unshard_module
 from fullshard.optim.clipping import clip_grads
 from fullshard.runtime.build import ShardRequest, build_hooks, managed_modules
-from fullshard.runtime.hooks import ModuleHooks, hooks_of
+from fullshard.runtime.hooks import ModuleHooks, UnshardHandle, hooks_of
 from fullshard.runtime.names import WRAPPED, clean_name
 from fullshard.state import optimizer, optimizer_keys, optimizer_loading
 from fullshard.state.lanes import wrappers_of
@@ -44,7 +43,7 @@ from fullshard.state.model import install_state_hooks
 from fullshard.state.settings import set_settings, settings_of, settings_scope
 from fullshard.state.summon import summon_full_params
 from fullshard.unit.flat_param import ParamForm
-from fullshard.unit.reduce_scatter import CommHook, require_own_reduce
+from fullshard.unit.reduce_scatter import CommHook, require_no_wire_dtype
 from fullshard.unit.unit import Unit
 from fullshard.wrapping import (
     Ignored,
@@ -203,7 +202,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper."""
-        return _hooks(self).ensure_scheduler().hooks[0] is _hooks(self)
+        return _hooks(self).ensure_scheduler().root is _hooks(self)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -304,19 +303,19 @@ class FullyShardedDataParallel(nn.Module):
                 "register_comm_hook: a strategy with one process group is expected, found "
                 f"{self.sharding_strategy}; hooks do not know of replicas."
             )
-        if any(unit.comm_hook is not None for unit in units):
+        if any(unit.comm.comm_hook is not None for unit in units):
             raise MisuseError(
                 "register_comm_hook: one hook can be registered, found one already; build the "
                 "model anew to register another."
             )
         for unit in units:
-            require_own_reduce("register_comm_hook", unit.name, unit.mesh_info, unit.policy)
+            require_no_wire_dtype("register_comm_hook", unit.name, unit.mesh_info, unit.policy)
         for unit in units:
-            unit.comm_hook = CommHook(hook, state)
+            unit.comm.comm_hook = CommHook(hook, state)
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this wrapper's parameters; with `async_op`, returns a handle to wait for."""
-        return unshard_module(_hooks(self), async_op)
+        return _hooks(self).unshard(async_op)
 
     def _require_root(self, what: str) -> None:
         if not self.check_is_root():

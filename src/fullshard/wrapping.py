@@ -25,10 +25,11 @@ from fullshard.choosing import Chosen, choose, wrap_chosen
 from fullshard.comm.mesh import MeshInfo, device_of
 from fullshard.errors import ConfigError, LifecycleError
 from fullshard.runtime.build import managed_modules
-from fullshard.runtime.hooks import HookOptions, Prefetch, hooks_of
+from fullshard.runtime.hooks import hooks_of
 from fullshard.runtime.replaced import replacement_of
+from fullshard.runtime.scheduler import HookOptions
 from fullshard.runtime.trees import map_tensors
-from fullshard.unit.settings import Settings
+from fullshard.unit.settings import UnitSettings
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -195,12 +196,6 @@ _RESHARDS = {
     ShardingStrategy.NO_SHARD: None,
 }
 
-_PREFETCHES = {
-    BackwardPrefetch.BACKWARD_PRE: Prefetch.BEFORE,
-    BackwardPrefetch.BACKWARD_POST: Prefetch.AFTER,
-    None: Prefetch.NEVER,
-}
-
 
 def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
     """The dtypes, in the engine's words."""
@@ -212,9 +207,9 @@ def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
     )
 
 
-def unit_settings(strategy: ShardingStrategy, precision: MixedPrecision) -> Settings:
+def unit_settings(strategy: ShardingStrategy, precision: MixedPrecision) -> UnitSettings:
     """How a unit behaves under a strategy."""
-    return Settings(
+    return UnitSettings(
         reshard_after_forward=_RESHARDS[strategy],
         keep_low_precision_grads=precision.keep_low_precision_grads,
     )
@@ -226,7 +221,7 @@ def hook_options(
     """When a wrapper prefetches, and what it casts."""
     return HookOptions(
         prefetches_forward=forward,
-        backward_prefetch=_PREFETCHES[backward],
+        backward_prefetch=backward,
         casts_root_inputs=precision.cast_root_forward_inputs,
     )
 

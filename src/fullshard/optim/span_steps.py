@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fullshard.device import fast_attributes
+from fullshard._torch import disable_torch_function as fast_attributes
 from fullshard.errors import LifecycleError
 from fullshard.optim.moments import Bases, Counts, Entry, State, is_count, is_moment
 from fullshard.optim.residents import Neighbourhood, Resident, neighbourhoods_of

@@ -1,9 +1,9 @@
-"""Which shard replaced which original parameter.
+"""Which sharded parameter replaced which original.
 
-A shard cannot be the same object as the parameter it replaces. Whoever held the original, holds
-something that nothing trains any more. So it is remembered, as long as anyone holds the original,
-and those who can be found are told: optimizers before their next step, and modules that are
-sharded later and turn out to share the parameter.
+A shard cannot be the same object as the parameter that it replaces, and whoever holds the original
+holds something that nothing trains any more. So replacements are remembered while anyone holds the
+original, and those who can be found follow: optimizers before their next step, and modules that
+are sharded later and turn out to share the parameter.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fullshard._torch import copy_hooks, local_tensor
 from fullshard.comm.placement import as_dtensor, with_dtype
 from fullshard.errors import LifecycleError
 from fullshard.unit.flat_param import FlatParamSlice, FlatSlice
@@ -31,38 +32,42 @@ from fullshard.unit.param import DTensorParam, ShardedParam
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """An original parameter's shard, and the piece of the original that it is."""
+    """The sharded parameter that replaced an original, and the rank of its shard."""
 
-    sharded_param: ShardedParam
+    sharded: ShardedParam
     rank: int
 
     def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor shaped and placed like the original."""
-        sharded_param = self.sharded_param
-        assert isinstance(sharded_param, DTensorParam)
-        spec = sharded_param.shard_spec
+        sharded = self.sharded
+        assert isinstance(sharded, DTensorParam)
+        spec = sharded.shard_spec
         if isinstance(whole, DTensor):
             if whole.placements == spec.placements:
                 return whole  # it is a shard already
-            whole = whole._local_tensor
-        cut = sharded_param.cut(whole, self.rank)
-        return as_dtensor(cut.clone(), with_dtype(spec, cut.dtype))
+            whole = local_tensor(whole)
+        part = sharded.shard_of(whole, self.rank)
+        return as_dtensor(part.clone(), with_dtype(spec, part.dtype))
 
 
-class _Registry:
-    """Originals by identity, forgotten when the original is."""
+class _Replacements:
+    """Replacements by the identity of a tensor that is held weakly.
+
+    Not attributes of the tensors: an original that is a non-leaf or a subclass may refuse them, and
+    a weak dictionary would compare DTensors by value.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], Replacement]] = {}
         self._is_watching = False
 
-    def add(self, original: nn.Parameter, succession: Replacement) -> None:
-        key = id(original)
+    def add(self, tensor: torch.Tensor, replacement: Replacement) -> None:
+        key = id(tensor)
 
         def forget(_: object) -> None:
             self._by_id.pop(key, None)
 
-        self._by_id[key] = (weakref.ref(original, forget), succession)
+        self._by_id[key] = (weakref.ref(tensor, forget), replacement)
         if not self._is_watching:
             self._is_watching = True
             register_optimizer_step_pre_hook(_before_step)
@@ -76,46 +81,42 @@ class _Registry:
         return bool(self._by_id)
 
 
-_registry = _Registry()
-_members_by_shard: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+_originals = _Replacements()
+_by_shard: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
-def record_replacement(original: nn.Parameter, sharded_param: ShardedParam, rank: int) -> None:
-    """Record that a member's shard replaces `original`, and give it what hung on the original."""
-    shard = sharded_param.shard
-    if isinstance(sharded_param, FlatSlice):
-        if shard is not original or isinstance(sharded_param, FlatParamSlice):
-            _registry.add(original, Replacement(sharded_param, rank))
+def record_replacement(original: nn.Parameter, sharded: ShardedParam, rank: int) -> None:
+    """Record that a shard replaces `original`, and give it the original's attributes and hooks."""
+    shard = sharded.shard
+    if isinstance(sharded, FlatSlice):
+        if shard is not original or isinstance(sharded, FlatParamSlice):
+            _originals.add(original, Replacement(sharded, rank))
         else:
-            _members_by_shard[id(shard)] = sharded_param
+            _by_shard[id(shard)] = sharded
         return
     for name, value in vars(original).items():
         setattr(shard, name, value)
-    if original._backward_hooks:
-        shard._backward_hooks = original._backward_hooks
-    hooks = getattr(original, "_post_accumulate_grad_hooks", None)
-    if hooks:
-        shard._post_accumulate_grad_hooks = hooks
-    _registry.add(original, Replacement(sharded_param, rank))
-    _members_by_shard[id(shard)] = sharded_param
+    copy_hooks(original, shard)
+    _originals.add(original, Replacement(sharded, rank))
+    _by_shard[id(shard)] = sharded
 
 
 def replacement_of(param: torch.Tensor) -> ShardedParam | None:
-    """The member that a parameter belongs to: as the original that it replaced, or as its shard."""
-    found = _registry.get(param)
+    """The sharded parameter that replaced an original, or whose shard `param` is."""
+    found = _originals.get(param)
     if found is not None:
-        return found.sharded_param
-    sharded_param = _members_by_shard.get(id(param))
-    return sharded_param if sharded_param is not None and sharded_param.shard is param else None
+        return found.sharded
+    sharded = _by_shard.get(id(param))
+    return sharded if sharded is not None and sharded.shard is param else None
 
 
 def repoint_living_optimizers() -> None:
-    """Re-point every optimizer that still holds an original.
+    """Let every optimizer that still holds an original hold its shard.
 
-    Before a step would be early enough for the step, but not for `zero_grad`, a gradient scaler's
-    `unscale_`, or the memory of the originals.
+    Before its next step would be early enough for the step, but not for `zero_grad`, a gradient
+    scaler's `unscale_`, or the memory of the originals.
     """
-    if not _registry:
+    if not _originals:
         return
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Optimizer):
@@ -123,7 +124,7 @@ def repoint_living_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _registry:
+    if _originals:
         repoint(optimizer, with_gradients=True)
 
 
@@ -143,16 +144,16 @@ def repoint(optimizer: Optimizer, *, with_gradients: bool = False) -> None:
     for group in getattr(optimizer, "param_groups", ()):
         params = group["params"]
         for index, param in enumerate(params):
-            found = _registry.get(param)
+            found = _originals.get(param)
             if found is None:
                 continue
-            shard = found.sharded_param.param
+            shard = found.sharded.param
             if param in optimizer.state:
-                sharded = dict(_sharded_state(optimizer, param, found))
+                state = dict(_sharded_state(optimizer, param, found))
                 del optimizer.state[param]
-                optimizer.state[shard] = sharded
-            params[index] = shard  # after what may refuse: a second attempt must refuse, too
-            is_flat = isinstance(found.sharded_param, FlatSlice)
+                optimizer.state[shard] = state
+            params[index] = shard  # after what may raise: a second attempt must raise, too
+            is_flat = isinstance(found.sharded, FlatSlice)
             if with_gradients and not is_flat and param.grad is not None and shard.grad is None:
                 shard.grad = found.shard_of(param.grad)
         if len({id(param) for param in params}) < len(params):
@@ -162,17 +163,17 @@ def repoint(optimizer: Optimizer, *, with_gradients: bool = False) -> None:
 def _sharded_state(
     optimizer: Optimizer, param: torch.Tensor, found: Replacement
 ) -> Iterator[tuple[str, Any]]:
-    sharded_param = found.sharded_param
     for name, value in optimizer.state[param].items():
-        # Of a 0-dim parameter everything is 0-dim; only the count of steps is not its like.
+        # All state of a 0-dim parameter is 0-dim; only the step count is not shaped like it.
         is_count = name == "step" or not isinstance(value, torch.Tensor)
         if is_count or (value.ndim == 0 and param.ndim > 0):
             yield name, value
-        elif value.shape == param.shape and not isinstance(sharded_param, FlatSlice):
+        elif value.shape == param.shape and not isinstance(found.sharded, FlatSlice):
             yield name, found.shard_of(value)
         else:
+            kind = type(optimizer).__name__
             raise LifecycleError(
-                f"{sharded_param.name}: {type(optimizer).__name__} has state from before sharding; it "
+                f"{found.sharded.name}: {kind} has state from before sharding; it "
                 f"must have the parameter's shape {tuple(param.shape)} and be sharded by itself, "
                 f"found {name!r} of shape {tuple(value.shape)}; build the optimizer after sharding."
             )

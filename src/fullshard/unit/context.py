@@ -1,159 +1,191 @@
-"""What the units of a root share while they move."""
+"""The comm context: streams, collectives in flight, and memory to free.
+
+The units of one scheduler share a `CommContext`. It alone frees the memory of collectives, for
+all-gathers and reduce-scatters alike (rule 12): full buffers when a further all-gather has been
+issued, inputs of a reduce-scatter when compute waits for it, its results when the reduce-scatter
+stream does.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from fullshard.device import Device, Releases, Streams
+from fullshard.comm.collectives import CollectiveWork
+from fullshard.device import Device, FreedRanges, Streams
 from fullshard.trace import seam
 from fullshard.trace.activities import Activity
 
+# Of buckets with large gradients that are reduced before the rest of their unit.
+MAX_EARLY_BYTES = 256 << 20
+
+AddressRanges = list[tuple[int, int]]
+
+
+def wait_all(works: Iterable[CollectiveWork]) -> None:
+    """Wait for every collective, then raise the first error (rule 10)."""
+    error: BaseException | None = None
+    for work in works:
+        try:
+            work.wait()
+        except Exception as raised:
+            error = error or raised
+    if error is not None:
+        raise error
+
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """What is left of a reduction: memory of the reduce stream that is used until `event`."""
+class HeldResults:
+    """Results of a reduce-scatter: memory of the reduce-scatter stream, in use until `event`."""
 
     unit: str
     event: Any
-    held: list[Any]
+    tensors: list[Any]
 
 
-# Of messages with large gradients that are reduced before the rest of their unit.
-_MOST_BYTES = 256 << 20
-
-
-class Concludable(Protocol):
-    """A reduction under way. `num_bytes` is the size of its messages."""
+class ReduceScatterInFlight(Protocol):
+    """A reduce-scatter as the comm context sees it. `num_bytes` is the size of its buckets."""
 
     num_bytes: int
 
-    def conclude(self) -> Tail: ...
-    def abandon(self) -> None: ...
+    def finish(self) -> HeldResults:
+        """Make compute wait for it, and let go of the inputs."""
+        ...
+
+    def abort(self) -> None:
+        """Wait for everything under way and drop the results; never raises (rule 11)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Late:
-    """Memory to give back once the next gather has been issued (rule 3)."""
-
+class _PendingFree:
     owner: object
     event: Any
-    release: Callable[[], list[tuple[int, int]]]
+    free: Callable[[], AddressRanges]
 
 
 class CommContext:
-    """Streams, releases, and the reductions under way, in the order of issue."""
+    """What is in flight on the streams of one scheduler, in the order of issue.
+
+    `_pending_frees` holds full buffers to free once another all-gather is issued (rule 3), and
+    `_unused_all_gathers` the owners of all-gathers that nobody has waited for yet.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._releases = Releases()
-        self._late: list[_Late] = []
-        self._ahead: set[object] = set()
-        self._reductions: deque[Concludable] = deque()
-        self._tail: Tail | None = None
+        self._freed = FreedRanges()
+        self._pending_frees: list[_PendingFree] = []
+        self._unused_all_gathers: set[object] = set()
+        self._reduce_scatters: deque[ReduceScatterInFlight] = deque()
+        self._held: HeldResults | None = None
 
     @cached_property
     def streams(self) -> Streams:
         return self.device.make_streams()
 
-    def start_gathers_after_compute(self, event: Any = None) -> None:
-        """Make gathers from now on see what compute has written: the optimizer's new shards."""
-        if self.device.is_ordered:
-            event = event or self.device.record()
-            self.device.wait(event, self.streams.gather)
+    # All-gathers
 
-    def await_releases(self, address_range: tuple[int, int]) -> None:
-        """Make the current (gather) stream wait for compute that may still use this memory."""
-        if not self.device.is_ordered:
+    def all_gathers_follow_compute(self, event: Any = None) -> None:
+        """Make all-gathers from now on see what compute has written: the optimizer's new shards."""
+        if self.device.has_streams:
+            event = event or self.device.record()
+            self.device.wait(event, self.streams.all_gather)
+
+    def wait_until_unused(self, address_range: tuple[int, int]) -> None:
+        """Make the current (all-gather) stream wait for compute that may still use this memory."""
+        if not self.device.has_streams:
             return
-        for event in self._releases.take(address_range):
+        for event in self._freed.events_for(address_range):
             self.device.wait(event)
 
-    def await_all_releases(self) -> None:
-        """The same for memory that is still to be allocated, by code that is not ours."""
-        self.await_releases((0, sys.maxsize))
+    def wait_until_all_unused(self) -> None:
+        """The same for memory that code of the user's is about to allocate."""
+        self.wait_until_unused((0, sys.maxsize))
 
-    def gather_issued(self, owner: object) -> None:
-        """A gather is under way for which nobody has waited yet."""
-        self._ahead.add(owner)
-        self.release_late()
+    def all_gather_issued(self, owner: object) -> None:
+        self._unused_all_gathers.add(owner)
+        self.free_pending()
 
-    def gather_used(self, owner: object) -> None:
-        self._ahead.discard(owner)
+    def all_gather_used(self, owner: object) -> None:
+        self._unused_all_gathers.discard(owner)
 
-    def release_later(self, owner: object, release: Callable[[], list[tuple[int, int]]]) -> None:
-        """Give memory back once a further gather has been issued, or at once if one has been."""
-        self._late.append(_Late(owner, self.device.record(), release))
-        if self._ahead:
-            self.release_late()
+    # Full buffers to free (rule 3)
 
-    def is_late(self, owner: object) -> bool:
-        return bool(self._late) and any(late.owner is owner for late in self._late)
+    def free_later(self, owner: object, free: Callable[[], AddressRanges]) -> None:
+        """Free memory once another all-gather is issued, or at once if one is under way."""
+        self._pending_frees.append(_PendingFree(owner, self.device.record(), free))
+        if self._unused_all_gathers:
+            self.free_pending()
 
-    def revive(self, owner: object) -> None:
-        """Keep memory that was to be given back."""
-        self._late = [late for late in self._late if late.owner is not owner]
+    def is_free_pending(self, owner: object) -> bool:
+        return any(pending.owner is owner for pending in self._pending_frees)
 
-    def release_now(self, owner: object) -> None:
-        """Give back the memory of one owner, if it was to be given back later."""
-        kept, self._late = (
-            [late for late in self._late if late.owner is not owner],
-            [late for late in self._late if late.owner is owner],
-        )
-        self.release_late()
-        self._late = kept
+    def cancel_free(self, owner: object) -> None:
+        self._pending_frees = [each for each in self._pending_frees if each.owner is not owner]
 
-    def release_late(self) -> None:
-        if not self._late:
+    def free_now(self, owner: object) -> None:
+        """Free the memory of one owner, if that is pending."""
+        others = [pending for pending in self._pending_frees if pending.owner is not owner]
+        self._pending_frees = [each for each in self._pending_frees if each.owner is owner]
+        self.free_pending()
+        self._pending_frees = others
+
+    def free_pending(self) -> None:
+        if not self._pending_frees:
             return
-        late, self._late = self._late, []
-        for entry in late:
-            for address_range in entry.release():
-                self._releases.add(address_range, entry.event)
+        pending_frees, self._pending_frees = self._pending_frees, []
+        for pending in pending_frees:
+            for address_range in pending.free():
+                self._freed.add(address_range, pending.event)
 
-    def add_reduction(self, reduction: Concludable) -> None:
-        self._reductions.append(reduction)
+    # Reduce-scatters
 
-    def make_room(self, max_under_way: int) -> None:
-        """Conclude the oldest reductions until fewer than `max_under_way` are left."""
-        while len(self._reductions) >= max_under_way:
-            self._conclude_oldest()
+    def add_reduce_scatter(self, reduce_scatter: ReduceScatterInFlight) -> None:
+        self._reduce_scatters.append(reduce_scatter)
+
+    def limit_reduce_scatters(self, max_in_flight: int) -> None:
+        """Finish the oldest until fewer than `max_in_flight` are in flight."""
+        while len(self._reduce_scatters) >= max_in_flight:
+            self._finish_oldest()
 
     def make_room_for(self, num_bytes: int) -> None:
-        """Conclude the oldest reductions until what is left and `num_bytes` are not too much."""
-        held_bytes = sum(reduction.num_bytes for reduction in self._reductions)
-        while self._reductions and held_bytes + num_bytes > _MOST_BYTES:
-            held_bytes -= self._reductions[0].num_bytes
-            self._conclude_oldest()
+        """Finish the oldest until `num_bytes` more stay below the limit for large gradients."""
+        held_bytes = sum(each.num_bytes for each in self._reduce_scatters)
+        while self._reduce_scatters and held_bytes + num_bytes > MAX_EARLY_BYTES:
+            held_bytes -= self._reduce_scatters[0].num_bytes
+            self._finish_oldest()
 
-    def _conclude_oldest(self) -> None:
-        previous, self._tail = self._tail, self._reductions.popleft().conclude()
-        if previous is not None and self.device.is_ordered:
-            # Its memory returns to the reduce stream, which must not write there too early.
-            self.device.wait(previous.event, self.streams.reduce)
+    def _finish_oldest(self) -> None:
+        previous, self._held = self._held, self._reduce_scatters.popleft().finish()
+        if previous is not None and self.device.has_streams:
+            # Its memory returns to the reduce-scatter stream, which must not write there too early.
+            self.device.wait(previous.event, self.streams.reduce_scatter)
 
-    def conclude_reductions(self) -> None:
-        """Conclude all; the current stream then sees every gradient."""
-        self.make_room(1)
-        if self._tail is not None:
-            if seam.observers:
-                seam.begin(Activity.AWAIT_REDUCE, self._tail.unit)
-            self.device.wait(self._tail.event)
-            # The reduce stream has waited for the tails before this one, on whichever stream.
-            with self.device.on(self.streams.reduce):
-                reduced = self.device.record()
-            self.device.wait(reduced)
-            if seam.observers:
-                seam.end(Activity.AWAIT_REDUCE, self._tail.unit)
-            self._tail = None
+    def finish_reduce_scatters(self) -> None:
+        """Finish all of them; the current stream then sees every gradient."""
+        self.limit_reduce_scatters(1)
+        held = self._held
+        if held is None:
+            return
+        if seam.observers:
+            seam.begin(Activity.AWAIT_REDUCE, held.unit)
+        self.device.wait(held.event)
+        # The reduce-scatter stream has waited for all results before these, on whichever stream.
+        with self.device.on(self.streams.reduce_scatter):
+            reduced = self.device.record()
+        self.device.wait(reduced)
+        if seam.observers:
+            seam.end(Activity.AWAIT_REDUCE, held.unit)
+        self._held = None
 
-    def abandon_reductions(self) -> None:
-        while self._reductions:
-            self._reductions.popleft().abandon()
-        if self._tail is not None:
-            self.device.wait(self._tail.event)
-            self._tail = None
+    def abort_reduce_scatters(self) -> None:
+        """Wait for what is in flight and drop it; never raises (rule 11)."""
+        while self._reduce_scatters:
+            self._reduce_scatters.popleft().abort()
+        if self._held is not None:
+            self.device.wait(self._held.event)
+            self._held = None

@@ -1,7 +1,7 @@
-"""Tensor subclasses that say themselves what is sent and what is made of it.
+"""Tensor subclasses that define what is all-gathered and what is made of it.
 
 A subclass with `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a float8 weight with its scale,
-say) turns its shard into tensors to gather, and what was gathered into the full parameter.
+for example) turns its shard into tensors to gather, and what was gathered into the full parameter.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fullshard.layout import Split
 
 
 class Extension:
-    """The gather of one parameter whose tensor brings its own.
+    """The all-gather of one parameter whose tensor subclass defines it.
 
-    Gathered tensors are kept in storage that comes and goes, since the full parameter may be a
-    view of them (rule 1).
+    Gathered tensors live in resizable buffers, since the full parameter may be a view of them
+    (rule 1).
     """
 
     def __init__(self, name: str) -> None:
@@ -70,10 +70,9 @@ class Extension:
         """Where the tensors of all ranks arrive."""
         if not self._outs:
             for tensor in inputs:
-                num_bytes = tensor.numel() * tensor.element_size() * num_ranks
-                full_buffer = ResizableBuffer(num_bytes, tensor.device)
-                self._buffers.append(full_buffer)
-                self._outs.append(full_buffer.view(0, (tensor.numel() * num_ranks,), tensor.dtype))
+                buffer = ResizableBuffer(tensor.nbytes * num_ranks, tensor.device)
+                self._buffers.append(buffer)
+                self._outs.append(buffer.view(0, (tensor.numel() * num_ranks,), tensor.dtype))
         found = [tensor.numel() * num_ranks for tensor in inputs]
         expected = [out.numel() for out in self._outs]
         if found != expected:
@@ -81,51 +80,44 @@ class Extension:
                 f"{self._name}: fsdp_pre_all_gather must return tensors of the same sizes each "
                 f"time and on every rank, expected {expected}, found {found}; pad an uneven shard."
             )
-        for full_buffer in self._buffers:
-            full_buffer.fill()
+        for buffer in self._buffers:
+            buffer.allocate()
         return self._outs
 
-    @property
-    def address_ranges(self) -> list[tuple[int, int]]:
-        return [full_buffer.address_range for full_buffer in self._buffers]
-
-    def finish(
+    def make_full(
         self, local: Any, dtype: torch.dtype, full: nn.Parameter | None, split: Split
     ) -> torch.Tensor | None:
-        """Make the full tensor from what arrived: a new one, or into the one that exists."""
+        """The full tensor from what arrived; None if it was put into the `full` that exists."""
         arrived = tuple(
-            _joined(out, size, split) for out, size in zip(self._outs, self._sizes, strict=True)
+            _join(out, size, split) for out, size in zip(self._outs, self._sizes, strict=True)
         )
+        metadata, self._metadata = self._metadata, None
         if full is not None:
             for tensor in self._inner:
-                _fill(tensor)
-            local.fsdp_post_all_gather(arrived, self._metadata, dtype, out=full)
-            self._metadata = None
+                storage = tensor.untyped_storage()
+                if storage.size() != tensor.nbytes:
+                    storage.resize_(tensor.nbytes)
+            local.fsdp_post_all_gather(arrived, metadata, dtype, out=full)
             return None
-        made, self._inner = local.fsdp_post_all_gather(arrived, self._metadata, dtype)
-        self._metadata = None
+        made, self._inner = local.fsdp_post_all_gather(arrived, metadata, dtype)
         result: torch.Tensor = made
         if split.dim is not None and result.size(split.dim) > split.num_rows:
             result = result.narrow(split.dim, 0, split.num_rows)  # without the padding
         return result
 
-    def release(self) -> None:
-        for full_buffer in self._buffers:
-            full_buffer.empty()
+    def free(self) -> list[tuple[int, int]]:
+        """Free what was gathered; the address ranges that it had."""
+        ranges = [buffer.address_range for buffer in self._buffers]
+        for buffer in self._buffers:
+            buffer.free()
         for tensor in self._inner:
             tensor.untyped_storage().resize_(0)
+        return ranges
 
 
-def _joined(out: torch.Tensor, size: torch.Size, split: Split) -> torch.Tensor:
-    """What arrived from all ranks, side by side along the dim that the parameter is cut along."""
+def _join(out: torch.Tensor, size: torch.Size, split: Split) -> torch.Tensor:
+    """What arrived from all ranks, side by side along the dim that the parameter is sharded on."""
     if not split.dim or split.dim >= len(size):
         return out.view(-1, *size[1:])
     whole = torch.cat(list(out.view(split.num_ranks, *size)), dim=split.dim)
     return out.copy_(whole.view(-1)).view(whole.size())
-
-
-def _fill(tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
-    num_bytes = tensor.numel() * tensor.element_size()
-    if storage.size() != num_bytes:
-        storage.resize_(num_bytes)

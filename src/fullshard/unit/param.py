@@ -1,4 +1,8 @@
-"""A parameter, as its unit knows it."""
+"""A parameter as its unit knows it: `ShardedParam`, and the shard buffers that its shard lies in.
+
+`DTensorParam` is the parameter of `fully_shard`, sharded along one dim; `flat_param.py` has those
+of `FullyShardedDataParallel`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from fullshard._torch import DTensorSpec, local_tensor, set_local_tensor, spec_of, version_of
 from fullshard.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.mesh import Axis
-from fullshard.comm.placement import DTensorSpec, Placed, as_dtensor, with_dtype
+from fullshard.comm.placement import Placed, as_dtensor, with_dtype
 from fullshard.errors import ConfigError
 from fullshard.layout import DtypePlan, FlatSplit, Split, UnitLayout
 from fullshard.unit.extensions import Extension
@@ -30,7 +35,6 @@ class ParamLocation:
 
     @property
     def registry(self) -> dict[str, Any]:
-        """Where the module looks it up."""
         return self.module._parameters
 
     def get(self) -> torch.Tensor | None:
@@ -42,16 +46,16 @@ class ParamLocation:
         self.registry[self.name] = param
 
 
-class Holder(Protocol):
-    """Who is given gradients: a member, or the one parameter of a flat lane."""
+class GradTarget(Protocol):
+    """What receives a gradient: a `ShardedParam`, or the flat parameter of a lane."""
 
     @property
     def param(self) -> nn.Parameter:
-        """What the optimizer holds."""
+        """The parameter that the optimizer holds."""
         ...
 
-    def gradient(self, result: torch.Tensor, offset: int) -> torch.Tensor:
-        """What becomes the gradient, as a view of a reduced lane."""
+    def grad_view(self, reduced: torch.Tensor, offset: int) -> torch.Tensor:
+        """The gradient, as a view of a lane's reduced gradients."""
         ...
 
 
@@ -59,9 +63,10 @@ class Holder(Protocol):
 class ShardedParam(ABC):
     """One parameter of a unit.
 
-    `shard` is this rank's part of it and stays the same object for good; `local` is its memory, a
-    view of the unit's home. `full` is made at the first unshard and then kept: its memory comes
-    and goes. `accumulated` holds a full gradient that was not reduced yet.
+    `shard` is this rank's part and stays the same object; `local` is its memory, a view of the
+    unit's shard buffer. `full` is made at the first unshard and then kept: its memory comes and
+    goes. `accumulated` holds a full gradient that was not reduced yet, and `partial_grad` this
+    rank's part of one that was summed over the shard axis but not over the replicas.
     """
 
     name: str
@@ -73,6 +78,7 @@ class ShardedParam(ABC):
     full_spec: DTensorSpec | None = None
     extension: Extension | None = None
     accumulated: torch.Tensor | None = None
+    partial_grad: torch.Tensor | None = None
     is_hooked: bool = False
 
     # What the optimizer holds
@@ -87,14 +93,11 @@ class ShardedParam(ABC):
 
     @property
     def takes_gradient(self) -> bool:
-        """Whether there is something on this rank to give a gradient to."""
+        """Whether this rank has a part to give a gradient to."""
         return True
 
-    def freeze_or_thaw(self, is_trainable: bool) -> None:
-        self.param.requires_grad_(is_trainable)
-
     @abstractmethod
-    def gradient(self, result: torch.Tensor, offset: int) -> torch.Tensor: ...
+    def grad_view(self, reduced: torch.Tensor, offset: int) -> torch.Tensor: ...
 
     # Where the shard's memory is
 
@@ -105,45 +108,45 @@ class ShardedParam(ABC):
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """Of the whole parameter, as users know it."""
-
-    @property
-    def version(self) -> int:
-        """Changes whenever an optimizer, or anyone else, has written to the shard."""
-        return self.param._version + self.local._version
+        """The shape of the whole parameter, as users know it."""
 
     @property
     @abstractmethod
     def current_local(self) -> torch.Tensor:
         """What the shard holds now, which a user may have replaced."""
 
-    def piece(self, rank: int) -> torch.Tensor:
-        """What belongs into a new home."""
+    @property
+    def version(self) -> int:
+        """Changes whenever an optimizer, or anyone else, has written to the shard."""
+        return version_of(self.param) + version_of(self.local)
+
+    def values_for(self, rank: int) -> torch.Tensor:
+        """What belongs into a new shard buffer."""
         return self.current_local
 
     @abstractmethod
-    def place(self, home: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """A part of a home, as the shard is to look at it."""
+    def view_in(self, buffer: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """The part of a shard buffer that is to be the memory of the shard."""
 
     @abstractmethod
-    def adopt(self, local: torch.Tensor) -> None:
-        """Let the shard look at another tensor, with the values that it has there."""
+    def set_local(self, local: torch.Tensor) -> None:
+        """Make the shard a view of another tensor, with the values that are there."""
 
     def is_current(self) -> bool:
-        """Whether the shard is registered, and looks at its home."""
-        return self.locations[0].get() is self.shard and self.is_at_home()
+        """Whether the shard is registered and lies in its shard buffer."""
+        return self.locations[0].get() is self.shard and self.is_in_buffer()
 
     @abstractmethod
-    def is_at_home(self) -> bool:
-        """Whether the shard looks at its home."""
+    def is_in_buffer(self) -> bool:
+        """Whether the shard lies in its shard buffer."""
 
-    def came_back(self) -> bool:
-        """Whether the shard looks at the same memory through another tensor; ours is put back."""
+    def restore_local(self) -> bool:
+        """Put our tensor back if the shard sees the same memory through another; whether it did."""
         return False
 
     @abstractmethod
     def follow_registered(self) -> None:
-        """Take over a shard that a user registered in the place of ours."""
+        """Take over a shard that a user registered in place of ours."""
 
     # What the module sees
 
@@ -154,20 +157,20 @@ class ShardedParam(ABC):
         self.full = nn.Parameter(data, requires_grad=self.is_trainable)
         self.is_hooked = False
 
-    def show(self, param: nn.Parameter) -> None:
-        """Let the module see the shard or the full parameter."""
+    def register(self, param: nn.Parameter) -> None:
+        """Let the modules see the shard or the full parameter."""
         for location in self.locations:
             location.put(param)
 
     def dtype_plan(self, policy: MixedPrecisionPolicy, *, is_alone: bool = False) -> DtypePlan:
-        """The dtypes under a policy; `is_alone` if there is no rank that gradients travel to."""
+        """The dtypes under a policy; `is_alone` if gradients travel to no other rank."""
         wire_dtype = None if is_alone else policy.wire_dtype
         return DtypePlan.of(self.dtype, policy.param_dtype, policy.reduce_dtype, wire_dtype)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DTensorParam(ShardedParam):
-    """A parameter of the first door."""
+    """A parameter of `fully_shard`: sharded along one dim, its shard a DTensor."""
 
     split: Split
     shard_spec: DTensorSpec
@@ -180,30 +183,24 @@ class DTensorParam(ShardedParam):
         locations: Sequence[ParamLocation],
         placed: Placed,
         axis: Axis,
-        home: torch.device,
+        device: torch.device,
     ) -> DTensorParam:
-        """Cut an original parameter; the shard may be a view of it until the unit is homed."""
+        """Shard an original parameter. The shard may be a view of it until the unit is planned."""
         local = placed.local
         split = Split(tuple(local.shape), placed.dim, axis.size)
-        piece = local
-        if split.dim is not None:
-            rows = split.rows(axis.rank)
-            piece = local.narrow(split.dim, rows.start, len(rows))
+        part = _rows(local, split, axis.rank)
         extension = Extension.of(name, local)
         if extension is not None:
-            piece = piece.clone()
-        if not piece.is_meta:
-            piece = piece.to(home)  # a DTensor's device is that of the tensor that it is made with
-        shard = nn.Parameter(
-            as_dtensor(piece, placed.shard_spec),
-            requires_grad=original.requires_grad,
-        )
+            part = part.clone()
+        if not part.is_meta:
+            part = part.to(device)  # a DTensor's device is that of the tensor it is made with
+        shard = nn.Parameter(as_dtensor(part, placed.shard_spec), original.requires_grad)
         return cls(
             name=name,
             locations=list(locations),
             split=split,
             shard=shard,
-            local=piece,
+            local=part,
             full_spec=placed.full_spec,
             extension=extension,
             shard_spec=placed.shard_spec,
@@ -213,46 +210,41 @@ class DTensorParam(ShardedParam):
     def shape(self) -> torch.Size:
         return self.shard.shape
 
-    def gradient(self, result: torch.Tensor, offset: int) -> torch.Tensor:
+    def grad_view(self, reduced: torch.Tensor, offset: int) -> torch.Tensor:
         local = self.local
-        view = result.as_strided(local.size(), local.stride(), offset)
+        view = reduced.as_strided(local.size(), local.stride(), offset)
         return as_dtensor(view, with_dtype(self.shard_spec, view.dtype))
 
     @property
     def current_local(self) -> torch.Tensor:
-        local: torch.Tensor = self.shard._local_tensor  # type: ignore[attr-defined]
-        return local
+        return local_tensor(self.shard)
 
-    def place(self, home: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """A part of a home, with a version counter and a storage object of its own.
+    def view_in(self, buffer: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A view with a version counter and a storage object of its own.
 
-        A DTensor takes over the storage offset of its local tensor but not the storage: one that
-        is not 0 breaks `copy.deepcopy` of a state dict (torch 2.11 to 2.13).
+        A DTensor takes over the storage offset of its local tensor but not the storage: an offset
+        other than 0 breaks `copy.deepcopy` of a state dict.
         """
         numel = prod(shape)
         if numel == 0:
-            return home.new_empty(shape)
-        part = home[offset : offset + numel].view(shape)
-        return from_dlpack(to_dlpack(part))
+            return buffer.new_empty(shape)
+        return from_dlpack(to_dlpack(buffer[offset : offset + numel].view(shape)))
 
-    def adopt(self, local: torch.Tensor) -> None:
-        self.shard._local_tensor = local  # type: ignore[attr-defined]
-        self.shard_spec = self.shard._spec  # type: ignore[attr-defined]
+    def set_local(self, local: torch.Tensor) -> None:
+        set_local_tensor(self.shard, local)
+        self.shard_spec = spec_of(self.shard)
         self.local = local
 
-    def is_at_home(self) -> bool:
-        return self.shard._local_tensor is self.local  # type: ignore[attr-defined]
+    def is_in_buffer(self) -> bool:
+        return local_tensor(self.shard) is self.local
 
-    def came_back(self) -> bool:
+    def restore_local(self) -> bool:
         found, own = self.current_local, self.local
         if type(found) is not torch.Tensor or found.is_meta:
             return False
-        is_same = (
-            (found.data_ptr(), found.dtype, found.device, found.size(), found.stride())
-            == (own.data_ptr(), own.dtype, own.device, own.size(), own.stride())
-        )  # fmt: skip
+        is_same = same_memory(found, own) and found.stride() == own.stride()
         if is_same:
-            self.adopt(own)
+            self.set_local(own)
         return is_same
 
     def follow_registered(self) -> None:
@@ -268,14 +260,27 @@ class DTensorParam(ShardedParam):
                 "existing parameter, or build the DTensor with distribute_tensor."
             )
         self.shard = found  # type: ignore[assignment]
-        self.show(self.shard)
+        self.register(self.shard)
 
-    def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def shard_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's part of a tensor shaped like what was sharded."""
-        if self.split.dim is None:
-            return whole
-        rows = self.split.rows(rank)
-        return whole.narrow(self.split.dim, rows.start, len(rows))
+        return _rows(whole, self.split, rank)
+
+
+def _rows(whole: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
+    if split.dim is None:
+        return whole
+    rows = split.rows(rank)
+    return whole.narrow(split.dim, rows.start, len(rows))
+
+
+def same_memory(found: torch.Tensor, own: torch.Tensor) -> bool:
+    return (
+        found.data_ptr() == own.data_ptr()
+        and found.dtype == own.dtype
+        and found.shape == own.shape
+        and found.device == own.device
+    )
 
 
 class ShardBuffers:
@@ -291,21 +296,21 @@ class ShardBuffers:
     ) -> None:
         self.lanes: list[torch.Tensor] = []
         for lane in layout.lanes:
-            home = torch.zeros(
+            buffer = torch.zeros(
                 lane.shard_numel, dtype=lane.dtypes.stored, device=device, pin_memory=pin_memory
             )
-            self.lanes.append(home)
+            self.lanes.append(buffer)
             for bucket in lane.buckets:
                 for slot in bucket.slots:
-                    sharded_param = params[slot.param_index]
+                    param = params[slot.param_index]
                     offset = bucket.buffer_offset + bucket.shard_offset(slot, rank)
-                    view = sharded_param.place(home, offset, sharded_param.split.shard_shape(rank))
-                    view.copy_(sharded_param.piece(rank).reshape(view.shape))
-                    sharded_param.adopt(view)
+                    view = param.view_in(buffer, offset, param.split.shard_shape(rank))
+                    view.copy_(param.values_for(rank).reshape(view.shape))
+                    param.set_local(view)
 
 
 def shard_device(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:
-    """The device of the homes, and whether its memory is pinned."""
+    """The device of the shard buffers, and whether their memory is pinned."""
     if not isinstance(policy, CPUOffloadPolicy):
         return device, False
     return torch.device("cpu"), policy.pin_memory and device.type != "cpu"

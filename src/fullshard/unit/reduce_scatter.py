@@ -1,27 +1,59 @@
-"""Over what gradients are reduced, and how a sum becomes a mean."""
+"""From full gradients to the gradients of shards.
+
+`UnitGrads` belongs to a unit: it takes the full gradients that autograd left on the full
+parameters, and starts an `InFlightReduceScatter`. The first half of that runs on the stream that
+computes (copy the gradients into buckets), the second on the reduce-scatter stream: reduce-scatter,
+all-reduce over the replicas, scale, cast, assign as `.grad`.
+
+What does not change from step to step is made once (rule 7): how gradients lie in buckets
+(`GradBucket`, `GradLane`), and the gradients themselves (`GradBuffer`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from fullshard._torch import (
+    backward_hooks,
+    chunk_cat,
+    disable_torch_function,
+    foreach_copy_,
+    local_tensor,
+    post_accumulate_grad_hooks,
+    to_local,
+    version_of,
+)
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.collectives import Collectives, CollectiveWork, all_reduce
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.comm.placement import local_gradient
-from fullshard.device import Device, ResizableBuffer, fast_attributes, num_references
-from fullshard.errors import ConfigError
+from fullshard.device import ResizableBuffer, reference_counts
+from fullshard.errors import ConfigError, LifecycleError
 from fullshard.layout import Bucket, BucketKind, DtypePlan, FlatSplit, Lane, Split, UnitLayout
 from fullshard.trace import seam
 from fullshard.trace.activities import Activity
 from fullshard.unit.all_gather import permuted_pairs
-from fullshard.unit.context import CommContext, Tail
-from fullshard.unit.param import Holder, ShardedParam, shard_device
-from fullshard.unit.settings import Settings
+from fullshard.unit.context import CommContext, HeldResults, wait_all
+from fullshard.unit.param import GradTarget, ShardedParam, shard_device
+from fullshard.unit.settings import UnitSettings
+
+Grad = torch.Tensor | None
+GradSlot = tuple[GradTarget, int]
+"""What receives a gradient, and where in the lane's reduced gradients it begins."""
+
+# A bucket as large as those of embeddings is worth a collective of its own before the rest of its
+# unit, if each rank's part is large enough for latency not to count (rule 9).
+LARGE_BYTES = 128 << 20
+LARGE_PART_BYTES = 2 << 20
+PIECE_BYTES = 64 << 20
+
+
+# How a unit's gradients are reduced
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +66,7 @@ class AllReduceHook:
 
 @dataclass(frozen=True, slots=True)
 class CommHook:
-    """A user's function that reduces gradients in the place of ours, scaling included.
+    """A user's function that reduces gradients in place of ours, scaling included.
 
     Called as `function(state, gradients, shard)`, or without the shard if nothing is sharded.
     """
@@ -44,18 +76,30 @@ class CommHook:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """Whose gradients are reduced, and over what.
+class ReduceConfig:
+    """Over what the gradients of a unit are reduced, and how.
 
-    `axis` is the shard axis, perhaps on a group of its own.
+    `axis` is the shard axis, perhaps on a process group of its own.
     """
 
     unit: str
     mesh_info: MeshInfo
     axis: Axis
     collectives: Collectives
-    hook: AllReduceHook | None
+    settings: UnitSettings
+    all_reduce_hook: AllReduceHook | None = None
     comm_hook: CommHook | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether sums over the shard axis wait for a step that reduces over the replicas, too."""
+        return not (self.mesh_info.replicate.is_single or self.settings.requires_all_reduce)
+
+    def grad_dtype(self, dtypes: DtypePlan) -> torch.dtype:
+        """The dtype of the gradients that optimizers see; low precision is kept as torch does."""
+        if not self.settings.keep_low_precision_grads:
+            return dtypes.stored
+        return dtypes.reduced if self.mesh_info.shard.is_single else dtypes.computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,172 +111,90 @@ class Scaling:
     after: float
 
     @classmethod
-    def of(cls, settings: Settings, route: Route, dtype: torch.dtype) -> Scaling:
-        if route.comm_hook is not None:
+    def of(cls, config: ReduceConfig, dtype: torch.dtype) -> Scaling:
+        if config.comm_hook is not None:
             return cls(1.0, False, 1.0)
-        mesh_info = route.mesh_info
-        factor = settings.gradient_divide_factor
+        num_ranks = config.mesh_info.num_ranks
+        factor = config.settings.gradient_divide_factor
         if dtype == torch.float16:
             # Its range is small: divide by about a square root on either side of the sum.
-            factor = float(mesh_info.num_ranks) if factor is None else factor
+            factor = float(num_ranks) if factor is None else factor
             before = 1.0
             while factor % before == 0 and factor / before > before:
                 before *= 2
             return cls(before, False, factor / before)
-        if (
-            factor is None
-            and route.collectives.averages
-            and not settings.force_sum_reduction_for_comms
-        ):
-            return cls(1.0, mesh_info.num_ranks > 1, 1.0)
-        return cls(1.0, False, float(mesh_info.num_ranks) if factor is None else factor)
+        only_sums = config.settings.force_sum_reduction_for_comms
+        if factor is None and config.collectives.averages and not only_sums:
+            return cls(1.0, num_ranks > 1, 1.0)
+        return cls(1.0, False, float(num_ranks) if factor is None else factor)
 
 
-def require_own_reduce(
+def require_no_wire_dtype(
     what: str, unit: str, mesh_info: MeshInfo, policy: MixedPrecisionPolicy
 ) -> None:
-    """Raise where gradients may travel in a dtype that a reduce of the user's knows nothing of."""
+    """Raise where gradients may travel in a dtype that a user's own reduction does not know of."""
     wire, reduced = policy.wire_dtype, policy.reduce_dtype or policy.param_dtype
     if wire is not None and wire != reduced and not mesh_info.shard.is_single:
         raise ConfigError(
             f"{unit}: {what} needs gradients that travel in the dtype that they are reduced in, "
-            f"found wire_dtype={wire}; leave wire_dtype out, and let what you bring choose the "
-            "dtype of its messages."
+            f"found wire_dtype={wire}; leave wire_dtype out, and choose the dtype of the buckets "
+            "in your own function."
         )
 
 
-class GradBuffer:
-    """The gradients of a lane, arranged like its home, and the tensors that become `.grad`.
+# Where reduced gradients live
 
-    They are made once: a step fills `result` and gives `gifts` to their holders (rule 7). That is
-    safe only while nobody else has kept anything of the step before, which `is_free` tells;
-    otherwise what is kept is left to whoever keeps it, and another one is made. Memory is given
-    back between steps (`rest`), as it is for gradients that are dropped.
+
+class GradBuffer:
+    """The gradients of a lane, arranged like its shard buffer, and the tensors that become `.grad`.
+
+    They are made once: a step fills `result` and assigns `grads` to their targets (rule 8). That
+    is safe only while nobody else has kept anything of the step before, which `is_unused` tells;
+    otherwise the kept memory is left to whoever keeps it, and another buffer is made. Memory is
+    freed between steps (`release_if_unused`), as it is for gradients that are dropped.
     """
 
     def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        places: Sequence[tuple[Holder, int]],
+        self, numel: int, dtype: torch.dtype, device: torch.device, slots: Sequence[GradSlot]
     ) -> None:
-        self._full_buffer = ResizableBuffer(numel * dtype.itemsize, device)
-        self.result = self._full_buffer.view(0, (numel,), dtype)
-        self.gifts = {holder: holder.gradient(self.result, offset) for holder, offset in places}
-        self.params = [(holder, holder.param, gift) for holder, gift in self.gifts.items()]
-        self._watched = list(self.gifts.values())
-        self._watched += [gift._local_tensor for gift in self._watched if isinstance(gift, DTensor)]
+        self._buffer = ResizableBuffer(numel * dtype.itemsize, device)
+        self.result = self._buffer.view(0, (numel,), dtype)
+        self.grads = {target: target.grad_view(self.result, offset) for target, offset in slots}
+        self.places = [(target, target.param, grad) for target, grad in self.grads.items()]
+        self._watched = list(self.grads.values())
+        self._watched += [local_tensor(grad) for grad in self._watched if isinstance(grad, DTensor)]
         self._counts = self._references()
         self._num_reserved = 0
 
     @property
-    def is_free(self) -> bool:
-        """Whether nobody holds a gift, a part of one, or the memory, beside this object."""
+    def is_unused(self) -> bool:
+        """Whether nobody holds a gradient, a part of one, or the memory, beside this object."""
         if self._num_reserved:
             return False
-        # What has no memory is not given to anyone.
-        return not self._full_buffer.is_filled or self._counts == self._references()
+        # Gradients without memory were not assigned to anything.
+        return not self._buffer.is_allocated or self._counts == self._references()
 
     def _references(self) -> list[int]:
-        return [self._full_buffer.num_holders, *num_references(self._watched)]
+        return [self._buffer.use_count, *reference_counts(self._watched)]
 
     def reserve(self) -> torch.Tensor:
-        """The result, with memory of the current stream, for one reduction until it is given."""
+        """The result, with memory of the current stream, until its gradients are assigned."""
         self._num_reserved += 1
-        self._full_buffer.fill()
+        self._buffer.allocate()
         return self.result
 
-    def given(self) -> None:
+    def assigned(self) -> None:
         self._num_reserved -= 1
 
-    def rest(self) -> None:
-        """Give the memory back if the gradients were dropped."""
-        if self._full_buffer.is_filled and self.is_free:
-            self._full_buffer.empty()
+    def holds_all_grads(self) -> bool:
+        """Whether the gradients of all targets are this buffer's, and no user's hooks read them."""
+        with disable_torch_function():
+            return all(p.grad is grad and not _has_hooks(p) for _, p, grad in self.places)
 
-
-Gift = tuple[Holder, int]
-"""Who is given a gradient, and where in the lane's result it begins."""
-
-
-class HandOver:
-    """Hands the results of one reduction over as `.grad`.
-
-    With offload, gradients go to host memory. `events` then holds what the host has to wait for
-    before anyone may read them. Holders that had no gradient before are added to `created`.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        to_host: bool,
-        pin_memory: bool,
-        created: list[Holder],
-        events: list[Any],
-    ) -> None:
-        self._device = device
-        self.to_host = to_host
-        self._pin_memory = pin_memory
-        self._created = created
-        self._events = events
-
-    def give_home(self, home: GradBuffer, holders: Sequence[Holder]) -> bool:
-        """Hand over what lies in a gradient home that had room for it; whether some was added."""
-        if len(holders) == len(home.params):
-            places = home.params
-        else:
-            places = [(holder, holder.param, home.gifts[holder]) for holder in holders]
-        others, created = [], self._created
-        with fast_attributes():
-            for place in places:
-                holder, param, gift = place
-                if param.grad is None:
-                    param.grad = gift
-                    created.append(holder)
-                else:  # another reduction was concluded in the meantime
-                    others.append(place)
-        for holder, _, gift in others:
-            self._give(holder, gift)
-        return bool(others)
-
-    def give_parts(self, result: torch.Tensor, gifts: Iterable[Gift]) -> None:
-        """Hand over parts of a result that nobody else will write to."""
-        gifts = list(gifts)
-        if self.to_host:
-            result = self._on_host(result, gifts)
-        for holder, offset in gifts:
-            self._give(holder, holder.gradient(result, offset))
-
-    def _on_host(self, result: torch.Tensor, gifts: Iterable[Gift]) -> torch.Tensor:
-        host = torch.empty(
-            result.size(), dtype=result.dtype, device="cpu", pin_memory=self._pin_memory
-        )
-        host.copy_(result, non_blocking=self._pin_memory)
-        event = self._device.record()
-        # Adding to a gradient that is there, and users' hooks, read on the host right away.
-        if any(h.param.grad is not None or _is_watched(h.param) for h, _ in gifts):
-            self._device.synchronize(event)
-        else:
-            self._events.append(event)
-        return host
-
-    def _give(self, holder: Holder, grad: torch.Tensor) -> None:
-        param = holder.param
-        has_hooks = _is_watched(param)
-        if has_hooks:
-            for hook in (param._backward_hooks or {}).values():
-                changed = hook(grad)
-                grad = grad if changed is None else changed
-        before = param.grad
-        if before is not None:
-            _local(before).add_(_local(grad))
-        else:
-            set_grad(param, grad)
-            self._created.append(holder)
-        if has_hooks:
-            for hook in (param._post_accumulate_grad_hooks or {}).values():
-                hook(param)
+    def release_if_unused(self) -> None:
+        """Free the memory if the gradients were dropped."""
+        if self._buffer.is_allocated and self.is_unused:
+            self._buffer.free()
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
@@ -240,45 +202,28 @@ def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
     if grad.dtype == param.dtype:
         param.grad = grad
         return
-    # torch wants a gradient in its parameter's dtype, but does not look at it twice.
+    # torch wants a gradient in its parameter's dtype, but checks that only here.
     param.grad = torch.empty_like(param, requires_grad=False)
     param.grad.data = grad
 
 
-def can_add_to(home: GradBuffer) -> bool:
-    """Whether what all holders have as gradients is this home, and nobody listens."""
-    with fast_attributes():
-        return all(param.grad is gift and not _is_watched(param) for _, param, gift in home.params)
+def _has_hooks(param: torch.Tensor) -> bool:
+    """Whether a user's hook reads the gradient as soon as it is there."""
+    return bool(backward_hooks(param) or post_accumulate_grad_hooks(param))
 
 
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
-
-
-def _is_watched(param: torch.Tensor) -> bool:
-    """Whether someone reads the gradient as soon as it is there."""
-    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
-
-
-Gradient = torch.Tensor | None
-
-
-# A message that is as large as embeddings are is worth collectives of its own, before the rest of
-# its unit, if each rank's part is large enough for latency not to count.
-LARGE_BYTES = 128 << 20
-LARGE_PART_BYTES = 2 << 20
-PIECE_BYTES = 64 << 20
+# How gradients lie in buckets
 
 
 class Piece(NamedTuple):
-    """Part of every rank's segment of a message, and where in a segment it starts."""
+    """Part of every rank's segment of a bucket, and where in a segment it starts."""
 
     segments: torch.Tensor
     start: int
 
 
 class GradBucket:
-    """A message on its way to be reduced: whose gradients it carries, and how they lie in it."""
+    """A bucket to be reduced: the parameters whose gradients it carries, and how they lie in it."""
 
     def __init__(
         self, lane: Lane, bucket: Bucket, params: Sequence[ShardedParam], num_ranks: int, rank: int
@@ -287,36 +232,34 @@ class GradBucket:
         self.params = [params[slot.param_index] for slot in bucket.slots]
         self.numel = num_ranks * bucket.segment_numel
         self.num_bytes = self.numel * lane.dtypes.wire.itemsize
-        self.home_range = range(bucket.buffer_offset, bucket.buffer_offset + bucket.segment_numel)
+        self.shard_range = range(bucket.buffer_offset, bucket.buffer_offset + bucket.segment_numel)
         self.places = [
-            (sharded_param, bucket.buffer_offset + bucket.shard_offset(slot, rank))
-            for sharded_param, slot in zip(self.params, bucket.slots, strict=True)
+            (param, bucket.buffer_offset + bucket.shard_offset(slot, rank))
+            for param, slot in zip(self.params, bucket.slots, strict=True)
         ]
-        # What is cut as one is reduced as one, used or not: other ranks may use all of it, and a
-        # rank cannot know whether they have used a parameter of which it has a part.
-        is_cut_as_one = any(
-            isinstance(sharded_param.split, FlatSplit) for sharded_param in self.params
-        )
-        self.is_always_due = is_cut_as_one and lane.is_trainable
+        # A flat bucket is always reduced: other ranks may have used parameters that this rank has
+        # a part of, without its knowing.
+        is_flat_param = any(isinstance(param.split, FlatSplit) for param in self.params)
+        self.is_always_reduced = is_flat_param and lane.is_trainable
         self.sums_on_arrival = lane.dtypes.sums_on_arrival
         self._dtype = lane.dtypes.wire
         self._num_ranks = num_ranks
-        is_flat = bucket.kind is BucketKind.FLAT
-        # Whether it is one parameter's, and worth being reduced before the others arrive.
+        # One parameter's, and worth reducing before the others arrive.
         self.is_large = (
             bucket.kind is BucketKind.IN_PLACE
             and self.num_bytes >= LARGE_BYTES
             and self.num_bytes // num_ranks >= LARGE_PART_BYTES
         )
+        is_flat = bucket.kind is BucketKind.FLAT
         self._padding_numel = (self.numel if is_flat else bucket.segment_numel) - bucket.used_numel
-        self._splits = [sharded_param.split for sharded_param in self.params]
+        self._splits = [param.split for param in self.params]
         self._is_plain_split = all(
             isinstance(split, Split) and split.dim == 0 and slot.numel
             for split, slot in zip(self._splits, bucket.slots, strict=True)
         )
 
-    def pieces(self, grads: Sequence[Gradient]) -> list[Piece]:
-        """A large message in parts that can be copied and reduced one by one; none if it cannot."""
+    def pieces(self, grads: Sequence[Grad]) -> list[Piece]:
+        """A large bucket in parts that can be reduced one by one; none if that is impossible."""
         grad, num_ranks = grads[0], self._num_ranks
         if not self.is_large or grad is None or grad.numel() != self.numel:
             return []
@@ -327,8 +270,8 @@ class GradBucket:
         starts = range(0, segments.size(1), step)
         return [Piece(segments[:, start : start + step], start) for start in starts]
 
-    def is_in_place(self, grads: Sequence[Gradient]) -> bool:
-        """Whether the tensor that autograd produced is the message (rule 4)."""
+    def is_in_place(self, grads: Sequence[Grad]) -> bool:
+        """Whether the tensor that autograd produced is the bucket (rule 4)."""
         first = grads[0]
         return (
             len(grads) == 1
@@ -339,13 +282,13 @@ class GradBucket:
             and first.is_contiguous()
         )
 
-    def lay(self, grads: Sequence[Gradient], buffer: torch.Tensor) -> None:
+    def copy_in(self, grads: Sequence[Grad], buffer: torch.Tensor) -> None:
         """Copy gradients to where they belong in a buffer of all ranks' segments, cast."""
         kind = self.bucket.kind
         if kind is BucketKind.SPLIT:
-            self._lay_shared(grads, buffer.view(self._num_ranks, -1))
+            self._copy_in_split(grads, buffer.view(self._num_ranks, -1))
         elif kind is BucketKind.FLAT:
-            self._lay_flat(grads, buffer)
+            self._copy_in_flat(grads, buffer)
         elif grads[0] is None:
             buffer.zero_()
         elif kind is BucketKind.IN_PLACE:
@@ -354,24 +297,24 @@ class GradBucket:
             split = self._splits[0]
             assert isinstance(split, Split)
             segments = buffer.view(self._num_ranks, -1)
-            for in_full, in_message in permuted_pairs(split, grads[0], segments):
-                in_message.copy_(in_full)
+            for in_full, in_bucket in permuted_pairs(split, grads[0], segments):
+                in_bucket.copy_(in_full)
 
-    def _lay_flat(self, grads: Sequence[Gradient], buffer: torch.Tensor) -> None:
+    def _copy_in_flat(self, grads: Sequence[Grad], buffer: torch.Tensor) -> None:
         """One after another."""
-        parts = [
-            _flat_part(grad, slot.numel, buffer)
-            for slot, grad in zip(self.bucket.slots, grads, strict=True)
-            if slot.numel
-        ]
+        parts: list[torch.Tensor] = []
+        for slot, grad in zip(self.bucket.slots, grads, strict=True):
+            if slot.numel:
+                part = buffer.new_zeros(slot.numel) if grad is None else grad
+                parts.append(part if part.ndim else part.reshape(1))
         if self._padding_numel:
             parts.append(buffer.new_zeros(self._padding_numel))
         if len({part.dtype for part in parts}) > 1:
             parts = [part.to(buffer.dtype) for part in parts]
         if parts:
-            torch._chunk_cat(parts, dim=0, num_chunks=1, out=buffer.view(1, -1))
+            chunk_cat(parts, dim=0, num_chunks=1, out=buffer.view(1, -1))
 
-    def _lay_shared(self, grads: Sequence[Gradient], segments: torch.Tensor) -> None:
+    def _copy_in_split(self, grads: Sequence[Grad], segments: torch.Tensor) -> None:
         """Side by side in every rank's segment."""
         if len({grad.dtype for grad in grads if grad is not None}) > 1:
             # Some are fresh and some were accumulated, in the dtype of the reduction.
@@ -382,101 +325,20 @@ class GradBucket:
             parts = present
         else:
             parts = [
-                _part(grad, split, slot.numel, self._num_ranks, like)
+                _chunked(grad, split, slot.numel, self._num_ranks, like)
                 for slot, grad, split in zip(self.bucket.slots, grads, self._splits, strict=True)
                 if slot.numel
             ]
         if self._padding_numel:
             parts.append(like.new_zeros(self._num_ranks, self._padding_numel))
         if parts:  # none if all parameters are empty
-            torch._chunk_cat(parts, dim=0, num_chunks=self._num_ranks, out=segments)
+            chunk_cat(parts, dim=0, num_chunks=self._num_ranks, out=segments)
 
 
-class GradLane:
-    """A lane on its way to be reduced. Owns the home of its results.
-
-    `holder` is who gets all of it, if one does.
-    """
-
-    def __init__(
-        self,
-        layout: UnitLayout,
-        lane: Lane,
-        params: Sequence[ShardedParam],
-        rank: int,
-        holder: Holder | None,
-    ) -> None:
-        self.lane = lane
-        self.holder = holder
-        self.buckets = [
-            GradBucket(lane, bucket, params, layout.num_ranks, rank) for bucket in lane.buckets
-        ]
-        self.gifts: list[Gift] = [
-            (sharded_param, offset)
-            for bucket in self.buckets
-            for sharded_param, offset in bucket.places
-            if sharded_param.takes_gradient
-        ]
-        if holder is not None:
-            self.gifts = [(holder, 0)]
-        self.holders = [receiver for receiver, _ in self.gifts]
-        self.home: GradBuffer | None = None
-        self._in_home: set[GradBucket] = set()
-
-    def room_for(self, buckets: Sequence[GradBucket], device: torch.device) -> GradBuffer | None:
-        """A home that the results of these messages can be put into and given from.
-
-        None if they have to be given one by one: to holders that have a gradient already, or that
-        someone watches. The stream that reduces is current: memory is allocated there.
-        """
-        is_open = bool(self._in_home)  # by an earlier reduction of the same backward
-        if any(bucket in self._in_home for bucket in buckets):
-            return None
-        if self.home is None or not (is_open or self.home.is_free):
-            dtype = self.lane.dtypes.stored
-            self.home = GradBuffer(self.lane.shard_numel, dtype, device, self.gifts)
-        params = self.home.params
-        if len(buckets) < len(self.buckets):
-            reduced = {sharded_param for bucket in buckets for sharded_param in bucket.params}
-            params = [place for place in params if place[0] in reduced]
-        with fast_attributes():
-            for _, param, _ in params:
-                if (
-                    param.grad is not None
-                    or param._backward_hooks
-                    or param._post_accumulate_grad_hooks
-                ):
-                    return None
-        self._in_home.update(buckets)
-        return self.home
-
-    def end_backward(self) -> None:
-        self._in_home.clear()
-
-
-def grad_lanes(
-    layout: UnitLayout,
-    params: Sequence[ShardedParam],
-    rank: int,
-    holder_of: Callable[[int], Holder | None],
-) -> list[GradLane]:
-    """All lanes of a layout."""
-    return [
-        GradLane(layout, lane, params, rank, holder_of(index))
-        for index, lane in enumerate(layout.lanes)
-    ]
-
-
-def _flat_part(grad: Gradient, numel: int, like: torch.Tensor) -> torch.Tensor:
-    if grad is None:
-        return like.new_zeros(numel)
-    return grad if grad.ndim else grad.reshape(1)
-
-
-def _part(
-    grad: Gradient, split: Split | FlatSplit, numel: int, num_ranks: int, like: torch.Tensor
+def _chunked(
+    grad: Grad, split: Split | FlatSplit, numel: int, num_ranks: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """A gradient as rows that `_chunk_cat` cuts into one chunk per rank."""
+    """A gradient as rows that `chunk_cat` cuts into one chunk per rank."""
     assert isinstance(split, Split)
     if grad is None:
         return like.new_zeros(num_ranks, numel)
@@ -487,239 +349,375 @@ def _part(
     return grad.reshape(split.num_rows, split.inner)
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Sums over the shard axis that wait for the replicas, and the slots that they stand for."""
+class GradLane:
+    """A lane to be reduced. Owns the buffer of its gradients.
 
-    total: torch.Tensor
-    has_slot: tuple[bool, ...]
+    `target` is the flat parameter that receives all of it, if there is one.
+    """
 
-    def joined(self, other: Partial) -> Partial:
-        both = zip(self.has_slot, other.has_slot, strict=True)
-        return Partial(self.total.add_(other.total), tuple(a or b for a, b in both))
+    def __init__(
+        self,
+        layout: UnitLayout,
+        lane: Lane,
+        params: Sequence[ShardedParam],
+        rank: int,
+        target: GradTarget | None,
+    ) -> None:
+        self.lane = lane
+        self.target = target
+        self.buckets = [
+            GradBucket(lane, bucket, params, layout.num_ranks, rank) for bucket in lane.buckets
+        ]
+        self.slots: list[GradSlot] = [
+            (param, offset)
+            for bucket in self.buckets
+            for param, offset in bucket.places
+            if param.takes_gradient
+        ]
+        if target is not None:
+            self.slots = [(target, 0)]
+        self.buffer: GradBuffer | None = None
+        self._in_buffer: set[GradBucket] = set()
+
+    def acquire_grad_buffer(
+        self, buckets: Sequence[GradBucket], device: torch.device
+    ) -> GradBuffer | None:
+        """A buffer that the results of these buckets can be written to and assigned from.
+
+        None if gradients have to be assigned one by one: to parameters that have a gradient
+        already, or that have a user's hook. The reduce-scatter stream is current: memory is
+        allocated there.
+        """
+        is_open = bool(self._in_buffer)  # by an earlier reduce-scatter of the same backward
+        if any(bucket in self._in_buffer for bucket in buckets):
+            return None
+        if self.buffer is None or not (is_open or self.buffer.is_unused):
+            dtype = self.lane.dtypes.stored
+            self.buffer = GradBuffer(self.lane.shard_numel, dtype, device, self.slots)
+        places = self.buffer.places
+        if len(buckets) < len(self.buckets):
+            reduced = {param for bucket in buckets for param in bucket.params}
+            places = [place for place in places if place[0] in reduced]
+        with disable_torch_function():
+            for _, param, _ in places:
+                if param.grad is not None or _has_hooks(param):
+                    return None
+        self._in_buffer.update(buckets)
+        return self.buffer
+
+    def end_backward(self) -> None:
+        self._in_buffer.clear()
+
+
+def make_grad_lanes(
+    layout: UnitLayout,
+    params: Sequence[ShardedParam],
+    rank: int,
+    target_of: Callable[[int], GradTarget | None],
+) -> list[GradLane]:
+    return [
+        GradLane(layout, lane, params, rank, target_of(index))
+        for index, lane in enumerate(layout.lanes)
+    ]
+
+
+# One reduce-scatter
 
 
 @dataclass(slots=True)
 class BucketGrads:
-    """The gradients that go into one message, by slot, and what earlier steps left to add.
+    """The gradients that go into one bucket, by slot.
 
-    `grads` is emptied when they are in the message; `has_slot` says which there were.
+    `grads` is emptied when they are in the bucket; `has_grad` says which there were. `partial` has
+    what earlier steps summed over the shard axis, to be added: where in the bucket's result, what.
     """
 
     plan: GradBucket
-    grads: list[Gradient]
-    has_slot: tuple[bool, ...]
-    partial: Partial | None
+    grads: list[Grad]
+    has_grad: tuple[bool, ...]
+    partial: list[tuple[int, torch.Tensor]]
 
-    def gifts(self) -> Iterator[Gift]:
-        """The members that are given a part of the result."""
-        kept_slots = self.partial.has_slot if self.partial is not None else ()
-        for index, (sharded_param, offset) in enumerate(self.plan.places):
-            has_gradient = self.has_slot[index] or (kept_slots and kept_slots[index])
-            has_gradient = has_gradient or (self.plan.is_always_due and sharded_param.is_trainable)
-            if has_gradient and sharded_param.takes_gradient:
-                yield sharded_param, offset
+    def slots(self) -> Iterator[tuple[ShardedParam, int]]:
+        """The parameters that receive a part of the result."""
+        for (param, offset), has_grad in zip(self.plan.places, self.has_grad, strict=True):
+            is_due = has_grad or (self.plan.is_always_reduced and param.is_trainable)
+            if is_due and param.takes_gradient:
+                yield param, offset
 
 
 @dataclass(slots=True)
 class LaneReduceScatter:
-    """One lane's part of a reduction.
+    """One lane's part of a reduce-scatter.
 
-    `result` has the parts one after another: the arrangement of the lane's home, if no message is
-    without gradients. `home` is what the results lie in instead, if they do; `sums` are what they
-    were cast from on their way there.
+    `result` has the buckets' results one after another, arranged like the lane's shard buffer if
+    all buckets have gradients. `buffer` is what the results lie in, if they do; `sums` are what
+    they were cast from on their way there.
     """
 
     plan: GradLane
-    parts: list[BucketGrads]
+    buckets: list[BucketGrads]
     scaling: Scaling
     ins: list[torch.Tensor] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
     result: torch.Tensor | None = None
-    home: GradBuffer | None = None
+    buffer: GradBuffer | None = None
     sums: Sequence[torch.Tensor] = ()
-    transfer: CollectiveWork = field(default_factory=CollectiveWork)
+    work: CollectiveWork = field(default_factory=CollectiveWork)
 
     @property
     def num_bytes(self) -> int:
-        return sum([part.plan.num_bytes for part in self.parts])
+        return sum([bucket.plan.num_bytes for bucket in self.buckets])
+
+    @property
+    def has_all_buckets(self) -> bool:
+        return len(self.buckets) == len(self.plan.buckets)
 
     @property
     def is_complete(self) -> bool:
         """Whether every parameter of the lane has a gradient."""
-        return len(self.parts) == len(self.plan.buckets) and all(
-            all(part.has_slot) for part in self.parts
-        )
+        return self.has_all_buckets and all(all(bucket.has_grad) for bucket in self.buckets)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the one message of the lane is what autograd produced."""
-        return len(self.plan.buckets) == 1 and self.parts[0].plan.is_in_place(self.parts[0].grads)
+        """Whether the one bucket of the lane is what autograd produced."""
+        bucket = self.buckets[0]
+        return len(self.plan.buckets) == 1 and bucket.plan.is_in_place(bucket.grads)
 
-    def gifts(self) -> list[Gift]:
-        """Who is given a part of the result, and where in it that begins."""
-        if self.plan.holder is not None or self.is_complete:
-            return self.plan.gifts
-        found: list[Gift] = []
+    def slots(self) -> list[GradSlot]:
+        """What receives a part of the result, and where in it that begins."""
+        if self.plan.target is not None or self.is_complete:
+            return self.plan.slots
+        found: list[GradSlot] = []
         start = 0
-        for part in self.parts:
-            shift = start - part.plan.home_range.start
-            found += [(sharded_param, offset + shift) for sharded_param, offset in part.gifts()]
-            start += len(part.plan.home_range)
+        for bucket in self.buckets:
+            shift = start - bucket.plan.shard_range.start
+            found += [(param, offset + shift) for param, offset in bucket.slots()]
+            start += len(bucket.plan.shard_range)
         return found
 
     def results(self) -> Sequence[torch.Tensor]:
-        """The sums, in as few tensors as there are; of a home, only what is in this reduction."""
-        is_all = self.home is None or len(self.parts) == len(self.plan.buckets)
+        """The sums, in as few tensors as there are; of a buffer, only this reduce-scatter's."""
         assert self.result is not None
-        return [self.result] if is_all else self.outs
+        return [self.result] if self.buffer is None or self.has_all_buckets else self.outs
 
-    def move_in(self, home: GradBuffer) -> None:
-        """Let the sums go where they belong in a home."""
-        self.home = home
-        self.result = result = home.reserve()
-        if len(self.parts) < len(self.plan.buckets):
-            ranges = [part.plan.home_range for part in self.parts]
+    def write_to(self, buffer: GradBuffer) -> None:
+        """Let the sums go where they belong in a gradient buffer."""
+        self.buffer = buffer
+        self.result = result = buffer.reserve()
+        if not self.has_all_buckets:
+            ranges = [bucket.plan.shard_range for bucket in self.buckets]
             self.outs = [result[places.start : places.stop] for places in ranges]
-        elif len(self.parts) == 1:
+        elif len(self.buckets) == 1:
             self.outs = [result]
         else:
-            self.outs = list(result.split([len(part.plan.home_range) for part in self.parts]))
+            self.outs = list(result.split([len(b.plan.shard_range) for b in self.buckets]))
 
-    def stay_apart(self, device: torch.device) -> None:
-        """Let the sums go into memory of their own."""
-        sizes = [len(part.plan.home_range) for part in self.parts]
+    def write_to_own_memory(self, device: torch.device) -> None:
+        sizes = [len(bucket.plan.shard_range) for bucket in self.buckets]
         dtype = self.plan.lane.dtypes.reduced
         self.result = torch.empty(sum(sizes), dtype=dtype, device=device)
         self.outs = list(self.result.split(sizes))
 
 
-# In the place of a message that goes by pieces.
-_NOTHING = torch.empty(0)
+# In place of a bucket that goes by pieces.
+_NO_INPUT = torch.empty(0)
 
 
 class InFlightReduceScatter:
-    """One unit's gradients under way; holds everything that the streams still read (rule 5)."""
+    """One unit's gradients under way. Holds all that the streams still read (rules 5, 10)."""
 
     def __init__(
         self,
         lanes: list[LaneReduceScatter],
-        route: Route,
-        settings: Settings,
+        config: ReduceConfig,
         comm_ctx: CommContext,
-        hand_over: HandOver,
-        keep_partial: Callable[[Bucket, Partial], None],
+        unit_grads: UnitGrads,
     ) -> None:
-        self._lanes = lanes
-        self._route = route
-        self._settings = settings
-        self._flow = comm_ctx
-        self._hand_over = hand_over
-        self._keep_partial = keep_partial
         self.num_bytes = sum([lane.num_bytes for lane in lanes])
-        self._exchanged: Any = None
-        self._event: Any = None
-        self._is_worked_on = False
+        self._lanes = lanes
+        self._config = config
+        self._comm_ctx = comm_ctx
+        self._device = comm_ctx.device
+        self._unit_grads = unit_grads
+        self._scattered: Any = None  # event: the inputs are read
+        self._event: Any = None  # event: the results are complete
+        self._has_followed = False  # whether anything was enqueued since `_scattered`
 
     def start(self) -> None:
-        """Issue the reduction; on a device with streams, all of it."""
-        device, streams = self._flow.device, self._flow.streams
+        """Issue the reduce-scatter; on a device with streams, all that follows it as well."""
+        device = self._device
         for lane in self._lanes:
             if self._is_local and not lane.is_in_place:
-                self._move_in(lane)  # gradients are laid where their sums, which they are, belong
-            for part in lane.parts:
-                if self._goes_by_pieces(part):
-                    lane.ins.append(_NOTHING)
+                self._write_to_buffer(lane)  # the sum over one rank is the gradient itself
+            for bucket in lane.buckets:
+                if self._goes_by_pieces(bucket):
+                    lane.ins.append(_NO_INPUT)
                 else:
-                    lane.ins.append(self._message_input(lane, part))
-                    part.grads = []
-        device.wait(device.record(), streams.reduce)
+                    lane.ins.append(self._bucket_input(lane, bucket))
+                    bucket.grads = []
+        device.wait(device.record(), self._comm_ctx.streams.reduce_scatter)
         try:
-            self._start_on_reduce_stream()
+            self._start_on_stream()
         except BaseException:
-            self._outlast()
+            self._wait_for_enqueued()
             raise
 
-    def _start_on_reduce_stream(self) -> None:
-        device = self._flow.device
-        with device.on(self._flow.streams.reduce):
+    def _start_on_stream(self) -> None:
+        device = self._device
+        with device.on(self._comm_ctx.streams.reduce_scatter):
             if seam.observers:
-                seam.begin(Activity.REDUCE, self._route.unit)
+                seam.begin(Activity.REDUCE, self._config.unit)
             for lane in self._lanes:
-                self._exchange(lane)
-            if seam.observers and not device.is_ordered:
-                futures = [future for lane in self._lanes for future in lane.transfer.futures]
-                seam.end_after(futures, Activity.REDUCE, self._route.unit)
-            if device.is_ordered:
+                self._reduce_scatter(lane)
+            if seam.observers and not device.has_streams:
+                futures = [future for lane in self._lanes for future in lane.work.futures]
+                seam.end_after(futures, Activity.REDUCE, self._config.unit)
+            if device.has_streams:
                 self._complete()
 
-    def _outlast(self) -> None:
-        """Make compute, which gets the inputs' memory back, wait for all that was enqueued."""
-        device = self._flow.device
-        for stream in dict.fromkeys((self._flow.streams.reduce, self._last_stream)):
+    def _wait_for_enqueued(self) -> None:
+        """After a failure: make compute, which gets the inputs' memory back, wait for the rest."""
+        device = self._device
+        self._wait_works()
+        for stream in dict.fromkeys((self._comm_ctx.streams.reduce_scatter, self._last_stream)):
             with device.on(stream):
                 event = device.record()
             device.wait(event)
 
+    def _wait_works(self) -> None:
+        """Wait for the collectives; never raises (rule 11)."""
+        try:
+            wait_all(lane.work for lane in self._lanes)
+        except Exception:
+            pass  # whoever aborts already knows of a failure
+
     @property
     def _last_stream(self) -> Any:
         """Where sums are all-reduced, and hooks on them run."""
-        hook = self._route.hook
+        hook = self._config.all_reduce_hook
         if hook is not None and hook.stream is not None:
             return hook.stream
-        return self._flow.streams.replicate
+        return self._comm_ctx.streams.all_reduce
 
-    def conclude(self) -> Tail:
-        """Let go of the inputs; what is left is the results and the event that ends them."""
+    def finish(self) -> HeldResults:
+        """Make compute wait for the reduce-scatter, and let go of the inputs."""
         if seam.observers:
-            seam.begin(Activity.AWAIT_REDUCE, self._route.unit)
-        if not self._flow.device.is_ordered:
+            seam.begin(Activity.AWAIT_REDUCE, self._config.unit)
+        if not self._device.has_streams:
             self._complete()
         # The inputs were allocated by compute, which may reuse their memory from here on. The sums
         # over one rank are its inputs, and are read until the end.
-        is_read_on = self._route.axis.is_single
-        self._flow.device.wait(self._event if is_read_on else self._exchanged)
+        is_read_on = self._config.axis.is_single
+        self._device.wait(self._event if is_read_on else self._scattered)
         if seam.observers:
-            seam.end(Activity.AWAIT_REDUCE, self._route.unit)
+            seam.end(Activity.AWAIT_REDUCE, self._config.unit)
         held = [tensor for lane in self._lanes for tensor in (lane.result, *lane.sums)]
         self._lanes.clear()
-        return Tail(self._route.unit, self._event, held)
+        return HeldResults(self._config.unit, self._event, held)
 
-    def abandon(self) -> None:
-        """Wait for what is under way and forget it."""
-        for lane in self._lanes:
-            lane.transfer.wait()
-        self._flow.device.wait(self._event)
+    def abort(self) -> None:
+        """Wait for what is under way and drop it; never raises (rule 11)."""
+        self._wait_works()
+        self._device.wait(self._event)
         self._lanes.clear()
+
+    # Inputs, on the stream that computes
 
     @property
     def _is_local(self) -> bool:
-        """Whether there is nobody to exchange with, and no memory of a user's to do it in."""
-        return self._route.axis.is_single and self._route.collectives.custom_reduce_scatter is None
+        """Whether there is no other rank, and no user's memory to reduce in."""
+        return (
+            self._config.axis.is_single and self._config.collectives.custom_reduce_scatter is None
+        )
 
-    def _goes_by_pieces(self, part: BucketGrads) -> bool:
-        """Whether a large message is copied on the stream that reduces it, piece by piece.
+    def _goes_by_pieces(self, bucket: BucketGrads) -> bool:
+        """Whether a large bucket is copied on the stream that reduces it, piece by piece (rule 9).
 
         Then what is in flight is the gradient that autograd made and one piece, instead of the
-        whole message in the dtype that it travels in, or what arrives in the place of it.
+        whole bucket in the dtype that it travels in, or what arrives in its place.
         """
-        if not part.plan.is_large or not self._flow.device.is_ordered:
+        plan, config = bucket.plan, self._config
+        if not plan.is_large or not self._device.has_streams or config.axis.is_single:
             return False
-        if (
-            self._route.axis.is_single
-            or self._route.collectives.custom_reduce_scatter
-            or self._route.comm_hook
-        ):
+        if config.collectives.custom_reduce_scatter or config.comm_hook:
             return False
-        plan = part.plan
-        is_copied = plan.sums_on_arrival or not plan.is_in_place(part.grads)
-        return is_copied and bool(plan.pieces(part.grads))
+        is_copied = plan.sums_on_arrival or not plan.is_in_place(bucket.grads)
+        return is_copied and bool(plan.pieces(bucket.grads))
 
-    def _reduce_pieces(self, lane: LaneReduceScatter, part: BucketGrads, out: torch.Tensor) -> None:
-        """On the stream that reduces, which runs them one after another in the same memory."""
-        group, scaling = self._route.axis.group, lane.scaling
+    def _bucket_input(self, lane: LaneReduceScatter, bucket: BucketGrads) -> torch.Tensor:
+        """The gradients of a bucket, as all ranks' segments."""
+        plan, collectives = bucket.plan, self._config.collectives
+        custom = collectives.custom_reduce_scatter
+        dtype, device = lane.plan.lane.dtypes.wire, self._device.torch_device
+        first = bucket.grads[0] if bucket.grads else None
+        if custom is None and first is not None and plan.is_in_place(bucket.grads):
+            buffer = first.view(-1)
+        else:
+            if custom is not None:
+                buffer = custom.allocate((plan.numel,), dtype=dtype, device=device)
+            elif lane.buffer is not None:
+                buffer = lane.outs[len(lane.ins)]
+            else:
+                buffer = collectives.allocate_bucket(plan.numel, dtype, device)
+            plan.copy_in(bucket.grads, buffer)
+        before = lane.scaling.before
+        return buffer if before == 1.0 else buffer.div_(before)
+
+    # Sums, on the reduce-scatter stream
+
+    def _ends_in_buffer(self, dtypes: DtypePlan) -> bool:
+        """Whether the result can be assigned from a gradient buffer."""
+        is_stored = self._config.grad_dtype(dtypes) == dtypes.stored
+        return is_stored and not self._unit_grads.to_host and not self._config.is_partial
+
+    def _write_to_buffer(self, lane: LaneReduceScatter) -> None:
+        """Let a lane's sums go straight to where they are assigned from, if they can."""
+        dtypes = lane.plan.lane.dtypes
+        if dtypes.reduced != dtypes.stored or self._config.comm_hook is not None:
+            return
+        if self._ends_in_buffer(dtypes):
+            device = self._device.torch_device
+            buffer = lane.plan.acquire_grad_buffer([b.plan for b in lane.buckets], device)
+            if buffer is not None:
+                lane.write_to(buffer)
+
+    def _reduce_scatter(self, lane: LaneReduceScatter) -> None:
+        axis, hook = self._config.axis, self._config.comm_hook
+        if axis.is_single and len(lane.buckets) == len(lane.plan.buckets) == 1:
+            if lane.buffer is None:
+                lane.result, lane.outs = lane.ins[0], lane.ins  # the sum over one rank
+            return
+        if lane.buffer is None:
+            self._write_to_buffer(lane)
+        if lane.buffer is None:
+            lane.write_to_own_memory(self._device.torch_device)
+        if hook is not None:
+            # A hook may give the tensor other memory, in another dtype: it must be this one.
+            assert lane.result is not None
+            (full_grads,), lane.outs = lane.ins, [lane.result]
+            hook.function(hook.state, full_grads, lane.result)
+            return
+        if axis.group is None or axis.is_single:
+            foreach_copy_(lane.outs, lane.ins)
+            return
+        for bucket, out in zip(lane.buckets, lane.outs, strict=True):
+            if bucket.grads:
+                self._reduce_pieces(lane, bucket, out)
+        sent = [(out, inp) for out, inp in zip(lane.outs, lane.ins, strict=True) if inp.numel()]
+        if sent:
+            outs, ins = zip(*sent, strict=True)
+            average = lane.scaling.average
+            lane.work = self._config.collectives.reduce_scatter(
+                outs, ins, axis.group, average=average
+            )
+
+    def _reduce_pieces(
+        self, lane: LaneReduceScatter, bucket: BucketGrads, out: torch.Tensor
+    ) -> None:
+        """One after another in the same memory, which the stream orders."""
+        group, scaling = self._config.axis.group, lane.scaling
         assert group is not None
-        for piece in part.plan.pieces(part.grads):
+        for piece in bucket.plan.pieces(bucket.grads):
             buffer = torch.empty_like(
                 piece.segments,
                 dtype=lane.plan.lane.dtypes.wire,
@@ -729,211 +727,143 @@ class InFlightReduceScatter:
             if scaling.before != 1.0:
                 buffer.div_(scaling.before)
             sums = out[piece.start : piece.start + buffer.size(1)]
-            self._route.collectives.reduce_scatter(
+            self._config.collectives.reduce_scatter(
                 [sums], [buffer.view(-1)], group, average=scaling.average
             ).wait()
 
-    def _message_input(self, lane: LaneReduceScatter, part: BucketGrads) -> torch.Tensor:
-        """The gradients of a message, as all ranks' segments."""
-        plan, collectives = part.plan, self._route.collectives
-        brought = collectives.custom_reduce_scatter
-        dtype, device = lane.plan.lane.dtypes.wire, self._flow.device.torch_device
-        first = part.grads[0] if part.grads else None
-        if brought is None and first is not None and plan.is_in_place(part.grads):
-            buffer = first.view(-1)
-        else:
-            if brought is not None:
-                buffer = brought.allocate((plan.numel,), dtype=dtype, device=device)
-            elif lane.home is not None:
-                buffer = lane.outs[len(lane.ins)]
-            else:
-                buffer = collectives.allocate_bucket(plan.numel, dtype, device)
-            plan.lay(part.grads, buffer)
-        before = lane.scaling.before
-        return buffer if before == 1.0 else buffer.div_(before)
-
-    def _move_in(self, lane: LaneReduceScatter) -> None:
-        """Let a lane's sums go straight to where they are handed over from, if they can."""
-        dtypes = lane.plan.lane.dtypes
-        if dtypes.reduced != dtypes.stored or self._route.comm_hook is not None:
-            return
-        if self._ends_in_home(dtypes):
-            device = self._flow.device.torch_device
-            home = lane.plan.room_for([part.plan for part in lane.parts], device)
-            if home is not None:
-                lane.move_in(home)
-
-    def _exchange(self, lane: LaneReduceScatter) -> None:
-        axis = self._route.axis
-        device = self._flow.device.torch_device
-        hook = self._route.comm_hook
-        if axis.is_single and len(lane.parts) == len(lane.plan.buckets) == 1:
-            if lane.home is None:
-                lane.result, lane.outs = lane.ins[0], lane.ins  # the sum over one rank
-            return
-        if lane.home is None:
-            self._move_in(lane)
-        if lane.home is None:
-            lane.stay_apart(device)
-        if hook is not None:
-            # A hook may give the tensor other memory, in another dtype: it must be this one.
-            assert lane.result is not None
-            (message_grads,), lane.outs = lane.ins, [lane.result]
-            hook.function(hook.state, message_grads, lane.result)
-            return
-        if axis.group is None or axis.is_single:
-            torch._foreach_copy_(lane.outs, lane.ins)
-            return
-        for part, out in zip(lane.parts, lane.outs, strict=True):
-            if part.grads:
-                self._reduce_pieces(lane, part, out)
-        sent = [(out, inp) for out, inp in zip(lane.outs, lane.ins, strict=True) if inp.numel()]
-        if sent:
-            outs, ins = zip(*sent, strict=True)
-            average = lane.scaling.average
-            lane.transfer = self._route.collectives.reduce_scatter(
-                outs, ins, axis.group, average=average
-            )
-
-    @property
-    def _is_put_aside(self) -> bool:
-        """Whether sums over the shard axis wait for a step that reduces over the replicas, too."""
-        return not (self._route.mesh_info.replicate.is_single or self._settings.requires_all_reduce)
-
-    def _ends_in_home(self, dtypes: DtypePlan) -> bool:
-        """Whether the result can be handed over from a gradient home."""
-        is_kept = self._given_dtype(dtypes) == dtypes.stored
-        return is_kept and not self._hand_over.to_host and not self._is_put_aside
+    # After the reduce-scatter
 
     def _complete(self) -> None:
-        device = self._flow.device
+        device, config = self._device, self._config
+        wait_all(lane.work for lane in self._lanes)
+        self._scattered = device.record()
         for lane in self._lanes:
-            lane.transfer.wait()
-        self._exchanged = device.record()
-        if self._is_put_aside:
-            self._is_worked_on = True
-            self._put_aside()
+            for bucket, out in zip(lane.buckets, lane.outs, strict=True):
+                for start, partial in bucket.partial:
+                    self._has_followed = True
+                    out[start : start + partial.numel()].add_(partial)
+        if config.is_partial:
+            self._has_followed = True
+            self._keep_partial()
             self._end()
             return
-        for lane in self._lanes:
-            for part, out in zip(lane.parts, lane.outs, strict=True):
-                if part.partial is not None:
-                    self._is_worked_on = True
-                    out.add_(part.partial.total)
-        replicas, hook = self._route.mesh_info.replicate, self._route.hook
+        replicas, hook = config.mesh_info.replicate, config.all_reduce_hook
         if replicas.is_single and hook is None:
             self._finish_lanes()
             return
-        self._is_worked_on = True
+        self._has_followed = True
         stream = self._last_stream
         device.wait(device.record(), stream)
         with device.on(stream):
             for lane in self._lanes:
-                comm_hook = self._route.comm_hook
                 for result in lane.results():
-                    if comm_hook is not None:
-                        comm_hook.function(comm_hook.state, result)
+                    if config.comm_hook is not None:
+                        config.comm_hook.function(config.comm_hook.state, result)
                     elif replicas.group is not None and not replicas.is_single:
                         all_reduce(result, replicas.group, average=lane.scaling.average)
                     if hook is not None:
                         hook.function(result)
             self._finish_lanes()
 
-    def _put_aside(self) -> None:
+    def _keep_partial(self) -> None:
         """Keep sums over the shard axis until a step that also reduces over the replicas."""
         for lane in self._lanes:
-            for part, out in zip(lane.parts, lane.outs, strict=True):
-                partial = Partial(out, part.has_slot)
-                if part.partial is not None:
-                    partial = part.partial.joined(partial)
-                self._keep_partial(part.plan.bucket, partial)
+            for bucket, out in zip(lane.buckets, lane.outs, strict=True):
+                start = bucket.plan.shard_range.start
+                for param, offset in bucket.slots():
+                    part = out[offset - start :][: param.local.numel()]
+                    before = param.partial_grad
+                    # Another reduce-scatter of the same backward may have kept some, too.
+                    param.partial_grad = part if before is None else before.add_(part)
 
     def _finish_lanes(self) -> None:
-        """Scale, cast and hand over, on the current stream."""
+        """Scale, cast and assign, on the current stream."""
         for lane in self._lanes:
             if lane.scaling.after != 1.0:
-                self._is_worked_on = True
+                self._has_followed = True
                 for result in lane.results():
                     result.div_(lane.scaling.after)
-            self._give(lane)
+            self._assign(lane)
         self._end()
 
-    def _give(self, lane: LaneReduceScatter) -> None:
+    def _assign(self, lane: LaneReduceScatter) -> None:
         plan, dtypes, result = lane.plan, lane.plan.lane.dtypes, lane.result
         assert result is not None
-        if lane.home is None:
-            self._is_worked_on = True
-        if lane.home is None and dtypes.reduced != dtypes.stored and self._ends_in_home(dtypes):
-            home = plan.room_for([part.plan for part in lane.parts], result.device)
-            if home is not None:
-                lane.sums = lane.outs
-                lane.move_in(home)
-                torch._foreach_copy_(lane.outs, lane.sums)
-        if lane.home is not None:
-            gifts = lane.gifts()
-            holders = plan.holders if gifts is plan.gifts else [holder for holder, _ in gifts]
-            lane.home.given()
-            if self._hand_over.give_home(lane.home, holders):
-                self._is_worked_on = True
-        elif plan.home is not None and lane.is_complete and can_add_to(plan.home):
-            plan.home.result.add_(result)
+        if lane.buffer is None:
+            self._has_followed = True
+            if dtypes.reduced != dtypes.stored and self._ends_in_buffer(dtypes):
+                buffer = plan.acquire_grad_buffer([b.plan for b in lane.buckets], result.device)
+                if buffer is not None:
+                    lane.sums = lane.outs
+                    lane.write_to(buffer)
+                    foreach_copy_(lane.outs, lane.sums)
+        if lane.buffer is not None:
+            lane.buffer.assigned()
+            slots = lane.slots()
+            places = lane.buffer.places
+            if len(slots) < len(places):
+                grads = lane.buffer.grads
+                places = [(target, target.param, grads[target]) for target, _ in slots]
+            if self._unit_grads.assign_places(places):
+                self._has_followed = True
+        elif plan.buffer is not None and lane.is_complete and plan.buffer.holds_all_grads():
+            plan.buffer.result.add_(result)
         else:
-            self._hand_over.give_parts(result.to(self._given_dtype(dtypes)), lane.gifts())
+            grads_dtype = self._config.grad_dtype(dtypes)
+            self._unit_grads.assign_parts(result.to(grads_dtype), lane.slots())
 
     def _end(self) -> None:
         """All is enqueued, on the current stream."""
-        device = self._flow.device
-        # Most often nothing was enqueued since the exchange: sums are means already, as they are.
-        self._event = device.record() if self._is_worked_on else self._exchanged
-        if seam.observers and device.is_ordered:
-            seam.end(Activity.REDUCE, self._route.unit)
+        # Most often nothing follows the reduce-scatter: its sums are the gradients as they are.
+        self._event = self._device.record() if self._has_followed else self._scattered
+        if seam.observers and self._device.has_streams:
+            seam.end(Activity.REDUCE, self._config.unit)
 
-    def _given_dtype(self, dtypes: DtypePlan) -> torch.dtype:
-        """Of the gradients that optimizers see; where low precision is kept, as torch keeps it."""
-        if not self._settings.keep_low_precision_grads:
-            return dtypes.stored
-        return dtypes.reduced if self._route.mesh_info.shard.is_single else dtypes.computed
+
+# What a unit knows of its gradients
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownGrad:
     """What a parameter shows as its gradient while more than that is kept unreduced."""
 
     grad: torch.Tensor
     version: int
-    is_stand_in: bool
+    is_placeholder: bool
 
     def was_zeroed(self, param: torch.Tensor) -> bool:
         """Whether someone has called `zero_grad` since, in either of its ways."""
         if param.grad is not self.grad:
             return param.grad is None
-        return self.grad._version != self.version and not self.grad.any()
+        return version_of(self.grad) != self.version and not self.grad.any()
 
 
-class Gradients:
-    """The full gradients of a unit's members, and what became of them.
+class UnitGrads:
+    """The full gradients of a unit's parameters, and what became of them.
 
-    `was_reduced` says whether the backward under way took some gradients already; `created` are
-    those that it gave a `.grad` to.
+    `was_reduced` says whether the backward under way has taken some gradients already. `_created`
+    are the targets that it gave a `.grad`; `_host_events` are copies of gradients to the host that
+    nobody has waited for; `_shown` stands for gradients that a wrapper keeps unreduced.
     """
 
     def __init__(
-        self, mesh_info: MeshInfo, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+        self, mesh_info: MeshInfo, policy: MixedPrecisionPolicy, offload: OffloadPolicy, device: Any
     ) -> None:
-        self._topology = mesh_info
-        self._policy = policy
-        self._offload = offload
-        self._partial: dict[int, Partial] = {}
-        self._host_events: list[Any] = []
-        self._created: list[Holder] = []
-        self._shown: dict[torch.Tensor, Shown] = {}
         self.was_reduced = False
+        shards_device, self._pin_memory = shard_device(offload, device.torch_device)
+        self.to_host = shards_device != device.torch_device
+        self._device = device
+        self._mesh_info = mesh_info
+        self._policy = policy
+        self._host_events: list[Any] = []
+        self._created: list[GradTarget] = []
+        self._shown: dict[torch.Tensor, ShownGrad] = {}
         self._make_lanes: Callable[[], list[GradLane]] = list
         self._lanes: list[GradLane] | None = None
         self._large: dict[ShardedParam, GradBucket] = {}
 
-    def plan_anew(self, make_lanes: Callable[[], list[GradLane]]) -> None:
-        """Follow a new plan of the unit, from the next reduction on."""
+    def follow_layout(self, make_lanes: Callable[[], list[GradLane]]) -> None:
+        """Follow a new plan of the unit from the next reduce-scatter on."""
         self._make_lanes = make_lanes
         self._lanes = None
 
@@ -943,172 +873,217 @@ class Gradients:
         if self._lanes is None:
             self._lanes = self._make_lanes()
             buckets = [bucket for lane in self._lanes for bucket in lane.buckets]
-            self._large = {m.params[0]: m for m in buckets if m.is_large}
+            self._large = {b.params[0]: b for b in buckets if b.is_large}
         return self._lanes
 
     @property
     def large(self) -> dict[ShardedParam, GradBucket]:
-        """The members whose gradient is a large message by itself."""
+        """The parameters whose gradient is a large bucket by itself."""
         return self._large if self.lanes else {}
 
-    def were_kept(self, params: Sequence[ShardedParam], settings: Settings) -> bool:
+    # Accumulation without communication
+
+    def were_kept(self, params: Sequence[ShardedParam], settings: UnitSettings) -> bool:
         """Whether an earlier step kept gradients that are to be reduced now."""
         if self._shown:
             self._drop_zeroed(params)
         if not settings.requires_gradient_sync:
             return False
-        kept = any(sharded_param.accumulated is not None for sharded_param in params)
-        return kept or (bool(self._partial) and settings.requires_all_reduce)
+        if any(param.accumulated is not None for param in params):
+            return True
+        return settings.requires_all_reduce and any(p.partial_grad is not None for p in params)
 
-    def keep(self, params: Sequence[ShardedParam], *, is_flat: bool) -> None:
+    def accumulate(self, params: Sequence[ShardedParam], *, is_flat: bool) -> None:
         """Take the full gradients and keep them unreduced, in the dtype of the reduction.
 
-        Wrapped parameters show that there is something: `zero_grad` is to drop it.
+        Wrapped parameters show a gradient, so that `zero_grad` drops what is kept.
         """
         self._drop_zeroed(params)
         self.was_reduced = True
-        for sharded_param in params:
-            grad = self._taken(sharded_param)
+        for param in params:
+            grad = self._take(param)
             if grad is None:
                 continue
-            grad = grad.to(sharded_param.dtype_plan(self._policy).reduced)
-            if sharded_param.accumulated is None:
-                sharded_param.accumulated = grad
+            grad = grad.to(param.dtype_plan(self._policy).reduced)
+            if param.accumulated is None:
+                param.accumulated = grad
             else:
-                sharded_param.accumulated.add_(grad)
+                param.accumulated.add_(grad)
             if is_flat:
-                self._show(sharded_param.param)
+                self._show(param.param)
 
     def _show(self, param: torch.Tensor) -> None:
         if param in self._shown:
             return
-        is_stand_in = param.grad is None
+        is_placeholder = param.grad is None
         if param.grad is None:
             param.grad = torch.zeros_like(param, requires_grad=False)
-        self._shown[param] = Shown(param.grad, param.grad._version, is_stand_in)
+        self._shown[param] = ShownGrad(param.grad, version_of(param.grad), is_placeholder)
 
     def _drop_zeroed(self, params: Sequence[ShardedParam]) -> None:
         """Forget what was kept for parameters whose gradients were zeroed since."""
         zeroed = {param for param, shown in self._shown.items() if shown.was_zeroed(param)}
-        for param in zeroed:
-            del self._shown[param]
-        for sharded_param in params if zeroed else ():
-            if sharded_param.param in zeroed:
-                sharded_param.accumulated = None
+        for zeroed_param in zeroed:
+            del self._shown[zeroed_param]
+        for param in params if zeroed else ():
+            if param.param in zeroed:
+                param.accumulated = None
 
     def _hide(self) -> None:
-        """Take back what only stood for gradients."""
+        """Remove the gradients that were only placeholders."""
         for param, shown in self._shown.items():
-            if shown.is_stand_in and param.grad is shown.grad:
+            if shown.is_placeholder and param.grad is shown.grad:
                 param.grad = None
         self._shown.clear()
 
-    def reduce(
-        self,
-        route: Route,
-        settings: Settings,
-        comm_ctx: CommContext,
-        only: GradBucket | None = None,
+    # Reduction
+
+    def reduce_scatter(
+        self, config: ReduceConfig, comm_ctx: CommContext, only: GradBucket | None = None
     ) -> None:
-        """Take the full gradients and start reducing them; with `only`, those of one message."""
+        """Take the full gradients and start reducing them; with `only`, those of one bucket."""
         plans = self.lanes
         if self._shown:
-            self._drop_zeroed([m for p in plans for bucket in p.buckets for m in bucket.params])
+            self._drop_zeroed([p for plan in plans for b in plan.buckets for p in b.params])
             self._hide()
         self.was_reduced = True
         lanes = []
         for plan in plans:
-            buckets = plan.buckets if only is None else [m for m in plan.buckets if m is only]
-            taken = [self._collect(plan.lane, m, settings, comm_ctx) for m in buckets]
-            parts = [part for part in taken if part is not None]
-            if parts:
-                scaling = Scaling.of(settings, route, plan.lane.dtypes.reduced)
-                lanes.append(LaneReduceScatter(plan, parts, scaling))
+            buckets = plan.buckets if only is None else [b for b in plan.buckets if b is only]
+            taken = [self._collect(plan.lane, bucket, config.settings) for bucket in buckets]
+            present = [bucket for bucket in taken if bucket is not None]
+            if present:
+                scaling = Scaling.of(config, plan.lane.dtypes.reduced)
+                lanes.append(LaneReduceScatter(plan, present, scaling))
         if not lanes:
             return
         if only is None:
-            comm_ctx.make_room(settings.reduce_scatter_max_input_buffers)
+            comm_ctx.limit_reduce_scatters(config.settings.reduce_scatter_max_input_buffers)
         else:
             comm_ctx.make_room_for(sum(lane.num_bytes for lane in lanes))
-        home, pin_memory = shard_device(self._offload, comm_ctx.device.torch_device)
-        to_host = home != comm_ctx.device.torch_device
-        hand_over = HandOver(comm_ctx.device, to_host, pin_memory, self._created, self._host_events)
-        reduction = InFlightReduceScatter(
-            lanes, route, settings, comm_ctx, hand_over, self._keep_partial
-        )
-        reduction.start()
-        comm_ctx.add_reduction(reduction)
-        is_partial = not (route.mesh_info.replicate.is_single or settings.requires_all_reduce)
-        if is_partial and not comm_ctx.device.is_ordered:
-            comm_ctx.make_room(1)  # the next backward has to find these sums
+        in_flight = InFlightReduceScatter(lanes, config, comm_ctx, self)
+        in_flight.start()
+        comm_ctx.add_reduce_scatter(in_flight)
+        if config.is_partial and not comm_ctx.device.has_streams:
+            comm_ctx.limit_reduce_scatters(1)  # the next backward has to find these sums
 
-    def _keep_partial(self, bucket: Bucket, partial: Partial) -> None:
-        # Another reduction of the same backward may have been under way and kept some, too.
-        before = self._partial.get(id(bucket))
-        self._partial[id(bucket)] = partial if before is None else before.joined(partial)
-
-    def _taken(self, sharded_param: ShardedParam) -> torch.Tensor | None:
-        full = sharded_param.full
+    def _take(self, param: ShardedParam) -> Grad:
+        full = param.full
         if full is None or full.grad is None:
             return None
         grad, full.grad = full.grad, None
-        if sharded_param.full_spec is None:
+        if param.full_spec is None:
             return grad
-        return local_gradient(grad, sharded_param.full_spec, self._topology)
+        return local_gradient(grad, param.full_spec, self._mesh_info)
 
-    def _collect(
-        self, lane: Lane, plan: GradBucket, settings: Settings, comm_ctx: CommContext
-    ) -> BucketGrads | None:
-        """What goes into a message; None if nothing does."""
-        grads: list[torch.Tensor | None] = []
-        for sharded_param in plan.params:
-            grad, before = self._taken(sharded_param), sharded_param.accumulated
+    def _collect(self, lane: Lane, plan: GradBucket, settings: UnitSettings) -> BucketGrads | None:
+        """What goes into a bucket; None if nothing does."""
+        grads: list[Grad] = []
+        has_grad: list[bool] = []
+        partials: list[tuple[int, torch.Tensor]] = []
+        for param, offset in plan.places:
+            grad, before = self._take(param), param.accumulated
             if before is not None:
-                sharded_param.accumulated = None
+                param.accumulated = None
                 grad = before if grad is None else before.add_(grad)
-            if (
-                grad is None
-                and settings.reduce_scatter_unused_params
-                and sharded_param.is_trainable
-            ):
-                shape, dtype = sharded_param.split.shape, lane.dtypes.computed
-                grad = torch.zeros(shape, dtype=dtype, device=comm_ctx.device.torch_device)
+            if grad is None and settings.reduce_scatter_unused_params and param.is_trainable:
+                shape, dtype = param.split.shape, lane.dtypes.computed
+                grad = torch.zeros(shape, dtype=dtype, device=self._device.torch_device)
             grads.append(grad)
-        kept = self._partial.pop(id(plan.bucket), None) if self._partial else None
-        has_slot = tuple([grad is not None for grad in grads])
-        if kept is None and not plan.is_always_due and not any(has_slot):
+            partial, param.partial_grad = param.partial_grad, None
+            if partial is not None:
+                if partial.numel() != param.local.numel():
+                    raise LifecycleError(
+                        f"{param.name}: a parameter must keep its place between steps that "
+                        f"accumulate gradients, found {partial.numel()} accumulated elements for a "
+                        f"shard of {param.local.numel()}; finish the accumulation first."
+                    )
+                partials.append((offset - plan.shard_range.start, partial))
+            has_grad.append(grad is not None or partial is not None)
+        if not plan.is_always_reduced and not any(has_grad):
             return None
-        return BucketGrads(plan, grads, has_slot, kept)
+        return BucketGrads(plan, grads, tuple(has_grad), partials)
+
+    def assign_places(
+        self, places: Sequence[tuple[GradTarget, torch.Tensor, torch.Tensor]]
+    ) -> bool:
+        """Assign gradients of a gradient buffer; whether some had to be added to others."""
+        others, created = [], self._created
+        with disable_torch_function():
+            for place in places:
+                target, param, grad = place
+                if param.grad is None:
+                    param.grad = grad
+                    created.append(target)
+                else:  # another reduce-scatter was finished in the meantime
+                    others.append(place)
+        for target, _, grad in others:
+            self._assign_one(target, grad)
+        return bool(others)
+
+    def assign_parts(self, result: torch.Tensor, slots: Sequence[GradSlot]) -> None:
+        """Assign parts of a result that nobody else will write to."""
+        if self.to_host:
+            result = self._on_host(result, slots)
+        for target, offset in slots:
+            self._assign_one(target, target.grad_view(result, offset))
+
+    def _on_host(self, result: torch.Tensor, slots: Sequence[GradSlot]) -> torch.Tensor:
+        host = torch.empty(
+            result.size(), dtype=result.dtype, device="cpu", pin_memory=self._pin_memory
+        )
+        host.copy_(result, non_blocking=self._pin_memory)
+        event = self._device.record()
+        # Adding to a gradient that is there, and users' hooks, read on the host right away.
+        if any(t.param.grad is not None or _has_hooks(t.param) for t, _ in slots):
+            self._device.synchronize(event)
+        else:
+            self._host_events.append(event)
+        return host
+
+    def _assign_one(self, target: GradTarget, grad: torch.Tensor) -> None:
+        param = target.param
+        for hook in (backward_hooks(param) or {}).values():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        if param.grad is not None:
+            to_local(param.grad).add_(to_local(grad))
+        else:
+            set_grad(param, grad)
+            self._created.append(target)
+        for hook in (post_accumulate_grad_hooks(param) or {}).values():
+            hook(param)
+
+    # The end of a step
 
     def end_backward(self) -> None:
         self.was_reduced = False
         for lane in self._lanes or ():
             lane.end_backward()
 
-    def rest(self) -> None:
-        """Give back the memory of gradients that were dropped."""
+    def release_unused_buffers(self) -> None:
+        """Free the memory of gradients that were dropped."""
         for lane in self._lanes or ():
-            if lane.home is not None:
-                lane.home.rest()
+            if lane.buffer is not None:
+                lane.buffer.release_if_unused()
 
-    def settle(self, comm_ctx: CommContext) -> None:
+    def synchronize_host(self) -> None:
         """Make the host wait for gradients that are still being copied to it."""
         for event in self._host_events:
-            comm_ctx.device.synchronize(event)
+            self._device.synchronize(event)
         self._host_events.clear()
         self._created.clear()
 
-    def forget(self, params: Sequence[ShardedParam]) -> None:
+    def reset(self, params: Sequence[ShardedParam]) -> None:
         """Drop everything that a failed step left behind, also gradients that it created."""
         self.was_reduced = False
-        self._lanes = None  # results may lie in their homes that nobody was given
+        self._lanes = None  # results may lie in their buffers that were assigned to nothing
         self._hide()
-        self._partial.clear()
         self._host_events.clear()
-        for sharded_param in params:
-            sharded_param.accumulated = None
-            if sharded_param.full is not None:
-                sharded_param.full.grad = None
-        for holder in self._created:
-            holder.param.grad = None
+        for param in params:
+            param.accumulated = param.partial_grad = None
+            if param.full is not None:
+                param.full.grad = None
+        for target in self._created:
+            target.param.grad = None
         self._created.clear()

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How a unit behaves; replaced as a whole, so that a scope can put back what it found.
+class UnitSettings:
+    """How a unit behaves; replaced as a whole, so that a scope can restore what it found.
 
-    `reshard_after_forward` None means: unless the unit is the root and a backward may follow. An
-    int is the number of ranks that the unit is spread over between forward and backward.
+    `reshard_after_forward` None means True, except for the root when a backward may follow. An
+    int is the number of ranks that the unit is sharded over between forward and backward.
     """
 
     reshard_after_forward: bool | int | None = None

@@ -1,4 +1,4 @@
-"""What a unit may be; each state carries what exists only in it."""
+"""One unit: parameters that are all-gathered and reduce-scattered together."""
 
 from __future__ import annotations
 
@@ -9,39 +9,42 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
+from fullshard._torch import disable_torch_function, version_of
+from fullshard.api import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
 from fullshard.comm.collectives import Collectives, CustomCollectives, collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
-from fullshard.device import fast_attributes
 from fullshard.errors import LifecycleError, UnsupportedError
 from fullshard.layout import CostModel, ParamSpec, Split, UnitLayout, plan_unit
 from fullshard.trace import seam
 from fullshard.trace.activities import Activity
 from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, UnitAllGather
-from fullshard.unit.context import CommContext
+from fullshard.unit.context import AddressRanges, CommContext
 from fullshard.unit.flat_param import FlatParams
 from fullshard.unit.param import ShardBuffers, ShardedParam, shard_device
 from fullshard.unit.reduce_scatter import (
     AllReduceHook,
     CommHook,
     GradBucket,
-    Gradients,
     GradLane,
-    Route,
-    grad_lanes,
+    ReduceConfig,
+    UnitGrads,
+    make_grad_lanes,
 )
-from fullshard.unit.settings import Settings
+from fullshard.unit.settings import UnitSettings
+
+# What a unit may be; each state carries what exists only in it.
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """Shards are registered; the slab is empty, or about to be."""
+    """Shards are registered; the full buffer is free, or about to be."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardedToSubgroup:
-    """Shards are registered; the full parameters are spread over a smaller group of ranks."""
+    """Shards are registered; the full buffer is split over a subgroup of the ranks."""
 
     kept: torch.Tensor
     axis: Axis
@@ -50,9 +53,9 @@ class ReshardedToSubgroup:
 
 @dataclass(frozen=True, slots=True)
 class Unsharding:
-    """Shards are registered; the gather is under way."""
+    """Shards are registered; the all-gather is under way."""
 
-    gathering: InFlightAllGather
+    all_gather: InFlightAllGather
     extension: InFlightAllGather | None
 
 
@@ -67,77 +70,65 @@ SHARDED = Sharded()
 UNSHARDED = Unsharded()
 
 
-class Register:
-    """Shows modules the shards of a unit, or its full parameters.
+class Registration:
+    """Registers the shards of a unit at their modules, or its full parameters.
 
     Everything that does not change from step to step is looked up once (rule 7): whoever changes
-    where members are registered, or as what, makes a new one.
+    where parameters are registered, or as what, makes a new one.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
-        self.params = [sharded_param.param for sharded_param in params]
-        self.fulls = [_made(sharded_param) for sharded_param in params]
-        self._params = list(params)
-        self._written = [(sharded_param.param, sharded_param.local) for sharded_param in params]
-        self._trained: list[bool] = []
+        self.fulls: list[nn.Parameter] = [param.full for param in params if param.full is not None]
+        self._held = [param.param for param in params]
+        self._locals = [param.local for param in params]
+        self._trainable: list[bool] = []
         self._places = [
-            (location.registry, location.name, sharded_param.shard, full)
-            for sharded_param, full in zip(params, self.fulls, strict=True)
-            for location in sharded_param.locations
+            (location.registry, location.name, param.shard, full)
+            for param, full in zip(params, self.fulls, strict=True)
+            for location in param.locations
         ]
 
-    def follow_training(self) -> int:
-        """Let full parameters be trained as the shards are; how many are."""
-        with fast_attributes():
-            self._trained = trained = [param.requires_grad for param in self.params]
-        if trained != [full.requires_grad for full in self.fulls]:
-            for full, is_trained in zip(self.fulls, trained, strict=True):
-                full.requires_grad_(is_trained)
-        return sum(trained)
+    def follow_requires_grad(self) -> int:
+        """Train full parameters as the shards are trained; how many are."""
+        with disable_torch_function():
+            self._trainable = trainable = [param.requires_grad for param in self._held]
+        if trainable != [full.requires_grad for full in self.fulls]:
+            for full, is_trainable in zip(self.fulls, trainable, strict=True):
+                full.requires_grad_(is_trainable)
+        return sum(trainable)
 
     def versions(self) -> list[int]:
-        """Change whenever an optimizer, or anyone else, has written to a shard."""
-        with fast_attributes():
-            return [param._version + local._version for param, local in self._written]
+        with disable_torch_function():
+            pairs = zip(self._held, self._locals, strict=True)
+            return [version_of(param) + version_of(local) for param, local in pairs]
 
-    def shows_shards(self) -> bool:
-        """Whether every module sees the shard that was put there."""
+    def has_shards(self) -> bool:
+        """Whether every module sees the shard that was registered there."""
         return all(registry.get(name) is shard for registry, name, shard, _ in self._places)
 
-    def show_fulls(self) -> None:
+    def register_fulls(self) -> None:
         for registry, name, _, full in self._places:
             registry[name] = full
 
-    def show_shards(self) -> None:
-        """Also let the shards be trained as the full parameters are, which users may change."""
-        trained = [full.requires_grad for full in self.fulls]
-        if trained != self._trained:
-            for sharded_param, before, after in zip(
-                self._params, self._trained, trained, strict=True
-            ):
+    def register_shards(self) -> None:
+        """Also train the shards as the full parameters are, which users may have changed."""
+        trainable = [full.requires_grad for full in self.fulls]
+        if trainable != self._trainable:
+            changes = zip(self._held, self._trainable, trainable, strict=True)
+            for param, before, after in changes:
                 if before != after:
-                    sharded_param.freeze_or_thaw(after)
-            self._trained = trained
+                    param.requires_grad_(after)
+            self._trainable = trainable
         for registry, name, shard, _ in self._places:
             registry[name] = shard
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether some of the full parameters have a gradient that was not taken yet."""
-        return any(full.grad is not None for full in self.fulls)
 
-
-def _made(sharded_param: ShardedParam) -> Any:
-    assert sharded_param.full is not None  # made at the first unshard, before anything is shown
-    return sharded_param.full
-
-
-class Listener:
-    """Hears of every gradient of a unit's members, once it was told to.
+class GradListener:
+    """Counts the gradients of a unit's parameters as they arrive, once it was told to.
 
     Most units need none: when the gradients of their inputs are there, so are those of their
-    parameters. One whose inputs take no gradient has nothing else to go by. `tell` is called with
-    the member, and whether it is the last that was missing.
+    parameters. A unit whose inputs take no gradient has nothing else to go by. `tell` is called
+    with the parameter, and whether it was the last that was missing.
     """
 
     def __init__(self, tell: Callable[[ShardedParam, bool], None]) -> None:
@@ -152,43 +143,64 @@ class Listener:
             self.follow(params)
 
     def follow(self, params: Sequence[ShardedParam]) -> None:
-        """Full parameters may be new, or trained unlike before."""
+        """Hook full parameters that are new, or newly trainable."""
         if not self._is_on:
             return
-        trained = [m for m in params if m.full is not None and m.full.requires_grad]
+        trained = [p for p in params if p.full is not None and p.full.requires_grad]
         self._num_expected = len(trained)
-        for sharded_param in trained:
-            if not sharded_param.is_hooked:
-                assert sharded_param.full is not None
-                sharded_param.full.register_post_accumulate_grad_hook(_hook(self, sharded_param))
-                sharded_param.is_hooked = True
+        for param in trained:
+            if not param.is_hooked:
+                assert param.full is not None
+                param.full.register_post_accumulate_grad_hook(self._hook(param))
+                param.is_hooked = True
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self._arrived.clear()
 
-    def hear(self, sharded_param: ShardedParam) -> None:
-        self._arrived.add(sharded_param)
-        self._tell(sharded_param, len(self._arrived) == self._num_expected)
+    def _hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
+        # Weakly: the garbage collector does not see through the hooks of a tensor.
+        listener_ref, param_ref = weakref.ref(self), weakref.ref(param)
+
+        def arrived(_: torch.Tensor) -> None:
+            listener, param = listener_ref(), param_ref()
+            if listener is not None and param is not None:
+                listener._arrived.add(param)
+                listener._tell(param, len(listener._arrived) == listener._num_expected)
+
+        return arrived
 
 
-def _hook(listener: Listener, sharded_param: ShardedParam) -> Callable[[torch.Tensor], None]:
-    """Weakly: the garbage collector does not see through the hooks of a tensor."""
-    listener_ref, param_ref = weakref.ref(listener), weakref.ref(sharded_param)
+@dataclass(slots=True)
+class UnitComm:
+    """The collectives of a unit, and the user's functions in them.
 
-    def arrived(_: torch.Tensor) -> None:
-        listener, sharded_param = listener_ref(), param_ref()
-        if listener is not None and sharded_param is not None:
-            listener.hear(sharded_param)
+    `reduce_axis` is the shard axis, perhaps on a process group of its own.
+    """
 
-    return arrived
+    default: Collectives
+    current: Collectives
+    reduce_axis: Axis
+    all_reduce_hook: AllReduceHook | None = None
+    comm_hook: CommHook | None = None
+
+    def customize(
+        self, *, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None
+    ) -> None:
+        """Use a user's collectives in place of ours."""
+        if isinstance(self.current, CustomCollectives):
+            all_gather = all_gather or self.current.custom_all_gather
+            reduce_scatter = reduce_scatter or self.current.custom_reduce_scatter
+        self.current = CustomCollectives(self.default, all_gather, reduce_scatter)
 
 
 class Unit:
     """The parameters of one wrapper, or of one `fully_shard` call that share a mesh.
 
-    Owns homes, slab and gradients, and changes state when told to; it does not know when.
-    Of a unit that listens, `on_gradients` is called when the last trainable parameter has its
-    gradient, and before that when one has that fills a message.
+    Owns shard buffers, full buffer and gradients, and changes `state` when told to; `hooks.py`
+    says when. `flat` is there for the parameters of a wrapper. `is_held` says that a state dict may
+    hold the shards, `is_summoned` that `summon_full_params` shows the full parameters.
+    `on_grads_ready` is called once every trainable parameter has its gradient, and earlier for a
+    parameter whose gradient is a large bucket by itself.
     """
 
     def __init__(
@@ -199,7 +211,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy,
         comm_ctx: CommContext,
-        settings: Settings,
+        settings: UnitSettings,
         flat: FlatParams | None = None,
     ) -> None:
         self.name = name
@@ -209,29 +221,24 @@ class Unit:
         self.offload = offload
         self.comm_ctx = comm_ctx
         self.settings = settings
+        self.flat = flat
         self.state: State = SHARDED
-        self.default_collectives = collectives_for(
-            mesh_info.shard.group, comm_ctx.device.torch_device
-        )
-        self.collectives: Collectives = self.default_collectives
-        self.reduce_axis = mesh_info.shard
-        self.all_reduce_hook: AllReduceHook | None = None
-        self.comm_hook: CommHook | None = None
-        self.on_gradients: Callable[[Unit, GradBucket | None], None] = _ignore
-        self.gradients = Gradients(mesh_info, policy, offload)
+        default = collectives_for(mesh_info.shard.group, comm_ctx.device.torch_device)
+        self.comm = UnitComm(default, default, mesh_info.shard)
+        self.grads = UnitGrads(mesh_info, policy, offload, comm_ctx.device)
+        self.on_grads_ready: Callable[[Unit, GradBucket | None], None] = lambda *_: None
         self.is_held = False
         self.is_summoned = False
-        self.flat = flat
-        self._num_trainable = 0
-        self._listener = Listener(self._heard)
-        self._versions: list[int] = []
-        self._gatherer: UnitAllGather | None = None
-        self._register: Register | None = None
+        self._listener = GradListener(self._grad_arrived)
         self._listens_for_last = False
+        self._num_trainable = 0
         self._is_training_followed = False
+        self._versions: list[int] = []
+        self._all_gather: UnitAllGather | None = None
+        self._registration: Registration | None = None
         self.replan()
 
-    # Plan and homes
+    # Plan and shard buffers
 
     @property
     def is_unsharded(self) -> bool:
@@ -239,7 +246,7 @@ class Unit:
 
     @property
     def shard_buffers(self) -> ShardBuffers:
-        """This rank's shards; `require_ready` says what is wrong where there are none."""
+        """This rank's shards; raises if parameters are on meta."""
         if self._shard_buffers is None:
             self.require_ready()
         assert self._shard_buffers is not None
@@ -251,60 +258,61 @@ class Unit:
         return self._num_trainable < len(self.params)
 
     def replan(self) -> None:
-        """Plan anew from the shards as they are now, and move them into new homes."""
+        """Plan from the shards as they are now, and move them into new shard buffers."""
         self.reshard_now()
-        self._gatherer = None
-        self._register = None
-        self.gradients.plan_anew(self._grad_lanes)
-        plain = [m for m in self.params if m.extension is None]
-        extended = [m for m in self.params if m.extension is not None]
-        self._plain, self._extended = plain, extended
+        self._all_gather = self._registration = None
+        self.grads.follow_layout(self._make_grad_lanes)
+        plain = self._plain = [p for p in self.params if p.extension is None]
+        extended = self._extended = [p for p in self.params if p.extension is not None]
         if self.flat is not None:
-            self.flat.part()
-        self.layout = self._planned(plain)
+            self.flat.detach()
+        self.layout = self._plan(plain)
         if self.flat is not None:
-            self.flat.recut(self.layout, plain)
-        self.extension_layout = self._planned(extended)
-        for sharded_param in extended:
-            sharded_param.adopt(sharded_param.current_local)
-        self._extender = ExtensionAllGather(extended, self.mesh_info, self.policy)
+            self.flat.follow_layout(self.layout, plain)
+        self.extension_layout = self._plan(extended)
+        for param in extended:
+            param.set_local(param.current_local)
+        self._extension_all_gather = ExtensionAllGather(extended, self.mesh_info, self.policy)
         self._shard_buffers: ShardBuffers | None = None
-        for sharded_param in self.params:
-            sharded_param.full = None
-        if not any(m.current_local.is_meta for m in plain):
+        for param in self.params:
+            param.full = None
+        if not any(param.current_local.is_meta for param in plain):
             device, pin_memory = shard_device(self.offload, self.comm_ctx.device.torch_device)
             with torch.no_grad(), torch.inference_mode(False):
                 rank = self.mesh_info.shard.rank
-                self._shard_buffers = ShardBuffers(self.layout, plain, device, rank, pin_memory)
+                shards = ShardBuffers(self.layout, plain, device, rank, pin_memory)
+                self._shard_buffers = shards
                 if self.flat is not None:
-                    self.flat.settle(self.layout, plain, self._shard_buffers)
-        self._is_trained_as_planned = [m.is_trainable for m in self.params]
+                    self.flat.attach(self.layout, plain, shards)
+        self._planned_trainable = [param.is_trainable for param in self.params]
 
-    def collect(self) -> None:
-        """Before members come or go: make whole what is cut by a plan (a collective if flat)."""
+    def make_whole(self) -> None:
+        """Before parameters come or go: make flat ones whole (a collective)."""
         self.reshard_now()
         if self.flat is not None:
-            self.flat.part()
-            self.flat.collect()
+            self.flat.detach()
+            self.flat.make_whole()
 
-    def _planned(self, params: Sequence[ShardedParam]) -> UnitLayout:
+    def _plan(self, params: Sequence[ShardedParam]) -> UnitLayout:
         axis = self.mesh_info.shard
-        entries = [
+        specs = [
             ParamSpec(
-                m.name,
-                m.split if isinstance(m.split, Split) else Split(m.split.shape, None, 1),
-                m.dtype_plan(self.policy, is_alone=axis.is_single),
-                m.is_trainable,
+                param.name,
+                param.split
+                if isinstance(param.split, Split)
+                else Split(param.split.shape, None, 1),
+                param.dtype_plan(self.policy, is_alone=axis.is_single),
+                param.is_trainable,
             )
-            for m in params
+            for param in params
         ]
         cost = CostModel.of_device(self.comm_ctx.device.torch_device.type)
-        return plan_unit(entries, axis.size, cost, is_flat=self.flat is not None)
+        return plan_unit(specs, axis.size, cost, is_flat=self.flat is not None)
 
     def refresh(self, *, plan_training: bool = False) -> None:
         """Notice shards that changed since they were gathered, or that a user replaced.
 
-        With `plan_training`, also those that were frozen or thawed since the plan was made: not
+        With `plan_training`, also those that were frozen or unfrozen since the plan was made: not
         while a state dict may be held, since its tensors would be left behind.
         """
         self._require_not_summoned()
@@ -319,41 +327,50 @@ class Unit:
         if self.flat is not None and self._shard_buffers is not None:
             is_current = is_current and self.flat.are_current(self._shard_buffers)
         if plan_training and not self.is_held:
-            trained = [m.is_trainable for m in self.params]
-            is_current = is_current and trained == self._is_trained_as_planned
+            trainable = [param.is_trainable for param in self.params]
+            is_current = is_current and trainable == self._planned_trainable
         if not is_current:
             self.replan()
             self._versions = self._shard_versions()
 
     def _follow_registered(self) -> bool:
-        """Take over shards that a user registered; whether all of them look at their homes."""
-        register = self._register
-        is_shown = register is not None and register.shows_shards()
-        if is_shown and all(sharded_param.is_at_home() for sharded_param in self.params):
+        """Take over shards that a user registered; whether all lie in their shard buffers."""
+        registration = self._registration
+        is_registered = registration is not None and registration.has_shards()
+        if is_registered and all(param.is_in_buffer() for param in self.params):
             return True
         is_current = True
-        for sharded_param in self.params:
-            if not sharded_param.is_current():
-                self._register = None
-                self.gradients.plan_anew(self._grad_lanes)
-                sharded_param.follow_registered()
-                is_current = sharded_param.came_back() and is_current
+        for param in self.params:
+            if not param.is_current():
+                self._registration = None
+                self.grads.follow_layout(self._make_grad_lanes)
+                param.follow_registered()
+                is_current = param.restore_local() and is_current
         return is_current
+
+    def _shard_versions(self) -> list[int]:
+        """Changes whenever an optimizer, or anyone else, has written to a shard.
+
+        Taken at the start of a forward: what is gathered in it is as new as that, or newer.
+        """
+        if self._registration is not None:
+            return self._registration.versions()
+        return [param.version for param in self.params]
 
     def require_ready(self) -> None:
         """Raise unless every shard has memory on the right device."""
         device, _ = shard_device(self.offload, self.comm_ctx.device.torch_device)
-        for sharded_param in self.params:
-            local = sharded_param.current_local
+        for param in self.params:
+            local = param.current_local
             if local.is_meta:
                 raise LifecycleError(
                     f"{self.name}: parameters must have values before they are used, found "
-                    f"'{sharded_param.name}' on meta; call module.to_empty(device='{device.type}') and "
+                    f"'{param.name}' on meta; call module.to_empty(device='{device.type}') and "
                     "initialise it, or load a state dict with assign=True."
                 )
             if local.device.type != device.type:
                 raise LifecycleError(
-                    f"{self.name}: parameters must be on {device.type}, found '{sharded_param.name}' on "
+                    f"{self.name}: parameters must be on {device.type}, found '{param.name}' on "
                     f"{local.device}; call module.to('{device.type}')."
                 )
 
@@ -367,217 +384,206 @@ class Unit:
     # Unshard and reshard
 
     def unshard(self) -> None:
-        """Issue the gather, unless the unit is unsharded or about to be."""
+        """Issue the all-gather, unless the unit is unsharded or about to be."""
         self._require_not_summoned()
-        state = self.state
+        state, comm_ctx = self.state, self.comm_ctx
         if isinstance(state, (Unsharding, Unsharded)):
             return
-        comm_ctx = self.comm_ctx
-        is_late = comm_ctx.is_late(self)
-        if is_late or isinstance(state, ReshardedToSubgroup):
+        is_free_pending = comm_ctx.is_free_pending(self)
+        if is_free_pending or isinstance(state, ReshardedToSubgroup):
             is_unchanged = self._versions == self._shard_versions()
-            if is_late and is_unchanged:
-                comm_ctx.revive(self)
-                self._register_full()
+            if is_free_pending and is_unchanged:
+                comm_ctx.cancel_free(self)
+                self._register_fulls()
                 return
-            comm_ctx.release_now(self)
+            comm_ctx.free_now(self)
             if not is_unchanged:
-                state = SHARDED  # what was thinned is not what the shards say any more
+                state = SHARDED  # the shards have changed since the subgroup kept its parts
         if self._shard_buffers is None:
             self.require_ready()
-        with _outside_inference():
-            if self._gatherer is None:
-                self._build()
-            assert self._gatherer is not None
-            with comm_ctx.device.on(comm_ctx.streams.gather):
-                if seam.observers:
-                    seam.begin(Activity.GATHER, self.name)
-                extension = None
-                if isinstance(state, ReshardedToSubgroup):
-                    comm_ctx.device.wait(state.event)
-                    gathering = self._gatherer.start_from_thin(
-                        state.kept, state.axis, self.default_collectives, comm_ctx
-                    )
-                else:
-                    gathering = self._gatherer.start(self.collectives, comm_ctx)
-                    if self._extended:
-                        extension = self._extender.start(self.collectives, comm_ctx)
-                if seam.observers:
-                    self._tell_of_gather(gathering)
-        self.state = Unsharding(gathering, extension)
-        comm_ctx.gather_issued(self)
+        with _outside_inference(), comm_ctx.device.on(comm_ctx.streams.all_gather):
+            if seam.observers:
+                seam.begin(Activity.GATHER, self.name)
+            self.state = self._issue_all_gather(state)
+        if seam.observers:
+            assert self._all_gather is not None
+            seam.hold(self.name, self._all_gather.full_bytes)
+            futures = [future for work in self.state.all_gather.works for future in work.futures]
+            seam.end_after(futures, Activity.GATHER, self.name)
+        comm_ctx.all_gather_issued(self)
 
-    def _tell_of_gather(self, gathering: InFlightAllGather) -> None:
-        assert self._gatherer is not None
-        seam.hold(self.name, self._gatherer.full_bytes)
-        futures = [future for transfer in gathering.transfers for future in transfer.futures]
-        seam.end_after(futures, Activity.GATHER, self.name)
-
-    def _build(self) -> None:
+    def _issue_all_gather(self, state: State) -> Unsharding:
         assert self._shard_buffers is not None  # require_ready
-        device = self.comm_ctx.device
-        with device.on(self.comm_ctx.streams.gather):
-            axis = self.mesh_info.shard
-            self._gatherer = UnitAllGather(
-                self.layout, self._shard_buffers, self._plain, axis, self.comm_ctx
+        comm_ctx, axis = self.comm_ctx, self.mesh_info.shard
+        if self._all_gather is None:
+            self._all_gather = UnitAllGather(
+                self.layout, self._shard_buffers, self._plain, axis, comm_ctx
             )
+        if isinstance(state, ReshardedToSubgroup):
+            comm_ctx.device.wait(state.event)
+            in_flight = self._all_gather.start_from_subgroup(
+                state.kept, state.axis, self.comm.default, comm_ctx
+            )
+            return Unsharding(in_flight, None)
+        in_flight = self._all_gather.start(self.comm.current, comm_ctx)
+        if not self._extended:
+            return Unsharding(in_flight, None)
+        try:
+            extension = self._extension_all_gather.start(self.comm.current, comm_ctx)
+        except BaseException:
+            in_flight.abort()
+            self._all_gather.free()
+            raise
+        return Unsharding(in_flight, extension)
 
     def wait(self) -> None:
-        """Finish the gather that is under way and register the full parameters."""
+        """Finish the all-gather that is under way and register the full parameters."""
         state = self.state
         if not isinstance(state, Unsharding):
             return
-        assert self._gatherer is not None
-        self.comm_ctx.gather_used(self)
+        assert self._all_gather is not None
+        self.comm_ctx.all_gather_used(self)
         if seam.observers:
             seam.begin(Activity.AWAIT_GATHER, self.name)
         with _outside_inference():
-            self._gatherer.finish(state.gathering, self.comm_ctx)
+            self._all_gather.finish(state.all_gather, self.comm_ctx)
             if state.extension is not None:
-                self._extender.finish(state.extension, self.comm_ctx)
-                self._register = None  # it may have made full parameters anew
+                self._extension_all_gather.finish(state.extension, self.comm_ctx)
+                self._registration = None  # it may have made full parameters anew
         if seam.observers:
             seam.end(Activity.AWAIT_GATHER, self.name)
-        self._register_full()
+        self._register_fulls()
 
-    def _register_full(self) -> None:
-        register = self._register
-        if register is None:
-            register = self._register = Register(self.params)
+    def _register_fulls(self) -> None:
+        registration = self._registration
+        if registration is None:
+            registration = self._registration = Registration(self.params)
             self._is_training_followed = False
         if not self._is_training_followed:
-            self._num_trainable = register.follow_training()
+            self._num_trainable = registration.follow_requires_grad()
             self._is_training_followed = True
             self._listener.follow(self.params)
-        register.show_fulls()
+        registration.register_fulls()
         self.state = UNSHARDED
 
-    def reshard(self, thin: Axis | None = None) -> None:
-        """Register the shards; memory is given back once the next gather is issued (rule 3)."""
+    def reshard(self, subgroup: Axis | None = None) -> None:
+        """Register the shards; memory is freed once another all-gather is issued (rule 3)."""
         if self.state is SHARDED or isinstance(self.state, ReshardedToSubgroup):
             return
         self.wait()
-        assert self._register is not None  # made when the full parameters were shown
-        self._register.show_shards()
+        assert self._registration is not None  # made when the full parameters were registered
+        self._registration.register_shards()
         self.state = SHARDED
-        if thin is not None:
-            self.require_thinnable()
-            assert self._gatherer is not None
+        if subgroup is not None:
+            self.require_plain_params()
+            assert self._all_gather is not None
             with _outside_inference():
-                kept = self._gatherer.thin(thin)
-            self.state = ReshardedToSubgroup(kept, thin, self.comm_ctx.device.record())
-        self.comm_ctx.release_later(self, self._release)
+                kept = self._all_gather.part_for_subgroup(subgroup)
+            self.state = ReshardedToSubgroup(kept, subgroup, self.comm_ctx.device.record())
+        self.comm_ctx.free_later(self, self._free)
 
     def reshard_now(self) -> None:
-        """Register the shards and give all memory back."""
+        """Register the shards and free all memory."""
         self.reshard()
         self.state = SHARDED
-        self.comm_ctx.release_now(self)
+        self.comm_ctx.free_now(self)
 
-    def _release(self) -> list[tuple[int, int]]:
-        if self._gatherer is None:
+    def abort(self) -> None:
+        """Shard the unit and drop what a failed step left; never raises (rule 11)."""
+        state = self.state
+        if isinstance(state, Unsharding):
+            for in_flight in (state.all_gather, state.extension):
+                if in_flight is not None:
+                    in_flight.abort()
+            self.comm_ctx.all_gather_used(self)
+            self.state = SHARDED  # shards are still registered
+            self.comm_ctx.free_later(self, self._free)
+        self.reshard_now()
+        self.grads.reset(self.params)
+        self._listener.reset()
+
+    def _free(self) -> AddressRanges:
+        if self._all_gather is None:
             return []
         if seam.observers:
             seam.hold(self.name, 0)
-        return [*self._gatherer.release(), *self._extender.release()]
+        return [*self._all_gather.free(), *self._extension_all_gather.free()]
 
-    def require_thinnable(self) -> None:
-        """Raise unless the full parameters can be spread over fewer ranks."""
+    def require_plain_params(self) -> None:
+        """Raise unless the full parameters can be resharded to a subgroup."""
         if self._extended:
             raise UnsupportedError(
                 f"{self.name}: resharding to fewer ranks needs plain parameters, found "
                 f"'{self._extended[0].name}' with its own gather; pass reshard_after_forward=True."
             )
 
-    def _shard_versions(self) -> list[int]:
-        """Changes whenever an optimizer, or anyone else, has written to a shard.
-
-        Taken at the start of a pass: what is gathered in it is as new as that, or newer.
-        """
-        if self._register is not None:
-            return self._register.versions()
-        return [sharded_param.version for sharded_param in self.params]
-
     # Gradients
 
     def listen(self) -> None:
-        """Be told of every gradient from now on: nothing else says when the last one is here."""
+        """Count every gradient from now on: nothing else says when the last one is there."""
         self._listens_for_last = True
         self._listener.listen(self.params)
 
     def listen_for_large(self) -> None:
-        """Be told of gradients if some are large enough not to wait for the others."""
-        if self.comm_ctx.device.is_ordered and self.gradients.large:
+        """Count gradients if some are large enough not to wait for the others (rule 9)."""
+        if self.comm_ctx.device.has_streams and self.grads.large:
             self._listener.listen(self.params)
 
-    def _heard(self, sharded_param: ShardedParam, is_last: bool) -> None:
+    def _grad_arrived(self, param: ShardedParam, is_last: bool) -> None:
         if is_last and self._listens_for_last:
-            self.on_gradients(self, None)
-        elif self.settings.requires_gradient_sync and self.comm_ctx.device.is_ordered:
-            bucket = self.gradients.large.get(sharded_param)
+            self.on_grads_ready(self, None)
+        elif self.settings.requires_gradient_sync and self.comm_ctx.device.has_streams:
+            bucket = self.grads.large.get(param)
             if bucket is not None:
-                self.on_gradients(self, bucket)
+                self.on_grads_ready(self, bucket)
 
     @property
-    def has_gradients(self) -> bool:
+    def has_full_grads(self) -> bool:
         """Whether full gradients are there that were not taken yet."""
-        return self._register is not None and self._register.has_gradients
+        registration = self._registration
+        return registration is not None and any(f.grad is not None for f in registration.fulls)
 
     @property
-    def owes_kept_gradients(self) -> bool:
+    def owes_kept_grads(self) -> bool:
         """Whether an earlier step kept gradients that are to be reduced now."""
-        return self.gradients.were_kept(self.params, self.settings)
+        return self.grads.were_kept(self.params, self.settings)
 
-    def _grad_lanes(self) -> list[GradLane]:
+    def _make_grad_lanes(self) -> list[GradLane]:
         rank = self.mesh_info.shard.rank
         holders = dict(enumerate(self.flat.holders)) if self.flat is not None else {}
         return [
-            *grad_lanes(self.layout, self._plain, rank, holders.get),
-            *grad_lanes(self.extension_layout, self._extended, rank, lambda _: None),
+            *make_grad_lanes(self.layout, self._plain, rank, holders.get),
+            *make_grad_lanes(self.extension_layout, self._extended, rank, lambda _: None),
         ]
 
-    def reduce(self, only: GradBucket | None = None) -> None:
-        """Take the full gradients and start reducing them, or keep them if no sync is wanted."""
+    def reduce_scatter(self, only: GradBucket | None = None) -> None:
+        """Take the full gradients and start reducing them, or accumulate them without a sync."""
         if only is None:
-            self._listener.begin_anew()
-        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+            self._listener.reset()
+        with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT:
             if not self.settings.requires_gradient_sync:
-                self.gradients.keep(self.params, is_flat=self.flat is not None)
+                self.grads.accumulate(self.params, is_flat=self.flat is not None)
                 return
-            route = Route(
+            config = ReduceConfig(
                 self.name,
                 self.mesh_info,
-                self.reduce_axis,
-                self.collectives,
-                self.all_reduce_hook,
-                self.comm_hook,
+                self.comm.reduce_axis,
+                self.comm.current,
+                self.settings,
+                self.comm.all_reduce_hook,
+                self.comm.comm_hook,
             )
-            self.gradients.reduce(route, self.settings, self.comm_ctx, only)
-
-    def forget_gradients(self) -> None:
-        """Drop everything that a failed step left behind, also gradients that it created."""
-        self.gradients.forget(self.params)
-        self._listener.begin_anew()
-
-    # Settings
+            self.grads.reduce_scatter(config, self.comm_ctx, only)
 
     def set(self, **changes: Any) -> None:
         self.settings = replace(self.settings, **changes)
 
-    def bring(self, *, gather: Any = None, reduce: Any = None) -> None:
-        """Use a user's collectives in the place of ours."""
-        current = self.collectives
-        if isinstance(current, CustomCollectives):
-            gather = gather or current.custom_all_gather
-            reduce = reduce or current.custom_reduce_scatter
-        self.collectives = CustomCollectives(self.default_collectives, gather, reduce)
-
     def describe(self) -> str:
         """What all ranks must have alike."""
         held = ", ".join(
-            f"{m.name} {tuple(m.shape)} {str(m.dtype).removeprefix('torch.')}"
-            f"{'' if m.is_trainable else ' frozen'}"
-            for m in self.params
+            f"{p.name} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+            f"{'' if p.is_trainable else ' frozen'}"
+            for p in self.params
         )
         precision = "" if self.policy == MixedPrecisionPolicy() else f" in {self.policy}"
         return f"[{held}] over {self.mesh_info!r}{precision}"
@@ -586,13 +592,9 @@ class Unit:
         return f"Unit({self.name!r}, {len(self.params)} parameters, {type(self.state).__name__})"
 
 
-_AS_IT_IS = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 def _outside_inference() -> AbstractContextManager[object]:
     """Tensors made in inference mode could not be trained with later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
-
-
-def _ignore(unit: Unit, bucket: GradBucket | None) -> None:
-    """Nobody listens."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT
