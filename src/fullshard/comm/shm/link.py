@@ -373,12 +373,12 @@ class Link:
         failures = [peer.failed for peer in self._peers.values() if peer.failed]
         if len(failures) < len(self._peers):
             return False
+        num_read = min([self._num_announced, *(each.num_announced for each in failures)])
+        for sequence in [each for each in self._restarts if each > num_read]:
+            self._restarted[sequence] = self._restarts.pop(sequence)()
         if self.is_abandoned:
             return True
         self.is_abandoned = True
-        num_read = min(self._num_announced, *(failure.num_announced for failure in failures))
-        for sequence in [each for each in self._restarts if each > num_read]:
-            self._restarted[sequence] = self._restarts.pop(sequence)()
         for peer in self._peers.values():
             for sequence in [each for each in peer.unread if each > num_read]:
                 self.was_read(peer, sequence)
