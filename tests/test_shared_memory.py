@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import fullshard.comm.shm.regions as regions_module
+import fullshard.comm.shm.memory as regions_module
 from fullshard import ConfigError, DisagreementError, fully_shard
 from fullshard.comm.collectives import Collectives, GlooCollectives, all_reduce, collectives_for
 from fullshard.comm.shm.handshake import SWITCH, link_of
 from fullshard.comm.shm.link import Link
-from fullshard.comm.shm.regions import regions
+from fullshard.comm.shm.memory import regions
 from fullshard.testing import Rank, RankPool, RanksFailed, Training, assert_same_training, on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
@@ -642,20 +643,15 @@ def test_a_rank_without_descriptors_still_reads_what_others_send(rank: Rank) -> 
 
 
 @on_ranks(2)
-def test_memory_of_a_collective_that_cannot_be_started_is_free_again(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_a_collective_that_cannot_be_started_is_free_again(rank: Rank) -> None:
     group, shared = chosen(rank)
     in_use = [region for region in regions._by_address.values() if region.num_uses]
-
-    def refuse(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Link, "begin", refuse)
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        patch.object(Link, "begin", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         gather(rank, shared, group, 40_000)
-    monkeypatch.undo()
-    assert [r for r in regions._by_address.values() if r.num_uses] == in_use
+    assert [region for region in regions._by_address.values() if region.num_uses] == in_use
     assert_right(gather(rank, shared, group, 40_000))
 
 

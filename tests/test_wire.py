@@ -32,7 +32,7 @@ from fullshard.comm.collectives import (
 )
 from fullshard.comm.placement import full_tensor
 from fullshard.comm.shm.handshake import SWITCH, link_of
-from fullshard.comm.shm.regions import regions
+from fullshard.comm.shm.memory import regions
 from fullshard.layout import CostModel
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks

@@ -81,8 +81,6 @@ class Agreement:
                 store.delete_key(f"{self._path}/{each}/{self._num_detours % 2}")
             store.set(verdict, store.get(odd).decode() if store.check([odd]) else "")
             store.delete_key(odd)
-        if first != found:
-            raise _detour_difference(own, found, expected, f"rank {first_rank} does {first}")
         patience_s = float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
         try:
             store.wait([verdict], timedelta(seconds=patience_s))
@@ -96,6 +94,8 @@ class Agreement:
             )
             raise _detour_difference(own, found, expected, others) from None
         odd_rank, _, other = store.get(verdict).decode().partition(" ")
+        if first != found:
+            raise _detour_difference(own, found, expected, f"rank {first_rank} does {first}")
         if other:
             raise _detour_difference(own, found, expected, f"rank {odd_rank} does {other}")
 

@@ -40,6 +40,8 @@ from fullshard.errors import UnsupportedError
 
 Tensors = Sequence[torch.Tensor]
 
+_SMALLEST_SCATTER_BYTES = 64 << 10
+
 
 class Work(Protocol):
     """What is used of a `dist.Work`."""
@@ -295,12 +297,28 @@ def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool) -> None:
     """Sum (or average) a tensor over the replicate axis, in place."""
     is_on_host = tensor.device.type == "cpu" and _is_gloo(group, tensor.device)
-    if is_on_host and not average and shm.all_reduce(tensor, group, GlooCollectives()):
+    if is_on_host and not average and shm.link_of(group) is not None:
+        _all_reduce_on_host(tensor.detach().view(-1), group)
         return
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     options.asyncOp = False
     CollectiveWork([group.allreduce([tensor], options)]).wait()
+
+
+def _all_reduce_on_host(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    collectives, size = ShmCollectives(group, GlooCollectives()), group.size()
+    # Of few bytes, every rank sums all: one exchange instead of two.
+    segment_numel = flat.numel() // size if flat.nbytes > _SMALLEST_SCATTER_BYTES else 0
+    head, tail = flat.tensor_split([size * segment_numel])
+    if segment_numel:
+        own = head.view(size, -1)[group.rank()]
+        collectives.reduce_scatter([own], [head], group, average=False).wait()
+        collectives.all_gather([head], [own], group).wait()
+    if tail.numel():
+        received = tail.new_empty(size * tail.numel())
+        collectives.all_gather([received], [tail], group).wait()
+        shm.sum_in_order(tail, list(received.view(size, -1).unbind()))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Protocol
 
@@ -22,10 +23,18 @@ import torch.distributed as dist
 
 from fullshard.comm.shm.handshake import SWITCH, is_without_link, link_of
 from fullshard.comm.shm.link import Bucket, Kind, Link, Terms, Waitable
-from fullshard.comm.shm.regions import Region, regions
+from fullshard.comm.shm.memory import Region, regions
 from fullshard.errors import ConfigError
 
-__all__ = ["SWITCH", "HostWork", "all_gather", "all_reduce", "allocate", "reduce_scatter"]
+__all__ = [
+    "SWITCH",
+    "HostWork",
+    "all_gather",
+    "allocate",
+    "link_of",
+    "reduce_scatter",
+    "sum_in_order",
+]
 
 _ALIGNMENT = 64
 # Up to here a plain copy is done before torch has found out whether to use its threads.
@@ -34,8 +43,6 @@ _PLAIN_COPY_BYTES = 256 << 10
 _CHUNK_NUMEL = 256 << 10
 # Below, a copy costs less than to make a tensor in a region.
 _SMALLEST_LEASE_BYTES = 16 << 10
-# Below, every rank sums for itself: one exchange instead of two.
-_SMALLEST_SCATTER_BYTES = 64 << 10
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 Tensors = Sequence[torch.Tensor]
@@ -58,39 +65,18 @@ def all_gather(
     link = link_of(group)
     if link is None:
         return None
-    _require_sizes(Kind.ALL_GATHER, outs, ins, link.size)
-    return _AllGather(link, outs, ins, group, gloo)
+    return _AllGather(link, outs, ins, partial(gloo.all_gather, outs, ins, group))
 
 
 def reduce_scatter(
     outs: Tensors, ins: Tensors, group: dist.ProcessGroup, gloo: Gloo
 ) -> HostWork | None:
+    """A sum in flight of this rank's segments; None where the ranks of a group use gloo."""
     link = link_of(group)
     if link is None:
         return None
-    _require_sizes(Kind.REDUCE_SCATTER, ins, outs, link.size)
-    return _ReduceScatter(link, outs, ins, group, gloo)
-
-
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, gloo: Gloo) -> bool:
-    """Sum a tensor over a group, in place; False where its ranks use gloo."""
-    link = link_of(group)
-    if link is None:
-        return False
-    flat = tensor.detach().view(-1)
-    segment_numel = flat.numel() // link.size
-    if flat.nbytes <= _SMALLEST_SCATTER_BYTES:
-        segment_numel = 0
-    head, tail = flat.tensor_split([link.size * segment_numel])
-    if segment_numel:
-        own = head.view(link.size, -1)[link.rank]
-        _ReduceScatter(link, [own], [head], group, gloo).wait()
-        _AllGather(link, [head], [own], group, gloo).wait()
-    if tail.numel():
-        everyone = tail.new_empty(link.size, tail.numel())
-        _AllGather(link, [everyone.view(-1)], [tail], group, gloo).wait()
-        _sum(tail, list(everyone.unbind()))
-    return True
+    restart = partial(gloo.reduce_scatter, outs, ins, group, average=False)
+    return _ReduceScatter(link, outs, ins, restart)
 
 
 def allocate(
@@ -109,36 +95,31 @@ def allocate(
         return None
 
 
-class HostWork:
+class HostWork(ABC):
     """A collective in flight, of which the buckets of some ranks are still to be read.
 
-    Has what CollectiveWork uses of a `dist.Work`.
+    Has what CollectiveWork uses of a `dist.Work`. `restart` starts it over gloo.
     """
 
     kind: Kind
     _is_over = True  # until it has a number
 
     def __init__(
-        self, link: Link, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, gloo: Gloo
+        self, link: Link, outs: Tensors, ins: Tensors, restart: Callable[[], Waitable]
     ) -> None:
         self._link = link
         self._outs = list(outs)
         self._ins = list(ins)
         self._future: torch.futures.Future[object] | None = None
         self._unread = link.others
-        sizes = [inp.nbytes for inp in ins]
-        # Numbers have the same hash in every process, unlike strings. Ranks may gather as bytes
-        # what others gather as numbers; they cannot add it up.
-        itemsizes = [inp.itemsize if self.kind is Kind.REDUCE_SCATTER else 1 for inp in ins]
-        fingerprint = hash((*sizes, *itemsizes)) & 0x7FFF_FFFF_FFFF_FFFF
-        self._terms = Terms(self.kind, len(sizes), sum(sizes), fingerprint)
+        self._terms = self._checked_terms()
         with link.lock:
             buckets: list[Bucket] = []
             region: Region | None = None
             try:
                 if not link.is_failing:
                     buckets, region = self._stage()
-                self._sequence = link.begin(partial(self._restart, outs, ins, group, gloo))
+                self._sequence = link.begin(restart)
                 self._is_over = False
                 if not link.is_failing:
                     link.announce(self._sequence, self._terms, buckets)
@@ -191,6 +172,31 @@ class HostWork:
                 offset += _aligned(inp.nbytes)
         return buckets, region
 
+    def _checked_terms(self) -> Terms:
+        """Copies by address are unchecked: sizes must match, or we corrupt memory."""
+        is_sum, size = self.kind is Kind.REDUCE_SCATTER, self._link.size
+        for inp, out in zip(self._ins, self._outs, strict=True):
+            full, part = (inp, out) if is_sum else (out, inp)
+            # A sum may have another dtype than what is added up.
+            part_bytes = part.numel() * full.itemsize if is_sum else part.nbytes
+            if full.nbytes != size * part_bytes:
+                raise ConfigError(
+                    f"{self.kind}: the tensor for all {size} ranks must have {size} times the "
+                    f"bytes of the one for this rank, found {full.nbytes} and {part_bytes}; pass "
+                    "tensors that match."
+                )
+            if not (full.is_contiguous() and part.is_contiguous()):
+                raise ConfigError(
+                    f"{self.kind}: tensors must be contiguous, found strides {full.stride()} and "
+                    f"{part.stride()}; call contiguous() on them."
+                )
+        sizes = [inp.nbytes for inp in self._ins]
+        # Numbers have the same hash in every process, unlike strings. Ranks may gather as bytes
+        # what others gather as numbers; they cannot add it up.
+        itemsizes = [inp.itemsize if is_sum else 1 for inp in self._ins]
+        fingerprint = hash((*sizes, *itemsizes)) & 0x7FFF_FFFF_FFFF_FFFF
+        return Terms(self.kind, len(sizes), sum(sizes), fingerprint)
+
     def _acknowledge(self, other: int) -> None:
         self._unread.remove(other)
         self._link.acknowledge(self._sequence, other, self._terms.num_bytes)
@@ -208,19 +214,15 @@ class HostWork:
             self._is_over = True
             self._end()
 
-    @staticmethod
-    def _restart(outs: Tensors, ins: Tensors, group: dist.ProcessGroup, gloo: Gloo) -> Waitable:
-        raise NotImplementedError
-
     def _leased(self, inp: torch.Tensor) -> Bucket | None:
         """Where an input lies that needs no copy."""
         return None
 
-    def _copy_in(self, address: int, inp: torch.Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _copy_in(self, address: int, inp: torch.Tensor) -> None: ...
 
-    def _read(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self) -> None: ...
 
 
 class _AllGather(HostWork):
@@ -229,17 +231,13 @@ class _AllGather(HostWork):
     kind = Kind.ALL_GATHER
 
     def __init__(
-        self, link: Link, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, gloo: Gloo
+        self, link: Link, outs: Tensors, ins: Tensors, restart: Callable[[], Waitable]
     ) -> None:
-        super().__init__(link, outs, ins, group, gloo)
+        super().__init__(link, outs, ins, restart)
         for out, inp in zip(outs, ins, strict=True):
             own = out.data_ptr() + link.rank * inp.nbytes
             if own != inp.data_ptr():
                 _copy(own, inp.data_ptr(), inp.nbytes)
-
-    @staticmethod
-    def _restart(outs: Tensors, ins: Tensors, group: dist.ProcessGroup, gloo: Gloo) -> Waitable:
-        return gloo.all_gather(outs, ins, group)
 
     def _copy_in(self, address: int, inp: torch.Tensor) -> None:
         _copy(address, inp.data_ptr(), inp.nbytes)
@@ -256,10 +254,6 @@ class _ReduceScatter(HostWork):
     """Sums this rank's segments once all have come, so that the order is that of ranks."""
 
     kind = Kind.REDUCE_SCATTER
-
-    @staticmethod
-    def _restart(outs: Tensors, ins: Tensors, group: dist.ProcessGroup, gloo: Gloo) -> Waitable:
-        return gloo.reduce_scatter(outs, ins, group, average=False)
 
     def _leased(self, inp: torch.Tensor) -> Bucket | None:
         region = regions.find(inp)
@@ -287,27 +281,9 @@ class _ReduceScatter(HostWork):
             if numel:
                 own = link.rank * numel * dtype.itemsize
                 segments = [_tensor_at(address + own, numel, dtype) for address in addresses]
-                _sum(_tensor_at(out.data_ptr(), numel, out.dtype), segments)
+                sum_in_order(_tensor_at(out.data_ptr(), numel, out.dtype), segments)
         for other in announced:
             self._acknowledge(other)
-
-
-def _require_sizes(kind: Kind, fulls: Tensors, parts: Tensors, size: int) -> None:
-    """Copies by address are unchecked: sizes must match, or we corrupt memory."""
-    for full, part in zip(fulls, parts, strict=True):
-        # A sum may have another dtype than what is added up.
-        is_sum = kind is Kind.REDUCE_SCATTER
-        part_bytes = part.numel() * full.itemsize if is_sum else part.nbytes
-        if full.nbytes != size * part_bytes:
-            raise ConfigError(
-                f"{kind}: the tensor for all {size} ranks must have {size} times the bytes of the "
-                f"one for this rank, found {full.nbytes} and {part_bytes}; pass tensors that match."
-            )
-        if not (full.is_contiguous() and part.is_contiguous()):
-            raise ConfigError(
-                f"{kind}: tensors must be contiguous, found strides {full.stride()} and "
-                f"{part.stride()}; call contiguous() on them."
-            )
 
 
 def _aligned(num_bytes: int) -> int:
@@ -334,7 +310,7 @@ def _array(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * num_bytes
 
 
-def _sum(out: torch.Tensor, segments: list[torch.Tensor]) -> None:
+def sum_in_order(out: torch.Tensor, segments: list[torch.Tensor]) -> None:
     """Add up in the order of ranks, in the dtype of `out`, which may be one of the segments."""
     if len(segments) == 1:
         out.copy_(segments[0])

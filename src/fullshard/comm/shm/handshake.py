@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard._torch import all_gather_single, is_registered, lifetime_of, timeout_of
 from fullshard.comm.shm.link import Link, warn_of_gloo
-from fullshard.comm.shm.regions import regions
+from fullshard.comm.shm.memory import regions
 
 SWITCH = "FULLSHARD_SHARED_MEMORY"
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from fullshard.comm.shm.regions import Mapped, Region, Regions
+from fullshard.comm.shm.memory import Mapped, Region, Regions
 from fullshard.errors import DisagreementError
 
 # From here on it is worth a system call to have the memory back before the next collective.
@@ -187,15 +187,17 @@ class Peer:
                 self._link.fail(0)
 
     def _open(self, number: int, num_bytes: int, descriptor: int) -> None:
-        if descriptor < 0:
-            raise dist.DistNetworkError(
-                f"rank {self.rank}: its memory must be opened here to be read, found no file "
-                "descriptor left; raise the limit (ulimit -n), or set FULLSHARD_SHARED_MEMORY=0."
-            )
         try:
             self._opened[number] = Mapped(descriptor, num_bytes)
+        except OSError as error:
+            raise dist.DistNetworkError(
+                f"rank {self.rank}: its memory must be opened here to be read, found no file "
+                f"descriptor or memory left ({error}); raise the limit (ulimit -n), or set "
+                "FULLSHARD_SHARED_MEMORY=0."
+            ) from error
         finally:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def _learn(self, sequence: int, terms: tuple[Any, ...], places: list[tuple[int, int]]) -> None:
         kind, *others = terms
@@ -371,12 +373,12 @@ class Link:
         failures = [peer.failed for peer in self._peers.values() if peer.failed]
         if len(failures) < len(self._peers):
             return False
+        num_read = min([self._num_announced, *(each.num_announced for each in failures)])
+        for sequence in [each for each in self._restarts if each > num_read]:
+            self._restarted[sequence] = self._restarts.pop(sequence)()
         if self.is_abandoned:
             return True
         self.is_abandoned = True
-        num_read = min(self._num_announced, *(failure.num_announced for failure in failures))
-        for sequence in [each for each in self._restarts if each > num_read]:
-            self._restarted[sequence] = self._restarts.pop(sequence)()
         for peer in self._peers.values():
             for sequence in [each for each in peer.unread if each > num_read]:
                 self.was_read(peer, sequence)

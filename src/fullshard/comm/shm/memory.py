@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -26,15 +27,32 @@ _COLLECTIVES_PER_SWEEP = 256
 _numbers = itertools.count()
 
 
-class Mapped:
-    """A file in this process's memory. Unmapped when nothing refers to `memory` any more."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
-    __slots__ = ("address", "memory", "num_bytes")
+
+class Mapped:
+    """A file in this process's memory, until this object goes.
+
+    (Python's `mmap` would keep a file descriptor open for each.)
+    """
+
+    __slots__ = ("address", "num_bytes")
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self.memory = mmap.mmap(descriptor, num_bytes)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, descriptor, 0)
+        if address == ctypes.c_void_p(-1).value:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+        self.address: int = address
         self.num_bytes = num_bytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            _libc.munmap(self.address, self.num_bytes)
 
 
 class Region:
@@ -67,7 +85,7 @@ class Region:
         self.num_uses = 0
         self.last_used = 0
         self.is_retired = False
-        self.lease: weakref.ref[memoryview] | None = None
+        self.lease: weakref.ref[Any] | None = None
 
 
 class Regions:
@@ -135,11 +153,12 @@ class Regions:
     def lease(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in a region, which is in use until the tensor and all views of it are gone."""
         region = self.take(numel * dtype.itemsize)
-        view = memoryview(region.mapped.memory)[: numel * dtype.itemsize]
+        memory: Any = (ctypes.c_char * (numel * dtype.itemsize)).from_address(region.mapped.address)
+        memory.mapped = region.mapped  # as long as the tensor
         lapsed = self._lapsed
-        region.lease = weakref.ref(view, lambda _: lapsed.append(region))
+        region.lease = weakref.ref(memory, lambda _: lapsed.append(region))
         with torch.inference_mode(False):
-            return torch.frombuffer(view, dtype=dtype)
+            return torch.frombuffer(memory, dtype=dtype)
 
     def find(self, tensor: torch.Tensor) -> Region | None:
         """The region that a tensor lies in."""

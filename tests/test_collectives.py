@@ -1,0 +1,241 @@
+"""Collectives in flight, process groups that go, what ranks compare, and full tensors."""
+
+import gc
+import os
+import weakref
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import fullshard.comm.agreement as agreement_module
+from fullshard import DisagreementError, LifecycleError, fully_shard
+from fullshard._torch import StridedShard, default_store
+from fullshard.comm.agreement import PATIENCE, Agreement
+from fullshard.comm.collectives import CollectiveWork
+from fullshard.comm.mesh import _mesh_infos, mesh_info_of
+from fullshard.comm.placement import full_tensor
+from fullshard.testing import Rank, RankPool, on_ranks
+
+CPU = torch.device("cpu")
+
+
+# In flight
+
+
+class PlannedWork:
+    """A work that fails, or not, when it is waited for."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def get_future(self) -> Any:
+        return torch.futures.Future()
+
+
+def test_all_works_are_waited_for_before_the_first_error_is_raised() -> None:
+    works = [PlannedWork(), PlannedWork("first"), PlannedWork("second"), PlannedWork()]
+    work = CollectiveWork(works, buffers=[torch.ones(1)])
+    with pytest.raises(RuntimeError, match="first"):
+        work.wait()
+    assert [each.num_waits for each in works] == [1, 1, 1, 1]
+    work.wait()  # the error was raised once
+    assert [each.num_waits for each in works] == [1, 1, 1, 1]
+    assert work.futures == []
+
+
+def test_works_that_were_started_are_waited_for_when_the_next_one_cannot_be() -> None:
+    first = PlannedWork("this one too")
+
+    def start() -> Any:
+        yield first
+        raise ValueError("cannot be started")
+
+    with pytest.raises(ValueError, match="cannot be started"):
+        CollectiveWork(start())
+    assert first.num_waits == 1
+
+
+# Groups that go
+
+
+def num_threads_and_files() -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def destroy_the_world_with_a_model_alive(rank: Rank) -> tuple[bool, bool, bool, str]:
+    mesh = rank.mesh()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh)
+    before = num_threads_and_files()
+    model[0].set_separate_reduce_scatter_group()
+    model(torch.ones(2, 8)).sum().backward()
+    info = mesh_info_of(mesh)
+    axes = [info.subgroup_axis(2), info.second_shard_axis()]
+    groups = [weakref.ref(axis.group) for axis in axes]
+    during = num_threads_and_files()
+    dist.barrier()
+    dist.destroy_process_group()
+    after = num_threads_and_files()
+    try:
+        message = str(axes[0].group)
+    except LifecycleError as error:
+        message = str(error)
+    return (
+        all(group() is None for group in groups),
+        not _mesh_infos,
+        all(a <= b < d for a, b, d in zip(after, before, during, strict=True)),
+        message,
+    )
+
+
+def test_groups_that_were_made_for_a_mesh_go_with_the_default_group() -> None:
+    with RankPool(4) as ranks:
+        for are_gone, is_forgotten, is_closed, message in ranks.run(
+            destroy_the_world_with_a_model_alive
+        ):
+            assert are_gone
+            assert is_forgotten
+            assert is_closed
+            assert "found that it was destroyed; build the model again" in message
+
+
+@on_ranks(2)
+def test_units_on_equal_meshes_share_the_groups_that_are_made(rank: Rank) -> None:
+    first = mesh_info_of(DeviceMesh("cpu", list(range(rank.size))))
+    second = mesh_info_of(DeviceMesh("cpu", list(range(rank.size))))
+    assert first is second
+    assert first.second_shard_axis() is second.second_shard_axis()
+
+
+# Detours
+
+
+class CountingStore:
+    """The default store, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_calls += 1
+        return getattr(default_store(), name)
+
+
+@on_ranks(2, 4)
+def test_detours_that_all_take_leave_no_keys_and_cost_the_same_in_any_world(rank: Rank) -> None:
+    agreement = Agreement(mesh_info_of(rank.mesh()), CPU)
+    agreement.compare_plans([("unit", "weight")])
+    num_keys = []
+    counting = CountingStore()
+    agreement_module.default_store = lambda: counting  # type: ignore[assignment]
+    try:
+        for number in range(7):
+            agreement.compare_detour(f"gather {number}", "something else")
+            dist.barrier()
+            num_keys.append(default_store().num_keys())
+            dist.barrier()
+    finally:
+        agreement_module.default_store = default_store
+    assert len(set(num_keys[1:])) == 1, num_keys
+    assert counting.num_calls <= 7 * 8
+
+
+@on_ranks(4)
+def test_ranks_that_take_different_detours_are_all_told_and_can_go_on(rank: Rank) -> None:
+    agreement = Agreement(mesh_info_of(rank.mesh((2, 2), ("replicate", "shard"))), CPU)
+    agreement.compare_plans([])
+    agreement.compare_detour("gather a", "gather b")
+    found = "gather odd" if rank.rank == 2 else "gather even"
+    with pytest.raises(DisagreementError) as raised:
+        agreement.compare_detour(found, "gather b")
+    assert str(raised.value).startswith(f"{found}: all ranks must run units in the same order")
+    assert f"found rank {rank.rank} about to do this where it did 'gather b' before" in str(
+        raised.value
+    )
+    assert ("rank 2 does gather odd" in str(raised.value)) == (rank.rank != 2)
+    for number in range(3):
+        agreement.compare_detour(f"gather {number}", "gather b")
+
+
+@on_ranks(2)
+def test_a_detour_that_one_rank_takes_alone_leaves_the_next_ones_right(rank: Rank) -> None:
+    agreement = Agreement(mesh_info_of(rank.mesh()), CPU)
+    agreement.compare_plans([])
+    if rank.rank == 1:
+        os.environ[PATIENCE] = "0.2"
+        try:
+            with pytest.raises(
+                DisagreementError, match=r"gather a: .* rank 1 .* only 1 of 2 ranks"
+            ):
+                agreement.compare_detour("gather a", "gather b")
+        finally:
+            del os.environ[PATIENCE]
+    dist.barrier()
+    agreement.compare_detour("gather c", "gather b")
+    agreement.compare_detour("gather d", "gather b")
+
+
+# Full tensors
+
+
+def refuse(*_: object, **__: object) -> Any:
+    raise AssertionError("an operation whose name is too long for gloo")
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (7, 5), (3, 2), (9,), (4, 0, 3)], ids=str)
+@on_ranks(4)
+def test_a_full_tensor_is_gathered_from_any_placements(rank: Rank, shape: tuple[int, ...]) -> None:
+    full = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    last = len(shape) - 1
+    cases: list[tuple[tuple[int, ...], list[Placement]]] = [
+        ((4,), [Shard(0)]),
+        ((4,), [Shard(last)]),
+        ((4,), [Replicate()]),
+        ((2, 2), [Replicate(), Shard(0)]),
+        ((2, 2), [Shard(last), Replicate()]),
+        ((2, 2), [Shard(0), Shard(0)]),
+        ((2, 2), [Shard(last), Shard(0)]),
+    ]
+    for sizes, placements in cases:
+        mesh = rank.mesh(sizes, ("a", "b")[: len(sizes)])
+        cut = distribute_tensor(full, mesh, placements)
+        with patch.object(functional, "all_gather_tensor", refuse):
+            found = full_tensor(cut)
+        assert torch.equal(found, full), (sizes, placements)
+
+
+def chunk(tensor: Tensor, num: int, index: int) -> Tensor:
+    chunks = tensor.chunk(num)
+    return chunks[index] if index < len(chunks) else tensor[:0]
+
+
+@pytest.mark.parametrize("num_rows", [16, 9, 5, 1])
+@on_ranks(4)
+def test_a_full_tensor_is_gathered_where_the_right_axis_cuts_first(
+    rank: Rank, num_rows: int
+) -> None:
+    full = torch.arange(num_rows * 3.0).view(num_rows, 3).to(torch.bfloat16)
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    dp, tp = mesh.get_coordinate() or (0, 0)
+    local = chunk(chunk(full, 2, tp), 2, dp)
+    placements = [StridedShard(0, split_factor=2), Shard(0)]
+    cut = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
+    assert torch.equal(full_tensor(cut), full)
