@@ -476,6 +476,7 @@ def _gathered_states(
         if form is not None:
             for shard in (shard for param in owners for shard in param.flat_shards):
                 saved[shard.name][key] = form.copy(shard.view_of(full), lane)
+        del buffer, full  # before the next ones are allocated
     return saved
 
 
