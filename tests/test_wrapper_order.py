@@ -93,7 +93,7 @@ def hear_of_another_order(rank: Rank) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step(model, [1, 0, 2])
-    return [str(each.bucket) for each in caught]
+    return [str(each.message) for each in caught]
 
 
 def test_with_debug_information_another_order_is_a_warning_that_names_units_and_rank() -> None:
