@@ -1,8 +1,12 @@
 """No test passes by not running: a session with a skipped test fails."""
 
+import os
 from collections.abc import Generator
 
 import pytest
+
+# Tests run side by side, so every process gets one thread. torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests that may skip, each for one reason, word for word. No other test skips.
 ALLOWED_SKIP_REASONS: dict[str, str] = {

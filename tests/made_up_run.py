@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 
 from fullshard.report.record import RunRecord, StepMetrics
-from fullshard.trace.activities import Activity
+from fullshard.trace.seam import Activity
 from fullshard.trace.timeline import MemorySample, Span, Timeline, UnitFacts
 
 MIB = 2**20

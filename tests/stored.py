@@ -1,15 +1,14 @@
 """Small checkpoints on disk, written without ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fullshard.layout.split import Box
-from fullshard.state.dcp_format import HeldTensor
-from fullshard.state.manifest import Manifest
-from fullshard.state.opened import open_checkpoint
-from fullshard.state.sites import Block
-from fullshard.state.writing import Description, write_checkpoint
+from fullshard.state.checkpoint import TensorSource, new_manifest, write_checkpoint
+from fullshard.state.shards import LocalPart
+from fullshard.state.store import Manifest, open_checkpoint
 
 OPTIMIZER = {"param_groups": [{"lr": 0.1, "params": ["weight", "bias"]}], "values": {}}
 
@@ -33,21 +32,20 @@ def write(
 
     Its manifest is larger by `padding`, its ranks' files by half of that.
     """
-    held = {}
+    tensors = {}
     for key, tensor in content(seed).items():
-        blocks, row = [], 0
+        parts, row = [], 0
         for values in tensor.chunk(num_files):
-            blocks.append(
-                Block(Box((row, *(0,) * (tensor.dim() - 1)), tuple(values.shape)), values)
-            )
+            box = Box((row, *(0,) * (tensor.dim() - 1)), tuple(values.shape))
+            parts.append(LocalPart(box, values))
             row += len(values)
-        held[key] = HeldTensor(tensor.shape, tensor.dtype, blocks)
+        tensors[key] = TensorSource.of_parts(tensor.shape, tensor.dtype, parts)
     states = [
         {"extra": {"position": 10 * rank, "note": "-" * (padding // 2)}}
         for rank in range(num_files)
     ]
-    described = Description(step=step, optimizer=OPTIMIZER, selection="all" + "-" * padding)
-    return write_checkpoint(path, held, described, num_files=num_files, rank_states=states)
+    like = replace(new_manifest(), step=step, optimizer=OPTIMIZER, selection="all" + "-" * padding)
+    return write_checkpoint(path, tensors, like, num_files=num_files, rank_states=states)
 
 
 def holds(path: Path, seed: int) -> bool:

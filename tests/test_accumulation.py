@@ -18,6 +18,7 @@ from fullshard import (
     fully_shard,
     share_comm_ctx,
 )
+from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.counted import CountedGather, CountedReduce
@@ -48,7 +49,7 @@ def torch_shard(model: nn.Sequential, mesh: Any, **options: Any) -> None:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 # Each form is told before a micro batch's forward which one it is.
@@ -479,13 +480,13 @@ def test_reduces_over_a_group_of_their_own_train_alike(rank: Rank, recurse: bool
         shard(model, mesh)
         model.set_separate_reduce_scatter_group(recurse=recurse)
         units = [hooks_of(part).units[0] for part in (model[0], model)]
-        separate = [unit.reduce_axis.group is not mesh.get_group() for unit in units]
+        separate = [unit.comm.reduce_axis.group is not mesh.get_group() for unit in units]
         assert separate == [recurse, True]
 
     trained = assert_same_training(build, ours, Training(make_batch, steps=2))
     model = trained.sharded
     model.set_separate_reduce_scatter_group(False)
-    assert hooks_of(model).units[0].reduce_axis.group is mesh.get_group()
+    assert hooks_of(model).units[0].comm.reduce_axis.group is mesh.get_group()
     model(batch_of(0, rank.rank)).sum().backward()
     assert model[0].weight.grad is not None
 

@@ -34,7 +34,7 @@ from fullshard import (
     state,
 )
 from fullshard.errors import ConfigError
-from fullshard.optim.span_planning import Tile, plan_spans
+from fullshard.optim.by_unit import Tile, plan_runs
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from fullshard.testing import Rank, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -756,21 +756,25 @@ def tiled(draw: st.DrawFn) -> list[Tile]:
     return draw(st.permutations(tiles))
 
 
+def stop(tile: Tile) -> int:
+    return tile.start + tile.numel
+
+
 @given(tiled())
-def test_spans_are_the_longest_runs_of_neighbours_of_one_kind(tiles: list[Tile]) -> None:
-    spans = [[tiles[index] for index in span] for span in plan_spans(tiles)]
-    stepped = [tile for span in spans for tile in span]
+def test_runs_are_the_longest_of_neighbours_of_one_kind(tiles: list[Tile]) -> None:
+    runs = [[tiles[index] for index in run] for run in plan_runs(tiles)]
+    stepped = [tile for run in runs for tile in run]
     assert len(stepped) == sum(tile.kind is not None for tile in tiles)
     assert {id(tile) for tile in stepped} == {id(t) for t in tiles if t.kind is not None}
 
     def lies_between(one: Tile, other: Tile) -> bool:
-        return any(t.numel and one.stop <= t.start and t.stop <= other.start for t in tiles)
+        return any(t.numel and stop(one) <= t.start and stop(t) <= other.start for t in tiles)
 
-    for span in spans:
-        assert len({tile.kind for tile in span}) == 1
-        for one, other in itertools.pairwise(span):
-            assert one.stop <= other.start
+    for run in runs:
+        assert len({tile.kind for tile in run}) == 1
+        for one, other in itertools.pairwise(run):
+            assert stop(one) <= other.start
             assert not lies_between(one, other)
-    for one, other in itertools.pairwise(spans):
-        assert one[-1].stop <= other[0].start
+    for one, other in itertools.pairwise(runs):
+        assert stop(one[-1]) <= other[0].start
         assert one[0].kind != other[0].kind or lies_between(one[-1], other[0])

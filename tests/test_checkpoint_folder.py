@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.state.folder import (
+from fullshard.state.store import (
     begin,
     checkpoints,
     commit,
@@ -25,9 +25,9 @@ from fullshard.state.folder import (
     prune,
     require_replaceable,
     staging_folder,
+    verify,
     write_synced,
 )
-from fullshard.state.verifying import verify
 from tests.stored import holds, write
 
 ID = "0123456789abcdef" * 2

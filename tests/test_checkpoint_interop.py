@@ -1,6 +1,7 @@
 """Checkpoints that torch opens, and torch's that we open; content that nobody should trust."""
 
 import pickle
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,38 @@ def test_a_model_alone_without_nesting_is_opened_too(rank: Rank, tmp_path: Path)
         assert torch.equal(found.state_dict()[name], value), name
     with pytest.raises(CheckpointError, match="optimizer"):
         load(tmp_path / "bare", found, torch.optim.AdamW(found.parameters()))
+
+
+class Tied(nn.Module):
+    """What an earlier release saved into `data/checkpoint_of_two_ranks.zip` after one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.tensor(0))
+
+
+def test_a_checkpoint_of_an_earlier_release_opens(tmp_path: Path) -> None:
+    shutil.unpack_archive(Path(__file__).parent / "data" / "checkpoint_of_two_ranks.zip", tmp_path)
+    model = Tied()
+    body = {"params": [*model.body.parameters()], "betas": (0.1, 0.1)}
+    optimizer = torch.optim.AdamW([body, {"params": [model.embedding.weight]}], lr=1.0)
+    loaded = load(tmp_path, model, optimizer)  # compares the checksums that were written then
+    assert (loaded.step, loaded.extra) == (7, {"position": 10})
+    assert loaded.missing == loaded.unexpected == ()
+    assert model.count == 3
+    assert model.embedding.weight[2].tolist() == pytest.approx(
+        [0.7475, 0.8721875, 0.996875, 1.1215625]
+    )
+    momentum = optimizer.state[model.body.bias]["exp_avg"]
+    assert momentum.tolist() == pytest.approx([47.199356, 17.300455, 8.032954, 3.4870396])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.25]
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.5, 0.75), (0.9, 0.999)]
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+    assert len(optimizer.state) == 3
 
 
 class Malice:

@@ -1,5 +1,6 @@
 """Runs that are saved and resumed: what is beside tensors, parts, names, the background."""
 
+import gc
 import os
 import random
 import resource
@@ -18,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard import ConfigError, FullyShardedDataParallel, fully_shard
 from fullshard.errors import CheckpointError
 from fullshard.state import latest, load, save, save_async
-from fullshard.state.manifest import read_manifest
-from fullshard.state.opened import open_checkpoint
+from fullshard.state.rank_group import RankGroup, _groups
+from fullshard.state.store import open_checkpoint, read_manifest
 from fullshard.testing import Rank, RankPool, RanksFailed, on_ranks
 
 WIDTH = 6
@@ -185,6 +186,52 @@ def test_an_error_in_the_background_comes_out_at_the_handle_and_at_the_next_save
     assert latest(tmp_path) == tmp_path / "a"
     save(tmp_path / "d", run.model, step=4)
     assert latest(tmp_path) == tmp_path / "d"
+
+
+@on_ranks(2)
+def test_a_failure_that_one_rank_knows_first_is_raised_on_all(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(rank, "flat")
+    (tmp_path / "file").write_text("in the way")
+    slow = threading.Event()
+    if rank.rank == 1:
+        # The thread of this rank learns later than that of the other that the save failed.
+        actual = RankGroup.run_first
+
+        def run_first(self: RankGroup, *args: Any) -> Any:
+            try:
+                return actual(self, *args)
+            finally:
+                if threading.current_thread().name == "fullshard-save":
+                    slow.wait(5)
+
+        monkeypatch.setattr(RankGroup, "run_first", run_first)
+    handle = save_async(tmp_path / "file" / "a", run.model, step=1)
+    if rank.rank == 0:
+        with pytest.raises((CheckpointError, OSError)):
+            handle.wait()
+    else:
+        assert not handle.done()
+    with pytest.raises(CheckpointError, match="the save before this one failed"):
+        save_async(tmp_path / "b", run.model, step=2)
+    assert handle.done()
+    assert save_async(tmp_path / "c", run.model, step=3).wait() == tmp_path / "c"
+
+
+def save_and_leave(rank: Rank, folder: str) -> tuple[int, list[str]]:
+    model = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH))
+    save_async(Path(folder) / "a", model).wait()
+    dist.destroy_process_group()
+    gc.collect()
+    return len(_groups), [each.name for each in threading.enumerate()]
+
+
+def test_nothing_of_a_save_outlives_the_process_group(tmp_path: Path) -> None:
+    with RankPool(2) as ranks:
+        for num_groups, threads in ranks.run(save_and_leave, str(tmp_path)):
+            assert num_groups == 0
+            assert "fullshard-save" not in threads
 
 
 @on_ranks(2)

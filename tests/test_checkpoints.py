@@ -15,7 +15,7 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.state import load, save
-from fullshard.state.dcp_format import read_index
+from fullshard.state.store import open_checkpoint, read_manifest
 from fullshard.testing import Rank, pool
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -134,8 +134,6 @@ def load_and_go_on(rank: Rank, path: str, kind: str, again: str) -> list[float]:
 
 
 def contents(path: Path) -> dict[str, tuple[Any, ...]]:
-    from fullshard.state.manifest import read_manifest
-
     return {
         key: (tensor.shape, tensor.dtype, tensor.checksum)
         for key, tensor in read_manifest(path).tensors.items()
@@ -160,4 +158,4 @@ def test_what_is_saved_one_way_goes_on_in_another(
     for losses in pool(loading).run(load_and_go_on, str(path), other, str(again)):
         assert losses == pytest.approx(expected[2:], **tolerance)
     assert contents(path) == contents(again)
-    assert read_index(path).state_dict_metadata.keys() == contents(path).keys()
+    assert set(open_checkpoint(path).keys) == contents(path).keys()

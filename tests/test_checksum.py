@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
 from fullshard.layout.split import Box, boxes_of_range
-from fullshard.state import checksum as module
-from fullshard.state.checksum import MASK, as_text, checksum, joined
+from fullshard.state import store as module
+from fullshard.state.store import MASK, as_text, checksum, joined
 
 many = settings(derandomize=True, deadline=None, max_examples=60)
 

@@ -27,11 +27,8 @@ from torch.optim import AdamW
 from fullshard import fully_shard
 from fullshard.cli.commands import fullshard
 from fullshard.layout.split import Box
-from fullshard.state.manifest import read_manifest
-from fullshard.state.opened import open_checkpoint
-from fullshard.state.restoring import load
-from fullshard.state.saving import save
-from fullshard.state.writing import LazyTensor, write_checkpoint
+from fullshard.state.checkpoint import TensorSource, load, save, write_checkpoint
+from fullshard.state.store import open_checkpoint, read_manifest
 from fullshard.testing import Rank, pool
 
 # torch says so of every use without a process group, which is what is meant here.
@@ -118,14 +115,14 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
     return path
 
 
-def lazily(values: torch.Tensor) -> LazyTensor:
+def lazily(values: torch.Tensor) -> TensorSource:
     def read(where: Box) -> torch.Tensor:
         part = values
         for dim, (offset, size) in enumerate(zip(where.offsets, where.sizes, strict=True)):
             part = part.narrow(dim, offset, size)
         return part.clone()
 
-    return LazyTensor(tuple(values.shape), values.dtype, read)
+    return TensorSource(tuple(values.shape), values.dtype, read)
 
 
 def model_of(path: Path) -> dict[str, torch.Tensor]:
@@ -222,7 +219,7 @@ def test_verify_of_torchs_own_says_what_it_cannot_know(made):
 
 def test_verify_names_the_tensor_whose_bit_changed(saved):
     opened = open_checkpoint(saved / "first")
-    where = opened.places("model.inner.weight")[1]
+    where = opened.boxes("model.inner.weight")[1]
     entry = opened.entry("model.inner.weight", where)
     content = bytearray(entry.path.read_bytes())
     values = opened.load("model.inner.weight", where).contiguous().view(torch.uint8).numpy()
@@ -558,7 +555,7 @@ def python(program: str, *args: Any) -> subprocess.CompletedProcess[str]:
 def test_the_library_works_without_what_the_command_needs():
     done = python("""
         import sys
-        import fullshard, fullshard.state.saving, fullshard.state.restoring
+        import fullshard, fullshard.state.checkpoint
         assert not {"click", "rich"} & {name.split(".")[0] for name in sys.modules}
         sys.modules["click"] = None
         from fullshard.cli.main import main
@@ -614,7 +611,7 @@ def test_no_command_holds_more_than_a_few_tensors(tmp_path):
         """
         import os, resource, sys, torch
         from fullshard.cli.commands import fullshard
-        from fullshard.state.writing import LazyTensor, write_checkpoint
+        from fullshard.state.checkpoint import TensorSource, write_checkpoint
 
         os.chdir(sys.argv[1])
         def peak_mb():
@@ -622,7 +619,7 @@ def test_no_command_holds_more_than_a_few_tensors(tmp_path):
 
         for name in ("a", "b"):
             read = lambda where: torch.full(where.sizes, float(ord(name)))
-            tensor = LazyTensor((1024, 1024), torch.float32, read)
+            tensor = TensorSource((1024, 1024), torch.float32, read)
             tensors = {f"model.{i}": tensor for i in range(40)}
             write_checkpoint(name, tensors, num_files=3)
         before = peak_mb()

@@ -14,7 +14,7 @@ from fullshard.cli.screen import printable
 from fullshard.errors import CheckpointError
 from fullshard.models.adapters import LoraSettings
 from fullshard.models.choosing_model import architecture_of
-from fullshard.state.saving import save
+from fullshard.state.checkpoint import save
 from fullshard.testing import Rank, pool
 from fullshard.training import launching, worker
 from fullshard.training.assembling import assembled

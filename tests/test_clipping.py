@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.errors import ConfigError
-from fullshard.optim.clipping import clip_grads
+from fullshard.optim.clip import clip_grads
 from fullshard.testing import Rank, on_ranks
 
 CPU = torch.device("cpu")

@@ -2,10 +2,8 @@
 
 import ast
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -23,6 +21,7 @@ from fullshard.cli.commands import fullshard as command
 from fullshard.testing import pool
 from fullshard.training.config_file import read_config
 from tests.documents import KINDS, PAGES, ROOT, Block, Program, blocks_of, programs_of, run_on_rank
+from tests.programs import printed_by_ranks
 
 BLOCKS = [
     block for path in PAGES for block in blocks_of(str(path.relative_to(ROOT)), path.read_text())
@@ -61,39 +60,18 @@ def test_a_block_is_in_a_language_that_is_tested(block):
 
 
 @pytest.mark.parametrize("program", pages_programs(), ids=where)
-def test_a_program_on_a_page_runs_and_prints_what_the_page_shows(program, tmp_path):
+def test_a_program_on_a_page_runs_and_prints_what_the_page_shows(program, tmp_path, monkeypatch):
     if program.starts_its_own_ranks:
-        # The same program may stand on several pages.
-        if program.source not in _launched:
-            _launched[program.source] = launched(program, tmp_path)
-        printed = [_launched[program.source]]
+        file = tmp_path / "train.py"
+        file.write_text(program.source)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.chdir(tmp_path)
+        printed = [printed_by_ranks(file, 2).strip()]
     else:
         arguments = (program.source, program.where, str(tmp_path))
         printed = pool(2).run(run_on_rank, *arguments)
     if program.output is not None:
         assert printed[0] == program.output.strip()
-
-
-_launched: dict[str, str] = {}
-
-
-def launched(program: Program, folder: Path) -> str:
-    """Run a program that makes its own process group, as its reader would."""
-    file = folder / "train.py"
-    file.write_text(program.source)
-    launcher = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(file)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout.strip()
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.kind == "tests"], ids=where)

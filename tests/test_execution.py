@@ -19,6 +19,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method as torch_registe
 from torch.distributed.tensor import DTensor
 
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 from fullshard.unit.unit import Sharded, Unit
@@ -43,7 +44,7 @@ def one_loss(model: Any, batch: Tensor, scale: float) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def units_of(model: nn.Module) -> list[Unit]:

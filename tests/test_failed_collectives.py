@@ -1,4 +1,4 @@
-"""A collective that fails, when it is issued or when it is waited for, costs one step and no more."""
+"""A collective that fails, when issued or when waited for, costs one step and no more."""
 
 from __future__ import annotations
 

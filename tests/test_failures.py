@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import LifecycleError, fully_shard, register_fsdp_forward_method
+from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 from fullshard.unit.unit import Sharded, Unit
@@ -164,7 +165,7 @@ class Pair:
                 continue
             assert pair[0] is not None, f"{what}: {name} has no gradient"
             torch.testing.assert_close(
-                pair[0].detach().full_tensor(),
+                full_tensor(pair[0].detach()),
                 pair[1].detach(),
                 rtol=1e-4,
                 atol=1e-6,

@@ -16,6 +16,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from fullshard.testing import Rank, on_ranks
@@ -114,7 +115,7 @@ def test_a_sharded_model_steps_and_skips_as_the_unsharded_one(rank: Rank, name: 
             scaler.update()
         assert scalers[0].state_dict() == scalers[1].state_dict()
         for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(param.full_tensor(), expected)
+            torch.testing.assert_close(full_tensor(param), expected)
     assert scalers[0].get_scale() == 64
 
 
@@ -129,7 +130,7 @@ def test_unscaled_gradients_of_a_sharded_model_are_those_of_an_unscaled_loss(ran
     scaler.unscale_(optimizer)
     plain(x).square().mean().backward()
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+        torch.testing.assert_close(full_tensor(param.grad), expected.grad)
 
 
 # Ranks that differ

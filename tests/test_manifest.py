@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.layout.split import boxes_of_range
-from fullshard.state.checksum import as_text, joined
-from fullshard.state.manifest import Manifest, StoredBlock, StoredTensor, digest_of, read_manifest
+from fullshard.state.store import (
+    Manifest,
+    StoredBlock,
+    StoredTensor,
+    as_text,
+    digest_of,
+    joined,
+    read_manifest,
+)
 
 many = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -251,8 +258,8 @@ def test_a_file_that_leads_out_of_the_folder_is_refused(name: str) -> None:
         (lambda b: b["optimizer"].update(values={"w": 1}), "values"),
         (lambda b: b["optimizer"]["param_groups"].append({}), "params"),
         (lambda b: b["optimizer"]["param_groups"].append({"params": [1]}), "params"),
-        (lambda b: b["files"].update({"a": -1}), "size of 'a'"),
-        (lambda b: b["files"].update({"a": True}), "size of 'a'"),
+        (lambda b: b["files"].update({"a": -1}), "'a' in files"),
+        (lambda b: b["files"].update({"a": True}), "'a' in files"),
         (lambda b: b.pop("step"), "fields"),
         (lambda b: b.update(more=1), "fields"),
     ],
@@ -283,7 +290,7 @@ def with_tensor(**changes: Any) -> str:
         ({"checksum": as_text(4)}, "sum of its blocks"),
         ({"checksum": "5"}, "checksum"),
         ({"blocks": []}, "every element of"),
-        ({"blocks": [1]}, "a block of"),
+        ({"blocks": [1]}, "blocks of"),
         ({"blocks": {}}, "a list"),
         ({"blocks": [{"offsets": [0], "sizes": [4, 3], "checksum": as_text(5)}]}, "2 dims"),
         ({"more": 1}, "shape"),

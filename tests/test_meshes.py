@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 from fullshard import DataParallelMeshDims, ShardPlacementResult, fully_shard
 from fullshard.comm.collectives import CollectiveWork, ShmCollectives
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.layout import BucketKind, CostModel
 from fullshard.runtime.hooks import hooks_of
@@ -231,7 +232,7 @@ def test_tensor_parallel_parameters_train_like_the_unsharded_model_and_like_torc
     trained = assert_trains_like_both(Tower, shard, training)
     weight = trained.sharded.blocks[0].up.weight
     assert weight.to_local().shape == (3, 8)
-    assert weight.full_tensor().shape == (12, 8)
+    assert full_tensor(weight).shape == (12, 8)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
@@ -326,7 +327,7 @@ def test_a_second_mesh_like_the_first_is_a_mesh_of_its_own(rank: Rank) -> None:
         shard_tower(fully_shard, model, mesh=mesh["dp"])
         model(torch.ones(1, 8)).sum().backward()
         for parameter in model.parameters():
-            assert parameter.grad.full_tensor().shape == parameter.shape
+            assert full_tensor(parameter.grad).shape == parameter.shape
 
 
 @on_ranks(4)
@@ -381,7 +382,7 @@ def test_a_checkpoint_survives_a_round_trip_and_a_change_of_mesh(
         dcp.load(state, checkpoint_id=tmp_path)
         target.load_state_dict(state["model"])
         for name, parameter in target.named_parameters():
-            torch.testing.assert_close(parameter.full_tensor(), expected[name], rtol=0, atol=0)
+            torch.testing.assert_close(full_tensor(parameter), expected[name], rtol=0, atol=0)
         assert target(torch.ones(1, 8)).shape == (1, 8)
 
 
@@ -395,7 +396,7 @@ def test_a_checkpoint_of_torchs_model_loads_into_ours(rank: Rank, tmp_path: Path
     state = {"model": target.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path)
     for name, parameter in target.named_parameters():
-        torch.testing.assert_close(parameter.full_tensor(), expected[name], rtol=0, atol=0)
+        torch.testing.assert_close(full_tensor(parameter), expected[name], rtol=0, atol=0)
 
 
 @on_ranks(2)
@@ -413,7 +414,7 @@ def test_a_checkpoint_of_uneven_inner_dims_survives_a_round_trip(
     target = make(8)
     dcp.load({"model": target.state_dict()}, checkpoint_id=tmp_path)
     for name, parameter in target.named_parameters():
-        torch.testing.assert_close(parameter.full_tensor(), expected[name], rtol=0, atol=0)
+        torch.testing.assert_close(full_tensor(parameter), expected[name], rtol=0, atol=0)
 
 
 # Parameters that are DTensors on the full mesh
@@ -584,7 +585,7 @@ def test_a_parameter_on_its_own_mesh_is_reduced_over_that_mesh_only(
             seen_by = group if name.startswith("expert") else range(4)
             expected = torch.stack([gradients[each][index] for each in seen_by]).mean(0)
             assert parameter.grad.device_mesh == parameter.device_mesh
-            torch.testing.assert_close(parameter.grad.full_tensor(), expected)
+            torch.testing.assert_close(full_tensor(parameter.grad), expected)
             parameter.grad = None
     assert model.expert.weight.device_mesh == expert_mesh
     assert model.dense.weight.device_mesh == mesh
@@ -666,7 +667,7 @@ def test_optimizer_state_from_before_sharding_follows_a_parameter_to_its_own_mes
     model(torch.ones(2, 8))
     for name, parameter in model.named_parameters():
         momentum = optimizer.state[parameter]["momentum_buffer"]
-        torch.testing.assert_close(momentum.full_tensor(), expected[name], rtol=0, atol=0)
+        torch.testing.assert_close(full_tensor(momentum), expected[name], rtol=0, atol=0)
 
 
 # Other dims

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
 from fullshard import LifecycleError, fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.testing import Rank, on_ranks
 
 DOORS: tuple[Callable[..., Any], ...] = (fully_shard, torch_fully_shard)
@@ -69,7 +70,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        name: (full_tensor(value) if isinstance(value, DTensor) else value).clone()
         for name, value in model.state_dict().items()
     }
 
@@ -327,13 +328,13 @@ def test_a_converted_model_trains_on_in_its_new_dtype(
 def test_gradients_are_converted_with_their_parameters(rank: Rank) -> None:
     model = shard(built(), rank.mesh())
     model(batch(0, rank.rank)).square().mean().backward()
-    before = model.inner.weight.grad.full_tensor()
+    before = full_tensor(model.inner.weight.grad)
     model.double()
     assert model.inner.weight.grad.dtype == torch.float64
-    torch.testing.assert_close(model.inner.weight.grad.full_tensor(), before.double())
+    torch.testing.assert_close(full_tensor(model.inner.weight.grad), before.double())
     model(batch(0, rank.rank).double()).square().mean().backward()
     torch.testing.assert_close(
-        model.inner.weight.grad.full_tensor(), 2 * before.double(), rtol=1e-5, atol=1e-6
+        full_tensor(model.inner.weight.grad), 2 * before.double(), rtol=1e-5, atol=1e-6
     )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError, UnknownNameError
 from fullshard.models.adapters import LoraSettings
 from fullshard.models.architecture import Architecture
@@ -23,7 +24,7 @@ from fullshard.models.sizes import SIZES, Size, size_named
 from fullshard.models.tokenizers import ByteTokenizer
 from fullshard.models.transformer import Block, Past, Transformer, rotary_angles, rotated
 from fullshard.runtime.names import clean_name
-from fullshard.state.materializing import give_memory
+from fullshard.state.materialize import give_memory
 from fullshard.testing import Rank, on_ranks, pool
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -80,7 +81,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(model):
             return {clean_name(n): p.detach().clone() for n, p in model.named_parameters()}
     return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        name: (full_tensor(p) if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
     }
 

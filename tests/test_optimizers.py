@@ -14,6 +14,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from fullshard import LifecycleError, fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
@@ -78,7 +79,7 @@ def step_alone(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fullshard import FSDPModule, fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.counted import CountedReduce
@@ -48,7 +49,7 @@ def test_an_ignored_parameter_is_left_alone(rank: Rank) -> None:
         assert type(ignored.grad) is torch.Tensor
         # Not reduced: the gradient is that of this rank's batch alone.
         torch.testing.assert_close(ignored.grad, local[2].weight.grad)
-        assert not torch.allclose(model[2].bias.grad.full_tensor(), local[2].bias.grad)
+        assert not torch.allclose(full_tensor(model[2].bias.grad), local[2].bias.grad)
     held = [member.name for member in hooks_of(model).units[0].params]
     assert held == ["0.weight", "0.bias", "2.bias", "4.weight", "4.bias"]
 
@@ -182,7 +183,7 @@ def test_a_parameter_unused_in_a_step_keeps_no_gradient(rank: Rank, apart: bool)
             grad = model.get_parameter(name).grad
             assert (grad is None) == (param.grad is None), (name, use)
             if grad is not None:
-                torch.testing.assert_close(grad.full_tensor(), param.grad)
+                torch.testing.assert_close(full_tensor(grad), param.grad)
 
 
 @on_ranks(2)
@@ -206,7 +207,7 @@ def test_ranks_that_use_different_parameters_reduce_zeros_if_asked(rank: Rank) -
         for name, param in reference.named_parameters():
             grad = model.get_parameter(name).grad
             expected = torch.zeros(param.shape) if param.grad is None else param.grad
-            torch.testing.assert_close(grad.full_tensor(), expected)
+            torch.testing.assert_close(full_tensor(grad), expected)
             assert torch.equal(grad.to_local(), theirs.get_parameter(name).grad.to_local())
 
 
@@ -218,7 +219,7 @@ def test_zeros_for_unused_parameters_leave_frozen_ones_alone(rank: Rank) -> None
     model.set_reduce_scatter_unused_params(True)
     model(batch_of(0, rank.rank), "left").mean().backward()
     assert model.right.bias.grad is None
-    assert not model.right.weight.grad.full_tensor().any()
+    assert not full_tensor(model.right.weight.grad).any()
     model.set_reduce_scatter_unused_params(False)
     model.zero_grad()
     model(batch_of(0, rank.rank), "left").mean().backward()
@@ -387,14 +388,14 @@ def test_a_gradient_hook_sees_the_reduced_shard_once_and_may_change_it(
     expected = reference[0].weight.grad
     assert len(seen) == 1
     assert isinstance(seen[0], DTensor)
-    torch.testing.assert_close(seen[0].full_tensor(), expected)
-    torch.testing.assert_close(model[0].weight.grad.full_tensor(), 2 * expected)
-    torch.testing.assert_close(model[2].weight.grad.full_tensor(), reference[2].weight.grad)
+    torch.testing.assert_close(full_tensor(seen[0]), expected)
+    torch.testing.assert_close(full_tensor(model[0].weight.grad), 2 * expected)
+    torch.testing.assert_close(full_tensor(model[2].weight.grad), reference[2].weight.grad)
     handle.remove()
     model.zero_grad()
     model(batch_of(0, rank.rank)).sum().backward()
     assert len(seen) == 1
-    torch.testing.assert_close(model[0].weight.grad.full_tensor(), expected)
+    torch.testing.assert_close(full_tensor(model[0].weight.grad), expected)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -22,6 +22,7 @@ from fullshard import (
     OffloadPolicy,
     fully_shard,
 )
+from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -71,7 +72,7 @@ def batch_of(step: int, rank: int) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import AllGather, UnshardHandle, fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.unit.unit import Sharded, Unit, Unsharded, Unsharding
@@ -416,7 +417,7 @@ def test_an_asynchronous_unshard_returns_a_handle(rank: Rank) -> None:
     handle.wait()  # a second time: nothing happens
     assert block.linear.weight is whole
     block.reshard()
-    torch.testing.assert_close(shard.full_tensor().detach(), full_of(rank, 1))
+    torch.testing.assert_close(full_tensor(shard).detach(), full_of(rank, 1))
     assert block.linear.weight is shard
     assert not is_filled(block)
 

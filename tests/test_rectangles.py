@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.layout.split import Box, boxes_of_range, tiles
+from fullshard.layout.split import (
+    Box,
+    boxes_of_range,
+    intersection,
+    pieces,
+    row_chunks,
+    slices,
+    tiles,
+)
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -19,9 +27,14 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], range]:
     return shape, range(begin, end)
 
 
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    ends = [sorted(draw(st.tuples(*[st.integers(0, size)] * 2))) for size in shape]
+    return Box(tuple(b for b, _ in ends), tuple(e - b for b, e in ends))
+
+
 def region(tensor: torch.Tensor, block: Box) -> torch.Tensor:
-    where = tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))
-    return tensor[where]
+    return tensor[slices(block, Box.whole(tensor.shape))]
 
 
 @given(runs())
@@ -62,3 +75,45 @@ def test_blocks_that_overlap_do_not_tile_though_their_sizes_add_up() -> None:
     assert not tiles((2, 2), [Box((1, 0), (2, 2))])
     assert tiles((4, 2), [Box((0, 0), (4, 1)), Box((0, 1), (4, 1))])
     assert tiles((), [Box((), ())])
+
+
+@given(SHAPES, st.data())
+def test_an_intersection_has_the_elements_of_both_boxes(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    one, other = data.draw(boxes(shape)), data.draw(boxes(shape))
+    numbered = torch.arange(prod(shape)).view(shape)
+    shared = {*region(numbered, one).flatten().tolist()}
+    shared &= {*region(numbered, other).flatten().tolist()}
+    found = intersection(one, other)
+    assert (found is None) == (not shared)
+    if found is not None:
+        values = region(numbered, one)[slices(found, one)]
+        assert {*values.flatten().tolist()} == shared
+        assert torch.equal(values, region(numbered, found))
+
+
+@given(SHAPES, st.integers(1, 50))
+def test_pieces_are_a_box_in_its_order(shape: tuple[int, ...], max_numel: int) -> None:
+    numbered = torch.arange(prod(shape)).view(shape)
+    found = list(pieces(Box.whole(shape), max_numel))
+    assert all(0 < piece.numel <= max_numel for piece in found)
+    assert [n for piece in found for n in region(numbered, piece).flatten().tolist()] == [
+        *range(prod(shape))
+    ]
+
+
+@given(SHAPES.filter(len), st.integers(1, 7))
+def test_rows_are_split_as_torch_splits_them(shape: tuple[int, ...], num_parts: int) -> None:
+    whole = torch.arange(prod(shape)).view(shape)
+    found = [region(whole, box) for box in row_chunks(shape, num_parts)]
+    expected = whole.chunk(num_parts) if shape[0] else [whole]
+    assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+
+
+def test_a_box_beyond_a_tensor_is_not_within_it() -> None:
+    assert Box((1, 0), (2, 2)).is_within((3, 2))
+    assert not Box((2, 0), (2, 2)).is_within((3, 2))
+    assert not Box((-1, 0), (2, 2)).is_within((3, 2))
+    assert not Box((0,), (2,)).is_within((3, 2))
+    assert row_chunks((), 3) == [Box((), ())]

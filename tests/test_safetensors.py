@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import (
     CheckpointError,
     ConfigError,
@@ -147,7 +148,7 @@ def full_values(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, FullyShardedDataParallel):
         return {name: value.clone() for name, value in model.state_dict().items()}
     return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        name: (full_tensor(value) if isinstance(value, DTensor) else value).detach().clone()
         for name, value in model.state_dict().items()
     }
 
@@ -745,7 +746,7 @@ def test_a_dtensor_without_a_unit_is_exported_and_loaded(rank: Rank, tmp_path: P
     export_safetensors(tmp_path / "out", parted(values))
     model = parted(torch.zeros(6, 5))
     load_safetensors(tmp_path / "out", model)
-    assert torch.equal(model.a.full_tensor(), values)
+    assert torch.equal(full_tensor(model.a), values)
 
 
 if importlib.util.find_spec("transformers") is not None:

@@ -14,15 +14,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fullshard.errors import CheckpointError
-from fullshard.layout.split import Box, boxes_of_range, tiles
+from fullshard.layout.split import (
+    Box,
+    boxes_of_range,
+    element_ranges,
+    element_span,
+    pieces,
+    slices,
+    tiles,
+)
 from fullshard.state import load_safetensors
-from fullshard.state.safetensors_format import TensorFile, cut_out, pieces, runs
+from fullshard.state.safetensors import TensorFile
 
 INDEX = "model.safetensors.index.json"
 
 
 @given(st.data())
-def test_pieces_tile_a_block_and_runs_are_its_elements(data):
+def test_pieces_tile_a_box_and_ranges_are_its_elements(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
     offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
     sizes = tuple(
@@ -30,7 +38,7 @@ def test_pieces_tile_a_block_and_runs_are_its_elements(data):
         for size, offset in zip(shape, offsets, strict=True)
     )
     block = Box(offsets, sizes)
-    whole = Box((0,) * len(shape), shape)
+    whole = Box.whole(shape)
     numbers = torch.arange(whole.numel).view(shape)
     max_numel = data.draw(st.integers(1, 30))
     found = list(pieces(block, max_numel))
@@ -40,16 +48,15 @@ def test_pieces_tile_a_block_and_runs_are_its_elements(data):
     ]
     assert tiles(sizes, inside)
     for piece in found:
-        values = cut_out(cut_out(numbers, whole, block), block, piece)
+        values = numbers[slices(block, whole)][slices(piece, block)]
         expected = values.reshape(-1).tolist()
-        assert [
-            n for first, count in runs(shape, piece) for n in range(first, first + count)
-        ] == expected
+        assert [n for elements in element_ranges(shape, piece) for n in elements] == expected
+        assert element_span(shape, piece) == range(expected[0], expected[-1] + 1)
 
 
 def test_a_whole_run_of_elements_is_written_at_once():
     (middle,) = boxes_of_range((4, 3, 2), range(6, 18))
-    assert list(runs((4, 3, 2), middle)) == [(6, 12)]
+    assert list(element_ranges((4, 3, 2), middle)) == [range(6, 18)]
 
 
 # Files of strangers

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD, Adam, Optimizer
 
 from fullshard import fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.testing import Rank, on_ranks, pool
 
 DOORS = {"ours": fully_shard, "torch": torch_fully_shard}
@@ -120,7 +121,7 @@ def full(state: dict[str, Any]) -> dict[str, Any]:
     return {
         key: full(value)
         if isinstance(value, dict)
-        else (value.full_tensor() if isinstance(value, DTensor) else value)
+        else (full_tensor(value) if isinstance(value, DTensor) else value)
         for key, value in state.items()
     }
 
@@ -227,7 +228,7 @@ def test_a_state_dict_taken_while_unsharded_holds_shards(rank: Rank) -> None:
     for other in range(rank.size):
         (reference(batch(0, other)).square().mean() / rank.size).backward()
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+        torch.testing.assert_close(full_tensor(model.get_parameter(name).grad), parameter.grad)
 
 
 @on_ranks(2)

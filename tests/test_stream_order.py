@@ -44,7 +44,7 @@ from fullshard.device import FreedRanges
 from fullshard.layout import CostModel
 from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather
 from fullshard.unit.context import CommContext
-from fullshard.unit.reduce_scatter import InFlightReduceScatter, LaneReduceScatter
+from fullshard.unit.reduce_scatter import InFlightReduceScatter, LaneReduce
 from fullshard.wrap import ModuleWrapPolicy
 from tests.counted import CountedGather, CountedReduce
 from tests.stream_order import StreamOrder, emulated_streams
@@ -916,7 +916,9 @@ def test_nothing_races(name: str) -> None:
 
 NEEDED_WAITS = {
     "CommContext._finish_oldest": "replicas reduced in bfloat16",
-    "CommContext.abort_reduce_scatters": "failure in backward with all reduce hooks on a stream each",
+    "CommContext.abort_reduce_scatters": (
+        "failure in backward with all reduce hooks on a stream each"
+    ),
     "CommContext.all_gathers_follow_compute": "float32",
     "CommContext.finish_reduce_scatters": "reduce in bfloat16",
     "CommContext.wait_until_unused": "float32",
@@ -993,9 +995,9 @@ def test_an_event_that_says_nothing_is_missed(place: str) -> None:
 def sums_dropped_once_they_are_cast() -> Iterator[None]:
     give = InFlightReduceScatter._assign
 
-    def dropping(reduction: InFlightReduceScatter, lane: LaneReduceScatter) -> None:
+    def dropping(reduction: InFlightReduceScatter, lane: LaneReduce) -> None:
         give(reduction, lane)
-        lane.sums = ()
+        lane.sums = []
 
     with patch.object(InFlightReduceScatter, "_assign", dropping):
         yield
@@ -1027,7 +1029,8 @@ def inputs_dropped_once_they_are_sent() -> Iterator[None]:
     def starting(reduction: InFlightReduceScatter) -> None:
         start(reduction)
         for lane in reduction._lanes:
-            lane.ins = []
+            for bucket in lane.buckets:
+                bucket.inp = None
 
     with patch.object(InFlightReduceScatter, "start", starting):
         yield

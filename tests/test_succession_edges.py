@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import SGD, Adam, Optimizer
 
 from fullshard import ShardPlacementResult, fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.testing import Rank, on_ranks
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -75,7 +76,7 @@ def step_sharded(model: nn.Module, optimizer: Optimizer, rank: Rank, step: int) 
 def full(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: full(entry) for key, entry in value.items()}
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return full_tensor(value) if isinstance(value, DTensor) else value
 
 
 def assert_same_weights(model: nn.Module, reference: nn.Module) -> None:

@@ -235,17 +235,17 @@ def test_a_function_without_a_module_level_name_is_refused():
         pool(2).run(lambda rank: None)
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
-def test_ranks_and_where_they_came_from_die_with_their_parent(tmp_path: Path, fresh: bool):
+def test_ranks_and_their_servers_end_with_their_parent(tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(
-        textwrap.dedent(f"""
+        textwrap.dedent("""
             import os, signal
             from fullshard.testing import RankPool
             from tests.test_testing import ancestors
 
             if __name__ == "__main__":
-                for pids in RankPool(2, fresh={fresh}).run(ancestors):
+                pools = RankPool(2), RankPool(1, fresh=True)
+                for pids in (pids for pool in pools for pids in pool.run(ancestors)):
                     print(*pids[:pids.index(os.getpid())], flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
         """)
@@ -257,8 +257,7 @@ def test_ranks_and_where_they_came_from_die_with_their_parent(tmp_path: Path, fr
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     pids = [int(word) for word in finished.stdout.split()]
-    # A forked rank comes from a minder, which comes from a nursery.
-    assert len(pids) == (2 if fresh else 6), finished.stderr
+    assert len(pids) == 5, finished.stderr  # two ranks and their servers, a fresh rank
     assert [pid for pid in pids if not has_ended(pid, within_s=20)] == []
 
 
@@ -281,13 +280,14 @@ def test_the_exit_code_of_a_rank_is_told(own_pool):
         own_pool.run(leave, 7)
 
 
-def test_ranks_are_forked_anew_after_their_nursery_was_killed(own_pool):
-    for _, _, nursery, *_ in own_pool.run(ancestors):
-        os.kill(nursery, signal.SIGKILL)
-        assert has_ended(nursery, within_s=20)
-    assert own_pool.run(sum_of_ranks) == [1.0, 1.0]  # those that live are not concerned
-    with RankPool(2) as another:
-        assert another.run(sum_of_ranks) == [1.0, 1.0]
+def test_a_server_that_was_killed_is_replaced_and_its_ranks_live_on(own_pool):
+    (_, server, *_), _ = own_pool.run(ancestors)
+    os.kill(server, signal.SIGKILL)
+    assert has_ended(server, within_s=20)
+    assert own_pool.run(sum_of_ranks) == [1.0, 1.0]
+    with pytest.raises(RanksFailed, match="rank 0 died with exit code -9"):
+        own_pool.run(leave, 7)  # nobody is left to tell the code
+    assert own_pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
 def test_a_closed_pool_leaves_no_process_behind():
@@ -314,7 +314,7 @@ def test_a_body_gets_its_fixtures(rank: Rank, tmp_path: Path) -> None:
     (tmp_path / str(rank.rank)).write_text("here")
 
 
-def test_a_fake_world_plays_one_rank_of_many():
+def test_a_fake_world_simulates_one_rank_of_many():
     with fake_world(64, rank=3) as rank:
         assert (dist.get_rank(), dist.get_world_size()) == (3, 64)
         model = nn.Linear(8, 128)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.counted import CountedGather, CountedReduce
 
@@ -150,13 +151,13 @@ def test_the_gradient_of_a_tied_weight_is_the_sum_of_its_uses(rank: Rank, shardi
     reference = copy.deepcopy(model)
     shard_parts(rank, model, sharding)
     calls: list[torch.Tensor] = []
-    model.embed.weight.register_hook(lambda grad: calls.append(grad.full_tensor()))
+    model.embed.weight.register_hook(lambda grad: calls.append(full_tensor(grad)))
     model(tokens_of(0, rank.rank)).square().sum().backward()
     for other in range(rank.size):
         (reference(tokens_of(0, other)).square().sum() / rank.size).backward()
-    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), reference.embed.weight.grad)
+    torch.testing.assert_close(full_tensor(model.embed.weight.grad), reference.embed.weight.grad)
     assert len(calls) == 1
-    assert torch.equal(calls[0], model.embed.weight.grad.full_tensor())
+    assert torch.equal(calls[0], full_tensor(model.embed.weight.grad))
 
 
 @on_ranks(2)
@@ -241,7 +242,7 @@ def test_weights_tied_only_after_sharding_train_as_tied(rank: Rank, sharding: st
             (reference(tokens_of(step, other)).square().mean() / rank.size).backward()
         assert model.head.weight is model.embed.weight
         torch.testing.assert_close(
-            model.embed.weight.grad.full_tensor(), reference.embed.weight.grad
+            full_tensor(model.embed.weight.grad), reference.embed.weight.grad
         )
         with torch.no_grad():
             for each in (model, reference):
@@ -252,7 +253,7 @@ def test_weights_tied_only_after_sharding_train_as_tied(rank: Rank, sharding: st
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.parametrize("sharding", ["head_apart", "both_apart", "both_apart_head_first"])

@@ -1,7 +1,9 @@
 """What the engine tells of a step, and what becomes of it."""
 
+import gc
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -16,7 +18,7 @@ from fullshard.errors import LifecycleError
 from fullshard.runtime.describing import unit_facts
 from fullshard.testing import Rank, on_ranks
 from fullshard.trace import Activity, MemorySample, Span, Timeline, Track, observed, record, seam
-from fullshard.trace.recording import Exposure
+from fullshard.trace.recording import Exposure, Recording
 from fullshard.wrap import ModuleWrapPolicy
 
 
@@ -237,6 +239,56 @@ def test_an_exception_in_forward_ends_the_recording_and_the_next_step_is_told_wh
 def test_a_recording_that_goes_on_has_no_timeline_yet():
     with record("cpu") as recording, pytest.raises(LifecycleError, match="found it going on"):
         _ = recording.timeline
+
+
+def test_a_recording_may_be_told_of_something_while_it_notes_something():
+    recording = Recording(torch.device("cpu"))
+
+    class Finalized:
+        """Reports when it is collected, as units do that are freed."""
+
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            recording.hold("finalized", 0)
+
+    def work() -> None:
+        for _ in range(1000):
+            Finalized()
+            recording.begin(Activity.FORWARD, "a")
+            recording.end(Activity.FORWARD, "a")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        thread.start()
+        thread.join(timeout=60)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not thread.is_alive()
+    recording.finish()
+    assert len(doing(recording.timeline, Activity.FORWARD)) == 1000
+
+
+def test_only_observers_that_want_it_are_told_of_the_end_of_a_collective(monkeypatch):
+    collected = []
+    collect_all = torch.futures.collect_all
+    monkeypatch.setattr(
+        torch.futures, "collect_all", lambda f: collected.append(f) or collect_all(f)
+    )
+    future: torch.futures.Future[None] = torch.futures.Future()
+    with observed(Exposure(torch.device("cpu"))):
+        seam.end_after([future], Activity.GATHER, "a")
+        assert collected == []  # no callback that runs Python on the thread of a process group
+        with record("cpu") as recording:
+            seam.begin(Activity.GATHER, "a")
+            seam.end_after([future], Activity.GATHER, "a")
+            assert len(collected) == 1
+            future.set_result(None)
+            seam.end_after([], Activity.GATHER, "a")
+    assert doing(recording.timeline, Activity.GATHER) == ["a"]
 
 
 def test_exposure_counts_waits_and_starts_again_when_it_is_taken():

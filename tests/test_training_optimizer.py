@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel, auto_shard
 from fullshard.errors import ConfigError
-from fullshard.state.sites import sites_of
+from fullshard.state.shards import tensor_shards
 from fullshard.testing import Rank, on_ranks
 from fullshard.training.config import OptimizerSection
 from fullshard.training.optimizing import build_optimizer
@@ -88,7 +88,7 @@ def built(rank: Rank | None, door: str) -> nn.Module:
 
 
 def names_by_decay(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[float, set[str]]:
-    names = {id(site.tensor): site.name for site in sites_of(model)}
+    names = {id(shard.tensor): shard.name for shard in tensor_shards(model)}
     return {
         group["weight_decay"]: {names[id(param)] for param in group["params"]}
         for group in optimizer.param_groups

@@ -22,12 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from fullshard.errors import CheckpointError, ConfigError, UnknownNameError
 from fullshard.layout.split import Box
-from fullshard.state.dcp_format import HeldTensor
-from fullshard.state.opened import Opened, open_checkpoint
-from fullshard.state.pickled import require_bounded
-from fullshard.state.sites import Block
-from fullshard.state.verifying import Problem, verify
-from fullshard.state.writing import Description, LazyTensor, write_checkpoint
+from fullshard.state.checkpoint import TensorSource, write_checkpoint
+from fullshard.state.dcp import require_bounded
+from fullshard.state.shards import LocalPart
+from fullshard.state.store import Problem, StoredCheckpoint, open_checkpoint, verify
 from tests.stored import content, holds, write
 
 KEYS = sorted(content(0))
@@ -85,7 +83,7 @@ def test_a_checkpoint_as_it_was_written_has_no_problem(path: Path) -> None:
 def test_a_flipped_bit_names_the_tensor(path: Path) -> None:
     opened = open_checkpoint(path)
     for key in KEYS:
-        for where, values in opened.blocks(key):
+        for where, values in opened.load_all(key):
             file = opened.entry(key, where).path
             raw = values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             place = file.read_bytes().index(raw)
@@ -218,9 +216,9 @@ def test_progress_ends_with_all_bytes(path: Path) -> None:
 # Reading
 
 
-def held(tensor: torch.Tensor) -> HeldTensor:
-    where = Box((0,) * tensor.dim(), tuple(tensor.shape))
-    return HeldTensor(tensor.shape, tensor.dtype, [Block(where, tensor)])
+def held(tensor: torch.Tensor) -> TensorSource:
+    part = LocalPart(Box.whole(tensor.shape), tensor)
+    return TensorSource.of_parts(tensor.shape, tensor.dtype, [part])
 
 
 @many
@@ -236,18 +234,18 @@ def test_any_block_is_read_from_any_cut(
     ends = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in shape]
     where = Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
     opened = open_checkpoint(path)
-    assert torch.equal(opened.read_block("it", where), tensor[tuple(slice(*end) for end in ends)])
+    assert torch.equal(opened.read("it", where), tensor[tuple(slice(*end) for end in ends)])
     assert torch.equal(opened.read("it"), tensor)
-    assert sum(block.numel() for _, block in opened.blocks("it")) == tensor.numel()
+    assert sum(block.numel() for _, block in opened.load_all("it")) == tensor.numel()
 
 
 def test_only_the_files_that_are_needed_are_read(path: Path) -> None:
     opened = open_checkpoint(path)
     (path / "__0_0.distcp").unlink()
-    found = opened.read_block("model.weight", Box((3, 1), (3, 2)))
+    found = opened.read("model.weight", Box((3, 1), (3, 2)))
     assert torch.equal(found, content(1)["model.weight"][3:, 1:3])
     with pytest.raises(CheckpointError, match="__0_0"):
-        opened.read_block("model.weight", Box((2, 1), (4, 2)))
+        opened.read("model.weight", Box((2, 1), (4, 2)))
 
 
 def test_what_is_not_there_is_said_by_name(path: Path) -> None:
@@ -257,7 +255,7 @@ def test_what_is_not_there_is_said_by_name(path: Path) -> None:
             ask("nothing")
     for where in (Box((0,), (1,)), Box((5, 0), (2, 4)), Box((-1, 0), (2, 4))):
         with pytest.raises(UnknownNameError, match="inside of"):
-            opened.read_block("model.weight", where)
+            opened.read("model.weight", where)
 
 
 def test_what_torch_wrote_is_opened_and_verified(tmp_path: Path) -> None:
@@ -306,12 +304,12 @@ def test_an_unfinished_one_is_not_opened(path: Path, state: str) -> None:
 # Writing
 
 
-def lazy(tensor: torch.Tensor) -> LazyTensor:
+def lazy(tensor: torch.Tensor) -> TensorSource:
     def read(where: Box) -> torch.Tensor:
         ends = zip(where.offsets, where.sizes, strict=True)
         return tensor[tuple(slice(offset, offset + size) for offset, size in ends)]
 
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, read)
+    return TensorSource(tuple(tensor.shape), tensor.dtype, read)
 
 
 def test_all_dtypes_come_back_here_and_in_torch(tmp_path: Path) -> None:
@@ -348,8 +346,8 @@ def test_another_cut_has_the_same_checksums(path: Path) -> None:
     sums = {key: stored.checksum for key, stored in manifest.tensors.items()}
     again = write_checkpoint(
         path.with_name("again"),
-        {key: LazyTensor.of(opened, key) for key in opened.keys},
-        Description.of(manifest),
+        {key: TensorSource.of_stored(opened, key) for key in opened.keys},
+        manifest,
         num_files=5,
         rank_states=[{"extra": {"position": 1}}, {"extra": {"position": 2}}],
         checksums=sums,
@@ -373,7 +371,7 @@ def test_other_content_than_announced_is_not_written(path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.bias"):
         write_checkpoint(
             path,
-            {key: LazyTensor.of(opened, key) for key in opened.keys},
+            {key: TensorSource.of_stored(opened, key) for key in opened.keys},
             checksums={"model.bias": "0" * 16},
         )
     assert os.listdir(path.parent) == ["step_1"]
@@ -389,9 +387,9 @@ def test_tensors_that_are_given_are_left_as_they_are(tmp_path: Path) -> None:
 
 def test_mistakes_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     tensor = torch.zeros(4, 2)
-    gap = HeldTensor((4, 2), tensor.dtype, [Block(Box((0, 0), (3, 2)), tensor[:3])])
-    short = LazyTensor((4, 2), tensor.dtype, lambda where: tensor[:1])
-    half = LazyTensor((4, 2), torch.float16, lambda where: tensor)
+    gap = TensorSource.of_parts((4, 2), tensor.dtype, [LocalPart(Box((0, 0), (3, 2)), tensor[:3])])
+    short = TensorSource((4, 2), tensor.dtype, lambda where: tensor[:1])
+    half = TensorSource((4, 2), torch.float16, lambda where: tensor)
     for wrong, words in [(gap, "cover shape"), (short, "a block of"), (half, "a block of")]:
         with pytest.raises(CheckpointError, match=words):
             write_checkpoint(tmp_path / "it", {"it": wrong})
@@ -407,9 +405,8 @@ from pathlib import Path
 
 import torch
 
-from fullshard.state.opened import open_checkpoint
-from fullshard.state.verifying import verify
-from fullshard.state.writing import LazyTensor, write_checkpoint
+from fullshard.state.checkpoint import TensorSource, write_checkpoint
+from fullshard.state.store import open_checkpoint, verify
 
 
 def peak_bytes():
@@ -420,7 +417,7 @@ def peak_bytes():
 
 def lazy(value):
     read = lambda where: torch.full(where.sizes, float(value))
-    return LazyTensor((num, 2**10), torch.float32, read)
+    return TensorSource((num, 2**10), torch.float32, read)
 
 
 folder, num = Path(sys.argv[1]), 2**11  # 8 MB each
@@ -430,7 +427,7 @@ before = peak_bytes()
 write_checkpoint(folder / "large", {str(i): lazy(i) for i in range(24)}, num_files=2)
 assert verify(folder / "large") == []
 opened = open_checkpoint(folder / "large")
-again = {key: LazyTensor.of(opened, key) for key in opened.keys}
+again = {key: TensorSource.of_stored(opened, key) for key in opened.keys}
 write_checkpoint(folder / "again", again, num_files=3)
 print(peak_bytes() - before)
 """
@@ -445,7 +442,7 @@ def test_memory_holds_a_block_and_not_the_checkpoint(tmp_path: Path) -> None:
 # Strangers
 
 
-class ModuleCall:
+class Call:
     """What unpickles into a call."""
 
     def __init__(self, *call: Any) -> None:
@@ -464,7 +461,7 @@ def test_an_index_that_names_a_call_is_refused_without_running_it(
         call, f"__import__('os').mkdir({str(trace)!r})"
     )
     arguments = (str(trace), "w") if call is open else (argument,)
-    reindexed(path, lambda index: ModuleCall(call, *arguments))
+    reindexed(path, lambda index: Call(call, *arguments))
     with pytest.raises(CheckpointError, match="only the classes of the checkpoint format"):
         open_checkpoint(path)
     assert subjects(verify(path)) == {".metadata"}
@@ -474,9 +471,9 @@ def test_an_index_that_names_a_call_is_refused_without_running_it(
 def test_a_tensor_that_names_a_call_is_refused_without_running_it(path: Path) -> None:
     trace = path.parent / "trace"
     opened = open_checkpoint(path)
-    where = opened.places("model.weight")[0]
+    where = opened.boxes("model.weight")[0]
     entry = opened.entry("model.weight", where)
-    torch.save(ModuleCall(os.mkdir, str(trace)), path / "own.distcp")
+    torch.save(Call(os.mkdir, str(trace)), path / "own.distcp")
     size = (path / "own.distcp").stat().st_size
 
     def elsewhere(index: Metadata) -> None:
@@ -501,7 +498,10 @@ def test_an_index_that_claims_more_than_its_files_allocates_nothing(path: Path) 
 
     reindexed(path, claim)
     opened = open_checkpoint(path)
-    for read in (lambda: opened.read("model.weight"), lambda: list(opened.blocks("model.weight"))):
+    for read in (
+        lambda: opened.read("model.weight"),
+        lambda: list(opened.load_all("model.weight")),
+    ):
         with pytest.raises(CheckpointError, match="4000000000000000 bytes"):
             read()
     (problem,) = verify(path)
@@ -645,7 +645,7 @@ def test_a_manifest_that_leads_out_is_refused(path: Path) -> None:
 
 def test_a_checkpoint_is_opened_by_what_it_holds(path: Path) -> None:
     opened = open_checkpoint(path)
-    assert isinstance(opened, Opened)
+    assert isinstance(opened, StoredCheckpoint)
     assert opened.path == path
     assert "model.weight" in opened
     assert "model" not in opened

@@ -30,6 +30,7 @@ from fullshard.comm.collectives import (
     ShmCollectives,
     collectives_for,
 )
+from fullshard.comm.placement import full_tensor
 from fullshard.comm.shm.handshake import SWITCH, link_of
 from fullshard.comm.shm.memory import regions
 from fullshard.layout import CostModel
@@ -72,7 +73,7 @@ def full_gradient(model: nn.Module, name: str) -> Tensor:
             return grad.clone()
     grad = model.get_parameter(name).grad
     assert isinstance(grad, DTensor)
-    return grad.full_tensor()
+    return full_tensor(grad)
 
 
 def in_place(mesh: DeviceMesh) -> Shard:
@@ -148,7 +149,7 @@ def trained(rank: Rank, shard: Shard, policy: Policy) -> tuple[list[float], dict
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):
             return losses, {n: p.detach().clone() for n, p in model.module.named_parameters()}
-    return losses, {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    return losses, {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("over_gloo", [False, True], ids=["shared_memory", "gloo"])

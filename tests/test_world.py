@@ -1,4 +1,4 @@
-"""A world of 64 ranks, of which this process plays one: shapes, memory and a step that runs."""
+"""A simulated world of 64 ranks: shapes, memory and a step that runs."""
 
 from collections.abc import Iterator
 

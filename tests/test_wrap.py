@@ -14,7 +14,7 @@ from torch import nn
 
 import fullshard.wrap as ours
 from fullshard import ConfigError
-from fullshard.choosing import choose, wrap_chosen
+from fullshard.wrap import choose, wrap_chosen
 
 NAMES = [*theirs.__all__, "_or_policy"]
 
@@ -382,7 +382,7 @@ def test_enable_wrap_ends_also_after_an_error():
 
 def test_enable_wrap_does_not_nest_and_the_outer_one_stays():
     with ours.enable_wrap(wrapper_cls=Wrapped):
-        with pytest.raises(NotImplementedError, match="must not be entered twice"):
+        with pytest.raises(NotImplementedError, match="must not be nested"):
             fail_inside_enable_wrap()
         assert isinstance(ours.wrap(Block()), Wrapped)
 

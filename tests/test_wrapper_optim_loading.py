@@ -17,6 +17,7 @@ from torch.distributed.fsdp import OptimStateKeyType as TorchKeyType
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from fullshard import FullyShardedDataParallel, OptimStateKeyType, fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError, DisagreementError, UnknownNameError
 from fullshard.testing import Rank, on_ranks, pool
 from tests.test_wrapper_optim_state import (
@@ -203,7 +204,7 @@ def test_the_state_of_a_fully_shard_model_loads(rank: Rank) -> None:
     state = get_optimizer_state_dict(source, source_optim)
     expected = get_optimizer_state_dict(source, source_optim)["state"]
     expected = {
-        name: {k: v.full_tensor() if k != "step" else v for k, v in values.items()}
+        name: {k: full_tensor(v) if k != "step" else v for k, v in values.items()}
         for name, values in expected.items()
     }
     for use_orig_params in BOTH:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import DisagreementError, UnknownNameError
 from fullshard.testing import Rank, on_ranks
 from tests.wrapped import OURS, TORCH, Door
@@ -211,7 +212,7 @@ def whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: whole(inner) for key, inner in value.items()}
     if isinstance(value, DTensor):
-        return value.full_tensor()
+        return full_tensor(value)
     if isinstance(value, ShardedTensor):
         empty = torch.empty(0, dtype=value.metadata().tensor_properties.dtype)
         sent = torch.cat([empty, *(shard.tensor.flatten() for shard in value.local_shards())])
@@ -318,10 +319,10 @@ def deprecated(*subjects: str) -> Iterator[None]:
     with quiet(), warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", category=FutureWarning)
         yield
-    found = [str(warning.bucket) for warning in caught]
+    found = [str(warning.message) for warning in caught]
     assert len(found) == len(subjects), found
     for subject, warning in zip(subjects, caught, strict=True):
-        assert subject in str(warning.bucket), found
+        assert subject in str(warning.message), found
         assert warning.category is FutureWarning
         assert "/tests/test_wrapper_optim" in warning.filename, warning.filename
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD
 
 from fullshard import LifecycleError, StateDictType, fully_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.testing import Rank, on_ranks, pool
 from tests.wrapped import OURS, TORCH, Door
 
@@ -498,7 +499,7 @@ def test_state_dicts_go_from_one_door_to_the_other(rank: Rank) -> None:
     result = sharded.load_state_dict(state)
     assert not result.missing_keys
     found = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
+        name: full_tensor(value) if isinstance(value, DTensor) else value
         for name, value in sharded.state_dict().items()
     }
     assert_same(found, whole(2))

@@ -402,7 +402,7 @@ def order_of_a_step(**options: Any) -> str:
     for number, block in enumerate(net.blocks):
         hooks = hooks_of(block)
         assert hooks is not None
-        hooks.units[0].bring(gather=NotedGather(net.log, number))
+        hooks.units[0].comm.customize(all_gather=NotedGather(net.log, number))
     for _ in range(2):  # the first step is what the second goes by
         net.log.clear()
         model(torch.randn(2, WIDTH)).sum().backward()

@@ -47,6 +47,8 @@ __all__ += ["CudaEvent", "cuda_current_stream", "cuda_get_device", "cuda_set_str
 __all__ += ["backend_name", "backend_of", "broadcast_coalesced", "default_store", "devices_of"]
 __all__ += ["finished_work", "is_registered", "lifetime_of", "num_groups", "register_backend"]
 __all__ += ["FakeStore", "create_fake_group", "symmetric_memory", "timeout_of"]
+# Checkpoints
+__all__ += ["StorageInfo"]
 # Collectives
 __all__ += ["AllgatherOptions", "all_gather_coalesced", "all_gather_single", "all_to_all_single"]
 __all__ += ["reduce_scatter_coalesced", "reduce_scatter_single"]
@@ -337,12 +339,15 @@ sharded_tensor_group: Callable[[ShardedTensor], dist.ProcessGroup] = attrgetter(
 
 if TYPE_CHECKING:
     from torch.distributed import _symmetric_memory as symmetric_memory
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.testing._internal.distributed.fake_pg import _create_fake_pg as create_fake_group
 
 _FAKE_BACKEND = "torch.testing._internal.distributed.fake_pg"
 _LOADED_LATE = {
     "symmetric_memory": ("torch.distributed._symmetric_memory", None),
+    # The index of a checkpoint says with these where in which file an entry is.
+    "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "FakeStore": (_FAKE_BACKEND, "FakeStore"),
     "create_fake_group": (_FAKE_BACKEND, "_create_fake_pg"),
 }

@@ -1,4 +1,4 @@
-"""What a user may ask for. Names, fields and meaning are those of `torch.distributed.fsdp`."""
+"""Policies, configurations and enums, with the names and meaning of `torch.distributed.fsdp`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from fullshard._torch import BatchNormBase
 from fullshard.errors import ConfigError
 
 
@@ -22,16 +22,16 @@ from fullshard.errors import ConfigError
 class MixedPrecisionPolicy:
     """The dtypes that a unit computes and reduces in.
 
-    `param_dtype` is the dtype of the full parameters and so of the gather and of the compute;
-    `reduce_dtype` that of the gradient reduction (by default the compute dtype);
-    `output_dtype` casts the floating-point outputs of forward, and `cast_forward_inputs` says
-    whether floating-point inputs are cast to `param_dtype`. The shards, and the gradients that
-    the optimizer sees, keep the dtype that the parameters were made with.
+    `param_dtype` is the dtype of the full parameters, and so of the all-gather and of the compute.
+    `reduce_dtype` is that of the gradient reduction (by default the compute dtype). `output_dtype`
+    casts the floating-point outputs of forward, and `cast_forward_inputs` says whether
+    floating-point inputs are cast to `param_dtype`. The shards, and the gradients that the
+    optimizer sees, keep the original dtype of the parameters.
 
-    `wire_dtype` is the dtype that gradients travel in over the shard axis, by default that of the
-    reduction. A narrower one halves the bytes: gradients are cast to it on their way into a
-    message, and added up in `reduce_dtype` where they arrive. Where they were computed in it,
-    nothing is lost. Torch has no such field.
+    `wire_dtype` is the dtype in which gradients are sent over the shard axis, by default that of
+    the reduction. A narrower one halves the bytes: gradients are cast to it before they are sent,
+    and summed in `reduce_dtype` where they arrive. Gradients that were computed in it lose nothing.
+    Torch has no such field.
     """
 
     param_dtype: torch.dtype | None = None
@@ -51,22 +51,22 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and so the optimizer state live in host memory.
+    """Shards and their gradients, and so the optimizer state, are kept in host memory.
 
-    `pin_memory` makes the copies both ways run beside the compute; pinned memory cannot be
-    swapped or shared, so turn it off where host memory is short.
+    With `pin_memory`, copies in both directions overlap with compute. Pinned memory cannot be
+    swapped or shared, so turn it off if host memory is short.
     """
 
     pin_memory: bool = True
 
 
 def own_offload(given: Any) -> OffloadPolicy:
-    """A policy of ours that says what torch's own object, or one like it, does."""
+    """Convert an offload policy of torch, or an object like it, to one of this package."""
     if isinstance(given, OffloadPolicy):
         return given
     if hasattr(given, "pin_memory"):
         return CPUOffloadPolicy(given.pin_memory)
-    # The policy that keeps shards where they are has no fields to know it by.
+    # A policy without offload has no fields to recognise it by.
     if type(given).__name__ != "OffloadPolicy":
         raise ConfigError(
             f"offload_policy: an OffloadPolicy is expected, found {given!r}; pass "
@@ -79,8 +79,8 @@ def own_offload(given: Any) -> OffloadPolicy:
 class DataParallelMeshDims:
     """Which axes of a full mesh are data parallel, by name.
 
-    For parameters that already are DTensors on one mesh of all axes. Several names are treated
-    as one axis. At least one of `shard` and `replicate` must be given.
+    This is for parameters that already are DTensors on one mesh with all axes. Several names are
+    treated as one axis. At least one of `shard` and `replicate` must be given.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -110,10 +110,10 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What a `shard_placement_fn` returns to give one parameter its own dim and its own mesh.
+    """The result of a `shard_placement_fn` that gives a parameter its own dim and its own mesh.
 
-    `mesh_info` is a DeviceMesh (1D: shard; 2D: replicate, shard), or any object with such a
-    mesh as its attribute `mesh`.
+    `mesh_info` is a DeviceMesh (1D: shard; 2D: replicate, shard), or any object with an attribute
+    `mesh` that is one.
     """
 
     placement: Shard | None
@@ -121,17 +121,17 @@ class ShardPlacementResult:
 
 
 class Comm(ABC):
-    """A collective that the user brings, with the memory that it wants to run in."""
+    """A custom collective, with the memory that it runs in."""
 
     @abstractmethod
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return a buffer for one message."""
+        """Return a buffer for one bucket."""
 
 
 class AllGather(Comm):
-    """Gathers the parameters of a unit: see `FSDPModule.set_custom_all_gather`."""
+    """Gathers the parameters of a unit; see `FSDPModule.set_custom_all_gather`."""
 
     @abstractmethod
     def __call__(
@@ -144,7 +144,7 @@ class AllGather(Comm):
 
 
 class ReduceScatter(Comm):
-    """Reduces the gradients of a unit: see `FSDPModule.set_custom_reduce_scatter`."""
+    """Reduces the gradients of a unit; see `FSDPModule.set_custom_reduce_scatter`."""
 
     @abstractmethod
     def __call__(
@@ -158,10 +158,10 @@ class ReduceScatter(Comm):
 
 
 class ShardingStrategy(Enum):
-    """What a wrapper splits over the ranks, and what it makes whole for how long."""
+    """What a wrapper shards over the ranks, and for how long it keeps parameters unsharded."""
 
     FULL_SHARD = auto()
-    """Parameters, gradients and optimizer state are split; full only while they compute."""
+    """Parameters, gradients and optimizer state are sharded; parameters are full only in use."""
     SHARD_GRAD_OP = auto()
     """As FULL_SHARD, but parameters stay full from forward to backward."""
     NO_SHARD = auto()
@@ -173,10 +173,10 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When backward gathers the unit that it reaches next."""
+    """When backward gathers the unit that comes next."""
 
     BACKWARD_PRE = auto()
-    """Before the current unit computes: most overlap, two units whole at a time."""
+    """Before the current unit computes: most overlap, with two full units at a time."""
     BACKWARD_POST = auto()
     """After the current unit has computed: less overlap, less memory."""
 
@@ -186,12 +186,11 @@ class MixedPrecision:
     """The dtypes that a wrapper computes, reduces and keeps buffers in.
 
     `param_dtype`, `reduce_dtype` and `wire_dtype` are as in `MixedPrecisionPolicy`. `buffer_dtype`
-    is the dtype of floating-point buffers while training; state dicts hold their original one.
-    `keep_low_precision_grads` leaves gradients in the dtype of the compute, or of the reduction
-    where nothing is sharded.
-    `cast_forward_inputs` casts what any wrapper is given, `cast_root_forward_inputs` what the
-    outermost one is. Modules of `_module_classes_to_ignore` compute in full precision, in a unit
-    of their own, where a policy does the wrapping.
+    is the dtype of floating-point buffers during training; state dicts have the original one.
+    `keep_low_precision_grads` leaves gradients in the dtype of the compute, or in that of the
+    reduction if nothing is sharded. `cast_forward_inputs` casts the inputs of every wrapper,
+    `cast_root_forward_inputs` those of the outermost. If a policy does the wrapping, modules of
+    `_module_classes_to_ignore` compute in full precision, in units of their own.
     """
 
     param_dtype: torch.dtype | None = None
@@ -200,7 +199,7 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (BatchNormBase,)
     wire_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -208,7 +207,7 @@ class MixedPrecision:
 
 
 def _require_wire(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> None:
-    """Raise unless gradients can travel as a policy says."""
+    """Raise if gradients cannot be sent in the `wire_dtype` of a policy."""
     wire, reduced = policy.wire_dtype, policy.reduce_dtype or policy.param_dtype
     if wire is None or wire == reduced:
         return
@@ -229,7 +228,7 @@ _Policy = TypeVar("_Policy", MixedPrecisionPolicy, MixedPrecision)
 
 
 def own_precision(kind: type[_Policy], given: Any) -> _Policy:
-    """A policy of ours that says what torch's own object, or one with its fields, does."""
+    """Convert a precision policy of torch, or an object with its fields, to our class."""
     if isinstance(given, kind):
         return given
     names = [field.name for field in fields(kind)]
@@ -245,20 +244,20 @@ def own_precision(kind: type[_Policy], given: Any) -> _Policy:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Whether shards, their gradients and so the optimizer state live in host memory."""
+    """Whether shards and their gradients, and so the optimizer state, are in host memory."""
 
     offload_params: bool = False
 
 
 class StateDictType(Enum):
-    """What `state_dict` and `load_state_dict` of a wrapped model deal in."""
+    """The kinds of `state_dict` and `load_state_dict` of a wrapped model."""
 
     FULL_STATE_DICT = auto()
     """Whole tensors."""
     LOCAL_STATE_DICT = auto()
-    """This rank's slices, as they lie in memory: only for the same wrapping and world."""
+    """This rank's slices as they are in memory, for the same wrapping and world size."""
     SHARDED_STATE_DICT = auto()
-    """Each parameter split along its first dim: for distributed checkpoints."""
+    """Each parameter sharded along its first dim, for distributed checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +324,7 @@ class StateDictSettings:
 
 
 class OptimStateKeyType(Enum):
-    """What parameters are called in an optimizer's state dict: by name, or by number."""
+    """The keys of parameters in an optimizer's state dict: names or numbers."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()

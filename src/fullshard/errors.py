@@ -1,9 +1,9 @@
-"""What can go wrong, as a tree.
+"""The exceptions of this package, as a tree.
 
     FullshardError
     ├── ConfigError (ValueError)            what the caller asked for cannot be done
     │   ├── TopologyError                   meshes, process groups, ranks
-    │   ├── UnknownNameError (KeyError)     a name or key that means nothing here
+    │   ├── UnknownNameError (KeyError)     a name or key that is unknown
     │   └── UnsupportedError (NotImplementedError, AssertionError)
     ├── LifecycleError (RuntimeError)       a call at the wrong time
     │   └── MisuseError (AssertionError)    a sharded module copied, or sharded twice
@@ -11,13 +11,13 @@
     └── CheckpointError (RuntimeError)      what is on disk is not what was asked for
 
 Every message reads: subject, what was expected, what was found, what to do. Each class is also
-an instance of what `torch.distributed.fsdp` raises in the same case, so that `except` clauses
+a subclass of what `torch.distributed.fsdp` raises in the same case, so that `except` clauses
 written for torch keep working.
 """
 
 
 class FullshardError(Exception):
-    """The base of everything that this package raises on purpose."""
+    """The base class of all exceptions that this package raises."""
 
 
 class ConfigError(FullshardError, ValueError):
@@ -29,21 +29,21 @@ class TopologyError(ConfigError, RuntimeError, AssertionError):
 
 
 class UnknownNameError(ConfigError, KeyError):
-    """A name or a key was given that belongs to nothing here."""
+    """A name or a key is unknown."""
 
     __str__ = Exception.__str__  # KeyError's own would quote the sentence
 
 
 class UnsupportedError(ConfigError, NotImplementedError, AssertionError):
-    """What was asked for makes sense, but not for this kind of parameter or machine."""
+    """The request makes sense, but not for this kind of parameter or machine."""
 
 
 class LifecycleError(FullshardError, RuntimeError):
-    """A call came at a time when it has no meaning or would do harm."""
+    """A call came at a time when it means nothing or would do harm."""
 
 
 class MisuseError(LifecycleError, AssertionError):
-    """A module that is sharded already was to be copied or sharded again."""
+    """A module that is already sharded was copied or sharded again."""
 
 
 class DisagreementError(FullshardError, RuntimeError):

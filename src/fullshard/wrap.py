@@ -1,24 +1,25 @@
-"""Policies that say which modules become units, and `wrap` to say it where a module is made.
+"""Which modules become units: policies, `wrap` for while a model is built, and choosing.
 
 Names, arguments, defaults and meaning are those of `torch.distributed.fsdp.wrap`. A policy is one
 of two kinds:
 
-- a function `(module, recurse, nonwrapped_numel) -> bool`, asked twice per module on the way
-  through the tree: with `recurse=True` whether to look at the children, and after them with
-  `recurse=False` whether to take the module, given the number of elements below it that no module
+- a function `(module, recurse, nonwrapped_numel) -> bool`, called twice per module on the way
+  through the tree: with `recurse=True`, whether to visit the children, and after them with
+  `recurse=False`, whether to take the module, given the number of elements below it that no module
   inside it has taken. Further arguments are bound with `functools.partial`.
-- a `Policy` object, asked once about the whole model. It may also give modules their own options.
+- a `Policy` object, called once for the whole model. It may also give modules their own options.
 
-`choosing.choose` runs either kind.
+`choose` runs either kind, and `RepeatedBlocks` is the policy for when none is given.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -39,7 +40,7 @@ __all__ = [
 
 
 class Policy(ABC):
-    """A policy that is asked once about a whole model."""
+    """A policy that is called once for a whole model."""
 
     @abstractmethod
     def _run_policy(
@@ -48,10 +49,10 @@ class Policy(ABC):
         ignored_modules: set[nn.Module],
         root_kwargs: dict[str, Any],
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The modules to take, each with its options: the root's, changed where it wants others."""
+        """Return the modules to take, each with its options: those of the root, or changed ones."""
 
     def why(self, module: nn.Module) -> str:
-        """Why this policy has taken a module, for people to read."""
+        """Say why this policy took a module, for people to read."""
         return f"chosen by {type(self).__name__}"
 
 
@@ -62,7 +63,7 @@ _Policy = Policy
 class ModuleWrapPolicy(Policy):
     """Takes every module that is an instance of one of the classes, with the root's options.
 
-    It is also a policy of the other kind, a function.
+    It is also callable, as a policy of the other kind.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -92,10 +93,10 @@ class ModuleWrapPolicy(Policy):
 
 
 class CustomPolicy(Policy):
-    """Takes the modules that a function of yours says, with the options that it gives.
+    """Takes the modules that your function selects, with the options that it returns.
 
-    `lambda_fn(module)` returns False or an empty dict to leave the module alone, True to take it
-    with the root's options, or a dict of options that win over the root's.
+    `lambda_fn(module)` returns False or an empty dict to skip the module, True to take it with the
+    root's options, or a dict of options that override the root's.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
@@ -167,11 +168,11 @@ def size_based_auto_wrap_policy(
     """Take a module once `min_num_params` elements inside it are not taken yet.
 
     Args:
-        module: The module that is asked about.
-        recurse: Whether the question is to look at its children or to take it.
-        nonwrapped_numel: How many elements below it no other module has taken.
-        min_num_params: From how many elements on a module is taken.
-        force_leaf_modules: Classes whose children are not looked at. By default the attribute
+        module: The module in question.
+        recurse: Whether the question is to visit its children or to take it.
+        nonwrapped_numel: The number of elements below it that no other module has taken.
+        min_num_params: The least number of elements of a module that is taken.
+        force_leaf_modules: Classes whose children are not visited. By default the attribute
             FORCE_LEAF_MODULES of this function.
         exclude_wrap_modules: Classes that are not taken themselves. By default the attribute
             EXCLUDE_WRAP_MODULES of this function.
@@ -185,7 +186,7 @@ def size_based_auto_wrap_policy(
     return nonwrapped_numel >= min_num_params and not isinstance(module, classes)
 
 
-# Its parameters are read by functions that never run the modules inside it.
+# Functions read its parameters without running the modules inside it.
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
 # They have no forward.
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
@@ -197,7 +198,7 @@ def _or_policy(
     nonwrapped_numel: int,
     policies: Iterable[Callable[..., bool]],
 ) -> bool:
-    """Say yes where one of several functions does."""
+    """Take what any of several functions takes."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies
@@ -206,7 +207,7 @@ def _or_policy(
 
 @dataclass(frozen=True, slots=True)
 class _Wrapping:
-    """What `wrap` does inside of an `enable_wrap`."""
+    """What `wrap` does inside an `enable_wrap`."""
 
     wrapper_cls: Callable[..., nn.Module]
     options: dict[str, Any]
@@ -231,8 +232,8 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
         )
     if _wrapping.get() is not None:
         raise UnsupportedError(
-            "enable_wrap: it must not be entered twice, found another one around it; end that one "
-            "first, or pass the options that differ to wrap()."
+            "enable_wrap: blocks must not be nested, found one around this; end that one first, or "
+            "pass the options that differ to wrap()."
         )
     token = _wrapping.set(_Wrapping(wrapper_cls, wrapper_kwargs))
     try:
@@ -242,9 +243,9 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap a module as the `enable_wrap` around this call says; outside of one, return it as it is.
+    """Wrap a module as the enclosing `enable_wrap` says; outside one, return it unchanged.
 
-    Options given here win over those of `enable_wrap`.
+    Options given here override those of `enable_wrap`.
     """
     wrapping = _wrapping.get()
     if wrapping is None:
@@ -267,3 +268,376 @@ def _checked_classes(subject: str, classes: Any) -> tuple[type, ...]:
                 "modules or names: for example {type(module)}."
             )
     return checked
+
+
+# Choosing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """A module that is to become a unit.
+
+    `params` are the parameters that the unit would own, with their names in the model: those below
+    the module that no unit inside it owns. A parameter that several units use belongs to the
+    innermost unit around all of them. `overrides` are the options that the policy has for this
+    module alone.
+    """
+
+    name: str
+    module: nn.Module
+    params: tuple[tuple[str, nn.Parameter], ...]
+    overrides: Mapping[str, Any]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """The units that a policy makes of a model, children before parents, and the model itself."""
+
+    units: tuple[Chosen, ...]
+    root: Chosen
+
+    def __iter__(self) -> Iterator[Chosen]:
+        yield from self.units
+        yield self.root
+
+
+def choose(
+    model: nn.Module,
+    policy: Any,
+    *,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+    options: Mapping[str, Any] | None = None,
+    needs_forward: bool = False,
+) -> Choice:
+    """Return the modules that a policy of either kind chooses. Changes nothing.
+
+    They are the modules that torch's automatic wrapping would wrap. A module that is used in
+    several places is chosen once.
+
+    Args:
+        model: Always chosen, as the root, whatever the policy says.
+        policy: A function or a policy object, also one of torch's own.
+        ignored_modules: Not chosen, nor anything inside them; no unit owns their parameters.
+        ignored_params: Parameters that no unit owns, and that do not count.
+        options: The options of every unit, which a policy object may look at.
+        needs_forward: Skip modules without a forward: nothing would gather their parameters.
+    """
+    ignored = {inner for module in ignored_modules for inner in module.modules()}
+    left_out = {*ignored_params, *(p for module in ignored for p in module.parameters())}
+    if isinstance(policy, type) or not (callable(policy) or _is_policy_object(policy)):
+        raise ConfigError(
+            "policy: a function (module, recurse, nonwrapped_numel) -> bool or a policy object is "
+            f"expected, found {policy!r}; pass for example ModuleWrapPolicy({{Block}})."
+        )
+    if _is_policy_object(policy):
+        found = _run_object(model, policy, ignored, dict(options or {}))
+    else:
+        found = _run_function(model, policy, ignored, left_out)
+    if needs_forward:
+        found = [each for each in found if each.module is model or has_forward(each.module)]
+    params = _own_params(model, {model, *(each.module for each in found)}, left_out)
+    found = [replace(each, params=tuple(params.get(each.module, ()))) for each in found]
+    units = tuple(each for each in found if each.module is not model)
+    # A policy object may have options for the model itself.
+    overrides = next((each.overrides for each in found if each.module is model), {})
+    why = "the model itself: what no other unit has" if units else "the whole model is one unit"
+    return Choice(units, Chosen("", model, tuple(params.get(model, ())), overrides, why))
+
+
+def wrap_chosen(
+    model: nn.Module,
+    units: Sequence[Chosen],
+    wrapper_cls: Callable[..., nn.Module],
+    **options: Any,
+) -> None:
+    """Replace the chosen modules by `wrapper_cls(module, **options)`, wherever they are used."""
+    if isinstance(wrapper_cls, type):
+        for name, module in model.named_modules():
+            if isinstance(module, wrapper_cls):
+                raise ConfigError(
+                    f"{name or type(module).__name__}: modules that are not wrapped yet are "
+                    f"expected, found a {wrapper_cls.__name__}; wrap either by hand or by a policy."
+                )
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, name))
+    for unit in units:
+        wrapped = wrapper_cls(unit.module, **{**options, **unit.overrides})
+        for parent, name in places[unit.module]:
+            setattr(parent, name, wrapped)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called. A ModuleList, for example, cannot."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def name_of(policy: Any) -> str:
+    """The name of a policy in messages."""
+    while isinstance(policy, functools.partial):
+        policy = policy.func
+    return str(getattr(policy, "__name__", type(policy).__name__))
+
+
+def _is_policy_object(policy: Any) -> bool:
+    """Whether a policy is called for a whole model: ours, torch's, or any with that method."""
+    return not isinstance(policy, type) and callable(getattr(policy, "_run_policy", None))
+
+
+def _run_object(
+    model: nn.Module, policy: Any, ignored: set[nn.Module], options: dict[str, Any]
+) -> list[Chosen]:
+    taken = policy._run_policy(model, ignored, dict(options))  # a policy may write to its copy
+    subject = f"{name_of(policy)}._run_policy"
+    if not isinstance(taken, Mapping):
+        raise ConfigError(
+            f"{subject}: a dict from modules to their options is expected, found {taken!r}; "
+            "return {} to choose nothing."
+        )
+    found = []
+    for name, module in _post_order(model):
+        if module not in taken:
+            continue
+        wanted = taken[module]
+        if not isinstance(wanted, Mapping):
+            raise ConfigError(
+                f"{subject}: a dict of options per module is expected, found {wanted!r} for "
+                f"{name or type(module).__name__}; return root_kwargs for the options of the root."
+            )
+        overrides = {
+            key: value
+            for key, value in wanted.items()
+            if key not in options or options[key] is not value
+        }
+        why = policy.why(module) if isinstance(policy, Policy) else f"chosen by {name_of(policy)}"
+        found.append(Chosen(name, module, (), overrides, why))
+    return found
+
+
+def _run_function(
+    model: nn.Module,
+    policy: Callable[..., bool],
+    ignored: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+) -> list[Chosen]:
+    names = {module: name for name, module in model.named_modules()}
+    found: list[Chosen] = []
+    taken_numels: dict[nn.Module, int] = {}
+
+    def ask(module: nn.Module, recurse: bool, numel: int) -> bool:
+        answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
+        if not isinstance(answer, bool):
+            raise ConfigError(
+                f"{names[module] or type(module).__name__}: the policy {name_of(policy)} must "
+                f"return True or False, found {answer!r}; return a bool."
+            )
+        return answer
+
+    def visit(module: nn.Module) -> int:
+        """The number of elements below the module that are taken, with those of itself."""
+        if module in taken_numels:
+            return taken_numels[module]
+        taken_numels[module] = 0
+        numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
+        if not ask(module, True, numel):
+            return 0
+        taken_numel = sum(visit(child) for child in module.children() if child not in ignored)
+        left = numel - taken_numel
+        if module is not model and ask(module, False, left):
+            why = f"chosen by {name_of(policy)}, {left:,} elements left"
+            found.append(Chosen(names[module], module, (), {}, why))
+            taken_numel = numel
+        taken_numels[module] = taken_numel
+        return taken_numel
+
+    visit(model)
+    return found
+
+
+def _own_params(
+    model: nn.Module, chosen: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
+    """Each parameter at the innermost unit around all modules that use it."""
+    around: dict[nn.Module, tuple[nn.Module, ...]] = {}
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    names: dict[nn.Parameter, str] = {}
+
+    def walk(path: str, module: nn.Module, units: tuple[nn.Module, ...]) -> None:
+        if module in around:
+            return
+        around[module] = units = (*units, module) if module in chosen else units
+        for name, param in module._parameters.items():
+            if param is not None and param not in ignored_params:
+                users.setdefault(param, []).append(module)
+                names.setdefault(param, path + name)
+        for name, child in module.named_children():
+            walk(f"{path}{name}.", child, units)
+
+    walk("", model, ())
+    owned: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
+    for param, modules in users.items():
+        owner = model
+        for level in zip(*(around[module] for module in modules), strict=False):
+            if any(unit is not level[0] for unit in level):
+                break
+            owner = level[0]
+        owned.setdefault(owner, []).append((names[param], param))
+    return owned
+
+
+def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, each once, children before parents."""
+    seen: set[nn.Module] = {model}
+
+    def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in module.named_children():
+            if child not in seen:
+                seen.add(child)
+                yield from walk(f"{path}.{name}" if path else name, child)
+        yield path, module
+
+    yield from walk("", model)
+
+
+# Repeated blocks: the units of a model for which no policy is given.
+#
+# A family is the modules of one class side by side in the containers of one module. Families are
+# looked for from the root inwards, and not inside a family: the experts of a block are part of the
+# block, which is also the only safe choice, since ranks may run different experts. Families of one
+# class anywhere in the model are one: the layers of an encoder and of a decoder, or the blocks of
+# all stages of a ResNet.
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# A family with a smaller share of the model's elements gains nothing from units of its own.
+_LEAST_SHARE = 0.02
+# Single layers (a list of norms, a classifier) are units only if the model is made of them.
+_LEAST_SHARE_OF_LAYERS = 0.2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """The modules of one class that a model repeats, and their share of its elements."""
+
+    members: tuple[nn.Module, ...]
+    share: float
+
+    @property
+    def is_worthwhile(self) -> bool:
+        is_composite = any(_is_composite(member) for member in self.members)
+        return self.share >= (_LEAST_SHARE if is_composite else _LEAST_SHARE_OF_LAYERS)
+
+    def __str__(self) -> str:
+        name = type(self.members[0]).__name__
+        return f"{len(self.members)} {name} with {self.share:.0%} of the model"
+
+
+class RepeatedBlocks(Policy):
+    """Takes the blocks that a model repeats. Made for one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._families = {
+            member: family for family in repeated_blocks(model) for member in family.members
+        }
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]:
+        return {each: dict(root_kwargs) for each in self._families if each not in ignored_modules}
+
+    def why(self, module: nn.Module) -> str:
+        return f"one of {self._families[module]}"
+
+
+def repeated_blocks(model: nn.Module) -> tuple[Family, ...]:
+    """The families of a model that are worth units of their own, the largest first."""
+    model_numel = _numel([model])
+    found = [
+        Family(tuple(members), _numel(members) / model_numel)
+        for members in _by_class(_members(model)).values()
+    ]
+    worthwhile = [family for family in found if family.is_worthwhile]
+    return tuple(sorted(worthwhile, key=lambda family: -family.share))
+
+
+def _members(model: nn.Module) -> list[nn.Module]:
+    """The members of all outermost families, in the order of the model."""
+    members: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        siblings = [each for each in _siblings(module) if each not in seen]
+        families = _families(siblings)
+        members.extend(member for family in families for member in _blocks(family))
+        seen.update(member for family in families for member in family)
+        for child in module.children():
+            if not isinstance(child, _CONTAINERS):
+                walk(child)
+        for sibling in siblings:
+            walk(sibling)
+
+    walk(model)
+    return members
+
+
+def _siblings(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in the containers of a module, and in lists inside them."""
+    containers = [module] if isinstance(module, _CONTAINERS) else module.children()
+    for container in containers:
+        if isinstance(container, _CONTAINERS):
+            for child in container.children():
+                if isinstance(child, _CONTAINERS) and not has_forward(child):
+                    yield from _siblings(child)
+                else:
+                    yield child
+
+
+def _blocks(family: list[nn.Module]) -> list[nn.Module]:
+    """The family, or the blocks inside if it consists of unequal stages.
+
+    The last stage of a convolutional network often has most of its parameters, and a unit of that
+    size would save no memory. Only blocks in a Sequential are taken: all ranks run all of it.
+    """
+    numel = _numel(family)
+    if 2 * max(_numel([member]) for member in family) <= numel:
+        return family
+    sequentials = [
+        each
+        for member in family
+        for each in ([member] if isinstance(member, nn.Sequential) else member.children())
+        if isinstance(each, nn.Sequential)
+    ]
+    inside = [each for sequential in sequentials for each in _siblings(sequential)]
+    composite = [each for each in inside if _is_composite(each)]
+    blocks = [block for inner in _families(composite) for block in _blocks(inner)]
+    return blocks if 2 * _numel(blocks) > numel else family
+
+
+def _families(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    able = [each for each in modules if has_forward(each) and any(True for _ in each.parameters())]
+    return [members for members in _by_class(able).values() if len(members) > 1]
+
+
+def _by_class(modules: Iterable[nn.Module]) -> dict[type, list[nn.Module]]:
+    grouped: dict[type, list[nn.Module]] = {}
+    for module in dict.fromkeys(modules):
+        grouped.setdefault(type(module), []).append(module)
+    return grouped
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _numel(modules: Iterable[nn.Module]) -> int:
+    params = {param for module in modules for param in module.parameters()}
+    return sum(param.numel() for param in params)

@@ -32,9 +32,8 @@ from fullshard.cli.screen import (
 from fullshard.cli.training import train
 from fullshard.errors import CheckpointError
 from fullshard.plan.memory import readable
-from fullshard.state.folder import located
-from fullshard.state.opened import open_checkpoint
-from fullshard.state.verifying import verify as find_problems
+from fullshard.state.store import located, open_checkpoint
+from fullshard.state.store import verify as find_problems
 
 _CHECKPOINT = click.Path(path_type=Path)
 _DTYPES = ("float64", "float32", "bfloat16", "float16")

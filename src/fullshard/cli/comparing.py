@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from fullshard.cli.screen import counted
-from fullshard.state.checksum import as_text, checksum, joined
-from fullshard.state.inventory import MODEL
-from fullshard.state.opened import Opened
+from fullshard.state.dcp import MODEL
+from fullshard.state.store import StoredCheckpoint, as_text, checksum, joined
 
 # Differences are taken in float64: a few times this much memory, whatever the size of a block.
 _PIECE_NUMEL = 2**20
@@ -44,7 +43,11 @@ class _Distance:
 
 
 def compare(
-    first: Opened, second: Opened, *, with_values: bool, progress: Callable[[int, int], None]
+    first: StoredCheckpoint,
+    second: StoredCheckpoint,
+    *,
+    with_values: bool,
+    progress: Callable[[int, int], None],
 ) -> Comparison:
     """Compare tensors in the order of the first checkpoint, then what optimizers keep beside."""
     of_first, of_second = _Keys(first), _Keys(second)
@@ -69,7 +72,7 @@ def compare(
 class _Keys:
     """Which tensor a key means. A tied one is stored under one of its names, and has them all."""
 
-    def __init__(self, checkpoint: Opened) -> None:
+    def __init__(self, checkpoint: StoredCheckpoint) -> None:
         self._meant = {key: key for key in checkpoint.keys}
         aliases = {} if checkpoint.manifest is None else checkpoint.manifest.aliases
         for name, stored in aliases.items():
@@ -84,7 +87,7 @@ class _Keys:
 class _Tensor:
     """A tensor of one of the two checkpoints."""
 
-    checkpoint: Opened
+    checkpoint: StoredCheckpoint
     key: str
 
     @property
@@ -101,8 +104,8 @@ class _Tensor:
         if manifest is not None and self.key in manifest.tensors:
             return manifest.tensors[self.key].checksum
         self.checkpoint.require_tiled(self.key)
-        blocks = self.checkpoint.blocks(self.key)
-        return as_text(joined(checksum(self.shape, where, values) for where, values in blocks))
+        blocks = self.checkpoint.load_all(self.key)
+        return as_text(joined(checksum(self.shape, box, values) for box, values in blocks))
 
 
 def _difference(one: _Tensor, other: _Tensor, with_values: bool) -> str:
@@ -124,8 +127,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _distance_in_words(one: _Tensor, other: _Tensor) -> str:
     distance = _Distance()
-    for where, values in one.checkpoint.blocks(one.key):
-        _measure(distance, values, other.checkpoint.read_block(other.key, where))
+    for box, values in one.checkpoint.load_all(one.key):
+        _measure(distance, values, other.checkpoint.read(other.key, box))
     if not distance.num_different:
         return "equal values in other bits"
     return (
@@ -153,7 +156,7 @@ def _widened(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
-def _optimizer_differences(first: Opened, second: Opened) -> list[Difference]:
+def _optimizer_differences(first: StoredCheckpoint, second: StoredCheckpoint) -> list[Difference]:
     """Of what an optimizer keeps beside tensors; only manifests have it."""
     if first.manifest is None or second.manifest is None:
         return []

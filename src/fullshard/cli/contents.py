@@ -10,10 +10,8 @@ from typing import Any
 
 from fullshard.cli.screen import counted
 from fullshard.plan.memory import readable
-from fullshard.state.dcp_format import read_index
-from fullshard.state.inventory import MODEL, OPTIMIZER
-from fullshard.state.manifest import INDEX, MANIFEST, Manifest
-from fullshard.state.opened import Opened, open_checkpoint
+from fullshard.state.dcp import MODEL, OPTIMIZER
+from fullshard.state.store import MANIFEST, Manifest, StoredCheckpoint, open_checkpoint
 
 _NUM_SHOWN = 5
 
@@ -103,7 +101,7 @@ def contents_of(path: Path) -> Contents:
     return Contents(path, opened.manifest, tensors, tuple(opened.object_keys), _files(opened))
 
 
-def _line(opened: Opened, key: str) -> TensorLine:
+def _line(opened: StoredCheckpoint, key: str) -> TensorLine:
     shape, dtype = opened.shape(key), opened.dtype(key)
     stored = None if opened.manifest is None else opened.manifest.tensors.get(key)
     return TensorLine(
@@ -111,18 +109,17 @@ def _line(opened: Opened, key: str) -> TensorLine:
         shape=shape,
         dtype=str(dtype).removeprefix("torch."),
         num_bytes=prod(shape) * dtype.itemsize,
-        num_blocks=len(opened.places(key)),
+        num_blocks=len(opened.boxes(key)),
         checksum=None if stored is None else stored.checksum,
     )
 
 
-def _files(opened: Opened) -> dict[str, int]:
+def _files(opened: StoredCheckpoint) -> dict[str, int]:
     """Those that the checkpoint consists of; others that lie beside them are not its own."""
     if opened.manifest is not None:
         names = {MANIFEST, *opened.manifest.files}
     else:
-        entries = read_index(opened.path).storage_data
-        names = {INDEX, *(entry.relative_path for entry in entries.values())}
+        names = opened.file_names
     return {name: (opened.path / name).stat().st_size for name in sorted(names)}
 
 

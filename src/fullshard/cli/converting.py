@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
-from fullshard.layout.split import Box
+from fullshard.layout.split import Box, slices
 from fullshard.runtime.names import clean_name
-from fullshard.state.extras import rank_file, unpacked
-from fullshard.state.inventory import MODEL
-from fullshard.state.opened import Opened, open_checkpoint
-from fullshard.state.safetensors_format import INDEX_SUFFIX, TensorFile, cut_out, open_tensors
-from fullshard.state.writing import Description, LazyTensor, write_checkpoint
+from fullshard.state.checkpoint import TensorSource, new_manifest, write_checkpoint
+from fullshard.state.dcp import MODEL
+from fullshard.state.safetensors import INDEX_SUFFIX, TensorFile, open_tensors
+from fullshard.state.store import open_checkpoint
 
 Report = Callable[[int, int], None]
 
@@ -34,28 +33,17 @@ def reshard(path: Path, out: Path, num_files: int, *, tensors_only: bool, progre
             f"({_listed(opened.object_keys)}); leave them out with --tensors-only."
         )
     manifest = opened.manifest
-    tensors = {key: LazyTensor.of(opened, key) for key in opened.keys}
+    tensors = {key: TensorSource.of_stored(opened, key) for key in opened.keys}
     write_checkpoint(
         out,
         _reported(tensors, progress),
-        None if manifest is None else Description.of(manifest),
+        manifest,
         num_files=num_files,
-        rank_states=_rank_states(opened),
+        rank_states=[opened.rank_state(r) for r in range(manifest.num_ranks if manifest else 0)],
         checksums=None
         if manifest is None
         else {key: stored.checksum for key, stored in manifest.tensors.items()},
     )
-
-
-def _rank_states(opened: Opened) -> list[dict[str, Any]]:
-    """What each rank of the run had saved for itself."""
-    manifest = opened.manifest
-    if manifest is None:
-        return []
-    found = [
-        unpacked(opened.path / rank_file(rank), manifest.id) for rank in range(manifest.num_ranks)
-    ]
-    return [{name: value for name, value in state.items() if name != "id"} for state in found]
 
 
 def import_weights(
@@ -71,21 +59,21 @@ def import_weights(
     write_checkpoint(
         out,
         _reported({MODEL + name: tensor for name, tensor in tensors.items()}, progress),
-        Description(aliases=aliases, selection="model only"),
+        replace(new_manifest(), aliases=aliases, selection="model only"),
         num_files=num_files,
     )
 
 
-def _reported(tensors: Mapping[str, LazyTensor], progress: Report) -> dict[str, LazyTensor]:
+def _reported(tensors: Mapping[str, TensorSource], progress: Report) -> dict[str, TensorSource]:
     """The same tensors; `progress` hears how many bytes of them were read."""
     total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     num_done = 0
 
-    def reading(tensor: LazyTensor) -> LazyTensor:
-        def read(where: Box) -> torch.Tensor:
+    def reading(tensor: TensorSource) -> TensorSource:
+        def read(box: Box) -> torch.Tensor:
             nonlocal num_done
-            values = tensor.read(where)
-            num_done += where.numel * tensor.dtype.itemsize
+            values = tensor.read(box)
+            num_done += box.numel * tensor.dtype.itemsize
             progress(num_done, total)
             return values
 
@@ -97,13 +85,13 @@ def _reported(tensors: Mapping[str, LazyTensor], progress: Report) -> dict[str, 
 # Safetensors
 
 
-def _of_safetensors(path: Path) -> dict[str, LazyTensor]:
+def _of_safetensors(path: Path) -> dict[str, TensorSource]:
     files = open_tensors(path)
     _require_distinct(path, list(files))
     return {clean_name(name): _of_file(path, file, name) for name, file in files.items()}
 
 
-def _of_file(path: Path, file: TensorFile, name: str) -> LazyTensor:
+def _of_file(path: Path, file: TensorFile, name: str) -> TensorSource:
     entry, dtype = file.entries[name], file.dtype(name)
     if dtype is None:
         raise UnsupportedError(
@@ -111,18 +99,19 @@ def _of_file(path: Path, file: TensorFile, name: str) -> LazyTensor:
             "with the program that wrote it."
         )
 
-    def read(where: Box) -> torch.Tensor:
-        values = file.view(name, where).clone(memory_format=torch.contiguous_format)
-        file.forget(name, where)
+    def read(box: Box) -> torch.Tensor:
+        values = torch.empty(box.sizes, dtype=dtype)
+        for piece, part in file.views(name, box):
+            values[slices(piece, box)] = part
         return values
 
-    return LazyTensor(entry.shape, dtype, read)
+    return TensorSource(entry.shape, dtype, read)
 
 
 # State dicts
 
 
-def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, TensorSource], dict[str, str]]:
     """The tensors of a state dict; tied ones once, and the names that they have beside it."""
     state = _loaded(path)
     if key is not None:
@@ -142,7 +131,7 @@ def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, LazyTensor], 
             "under which key the model is, or save its state dict alone."
         )
     _require_distinct(path, list(state))
-    found: dict[str, LazyTensor] = {}
+    found: dict[str, TensorSource] = {}
     aliases: dict[str, str] = {}
     known: dict[tuple[Any, ...], str] = {}
     for full_name, values in state.items():
@@ -190,14 +179,13 @@ def _memory(name: str, values: torch.Tensor) -> tuple[Any, ...]:
     return values.data_ptr(), values.dtype, values.shape, values.stride()
 
 
-def _of_memory(values: torch.Tensor) -> LazyTensor:
+def _of_memory(values: torch.Tensor) -> TensorSource:
     shape = tuple(values.shape)
-    whole = Box((0,) * len(shape), shape)
 
-    def read(where: Box) -> torch.Tensor:
-        return cut_out(values, whole, where).clone(memory_format=torch.contiguous_format)
+    def read(box: Box) -> torch.Tensor:
+        return values[slices(box, Box.whole(shape))]
 
-    return LazyTensor(shape, values.dtype, read)
+    return TensorSource(shape, values.dtype, read)
 
 
 def _require_distinct(path: Path, names: list[str]) -> None:

@@ -9,13 +9,18 @@ from pathlib import Path
 
 import torch
 
-from fullshard.errors import CheckpointError, ConfigError
-from fullshard.state.dcp_format import read_index
-from fullshard.state.folder import discard, staging_folder
-from fullshard.state.inventory import MODEL
-from fullshard.state.opened import Opened, open_checkpoint
-from fullshard.state.safetensors_files import FilePlan, FileWriter, complete, install, plan_files
-from fullshard.state.safetensors_format import Described
+from fullshard.errors import CheckpointError
+from fullshard.state.dcp import MODEL
+from fullshard.state.safetensors import (
+    ExportedTensor,
+    FilePlan,
+    FileWriter,
+    exported_dtype,
+    install,
+    plan_files,
+    require_export,
+)
+from fullshard.state.store import StoredCheckpoint, discard, open_checkpoint, staging_folder
 
 _MODEL_PART = MODEL.removesuffix(".")
 
@@ -33,11 +38,7 @@ def export(
     path: Path, out: Path, asked: Export, *, progress: Callable[[int, int], None]
 ) -> list[FilePlan]:
     """Write the folder `out`, which appears when all its files are whole."""
-    if out.suffix == ".safetensors" or out.is_file():
-        raise ConfigError(
-            f"{out}: a folder is expected, found the name of a file; give its folder: the file in "
-            "it is called model.safetensors."
-        )
+    require_export(out, asked.dtype, asked.max_bytes)
     opened = open_checkpoint(path)
     prefix = _model_prefix(opened) if asked.prefix is None else asked.prefix
     keys = {key.removeprefix(prefix): key for key in opened.keys if key.startswith(prefix)}
@@ -62,31 +63,28 @@ def export(
                 writer.finish()
             finally:
                 writer.close()
-        complete(staging, plans)
-        install(staging, out)
+        install(staging, out, plans)
     except BaseException:
         discard(staging)
         raise
     return plans
 
 
-def _described(opened: Opened, name: str, key: str, dtype: torch.dtype | None) -> Described:
+def _described(
+    opened: StoredCheckpoint, name: str, key: str, dtype: torch.dtype | None
+) -> ExportedTensor:
     opened.require_tiled(key)
-    return Described(name, _target(opened.dtype(key), dtype), opened.shape(key))
-
-
-def _target(kept: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    return asked if asked is not None and kept.is_floating_point else kept
+    return ExportedTensor(name, exported_dtype(opened.dtype(key), dtype), opened.shape(key))
 
 
 def _write(
-    writer: FileWriter, opened: Opened, name: str, key: str, dtype: torch.dtype | None
+    writer: FileWriter, opened: StoredCheckpoint, name: str, key: str, dtype: torch.dtype | None
 ) -> None:
-    for where, values in opened.blocks(key):
-        writer.write(name, where, values.to(_target(values.dtype, dtype)).contiguous())
+    for box, values in opened.load_all(key):
+        writer.write(name, box, values.to(exported_dtype(values.dtype, dtype)).contiguous())
 
 
-def _model_prefix(opened: Opened) -> str:
+def _model_prefix(opened: StoredCheckpoint) -> str:
     """What the keys of the model begin with.
 
     Of checkpoints that torch wrote, the index says how its dicts were nested: a dot in a key may
@@ -94,9 +92,7 @@ def _model_prefix(opened: Opened) -> str:
     """
     if opened.manifest is not None:
         return MODEL
-    paths = read_index(opened.path).planner_data
-    nested = paths if isinstance(paths, dict) else {}
-    levels = [nested.get(key) for key in opened.keys]
+    levels = [opened.nesting.get(key) for key in opened.keys]
     if any(isinstance(p, tuple) and len(p) > 1 and p[0] == _MODEL_PART for p in levels):
         return MODEL
     if all(isinstance(path, tuple) and len(path) == 1 for path in levels):
@@ -107,6 +103,6 @@ def _model_prefix(opened: Opened) -> str:
     )
 
 
-def _some(opened: Opened) -> str:
+def _some(opened: StoredCheckpoint) -> str:
     keys = opened.keys[:3]
     return ", ".join(keys) + (", ..." if len(opened.keys) > len(keys) else "")

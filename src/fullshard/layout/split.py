@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
+from operator import add
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,28 +120,103 @@ class FlatSplit:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of a tensor: from `offsets` on, `sizes` long in each dim."""
+    """A rectangular part of a tensor: from `offsets` on, `sizes` long in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
         return prod(self.sizes)
 
+    def is_within(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of `shape` has all of this box."""
+        if {len(self.offsets), len(self.sizes)} != {len(shape)}:
+            return False
+        extents = zip(self.offsets, self.sizes, shape, strict=True)
+        return all(o >= 0 and s >= 0 and o + s <= size for o, s, size in extents)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The box of elements that two boxes share, if there are any."""
+    begins, sizes = [], []
+    for x, s, y, t in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        begins.append(max(x, y))
+        sizes.append(min(x + s, y + t) - begins[-1])
+    return Box(tuple(begins), tuple(sizes)) if all(size > 0 for size in sizes) else None
+
+
+def slices(box: Box, within: Box) -> tuple[slice, ...]:
+    """The index of a box into a tensor that holds the values of a larger box."""
+    return tuple(
+        slice(offset - begin, offset - begin + size)
+        for offset, size, begin in zip(box.offsets, box.sizes, within.offsets, strict=True)
+    )
+
+
+def pieces(box: Box, max_numel: int) -> Iterator[Box]:
+    """A box in pieces of at most `max_numel` elements, in the order of its elements."""
+    if box.numel == 0:
+        return
+    if box.numel <= max_numel:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    num_rows = max(1, max_numel * box.sizes[dim] // box.numel)
+    begin, end = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    for row in range(begin, end, num_rows):
+        offsets = (*box.offsets[:dim], row, *box.offsets[dim + 1 :])
+        sizes = (*box.sizes[:dim], min(num_rows, end - row), *box.sizes[dim + 1 :])
+        yield from pieces(Box(offsets, sizes), max_numel)
+
+
+def element_span(shape: Sequence[int], box: Box) -> range:
+    """All from the first to the last element of a box in a contiguous tensor."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    dims = list(zip(box.offsets, box.sizes, strides, strict=True))
+    first = sum(offset * stride for offset, _, stride in dims)
+    return range(first, first + sum((size - 1) * stride for _, size, stride in dims) + 1)
+
+
+def element_ranges(shape: Sequence[int], box: Box) -> Iterator[range]:
+    """The consecutive elements of a contiguous tensor that make up a box, in their order."""
+    inner = max(len(shape) - 1, 0)
+    while inner > 0 and box.sizes[inner] == shape[inner]:
+        inner -= 1  # whole rows are consecutive
+    for index in product(*(range(size) for size in box.sizes[:inner])):
+        offsets = (*map(add, box.offsets, index), *box.offsets[inner:])
+        yield element_span(shape, Box(offsets, (*(1 for _ in index), *box.sizes[inner:])))
+
+
+def row_chunks(shape: Sequence[int], num_parts: int) -> list[Box]:
+    """A tensor split along its first dim as `torch.chunk` does it, into at most `num_parts`."""
+    if not shape or not shape[0]:
+        return [Box.whole(shape)]
+    num_rows = -(-shape[0] // num_parts)
+    inner = (0,) * (len(shape) - 1)
+    return [
+        Box((row, *inner), (min(num_rows, shape[0] - row), *shape[1:]))
+        for row in range(0, shape[0], num_rows)
+    ]
+
 
 def boxes_of_range(shape: Sequence[int], elements: range) -> Iterator[Box]:
-    """The blocks that neighbouring elements of a contiguous tensor fall into, in their order.
+    """The boxes that consecutive elements of a contiguous tensor fill, in their order.
 
-    A run begins and ends somewhere in a row: it is the rest of a row, whole rows, and the
-    beginning of a row; in each further dim the same again. So there are at most two per dim and
-    one, and each one's elements are neighbours, too.
+    A range begins and ends somewhere in a row: it is the rest of a row, whole rows, and the
+    beginning of a row; in each further dim the same again. So there are at most two boxes per dim
+    and one more, and the elements of each are consecutive, too.
     """
-    yield from _cut((), tuple(shape), elements.start, elements.stop)
+    yield from _boxes((), tuple(shape), elements.start, elements.stop)
 
 
-def _cut(outer: tuple[int, ...], shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """Blocks of one entry of the outer dims."""
+def _boxes(outer: tuple[int, ...], shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """Boxes of one entry of the outer dims."""
     if begin >= end:
         return
     ones = (1,) * len(outer)
@@ -149,43 +226,32 @@ def _cut(outer: tuple[int, ...], shape: tuple[int, ...], begin: int, end: int) -
     row = prod(shape[1:])
     first, last = -(-begin // row), end // row  # whole rows
     if first > last:
-        yield from _cut((*outer, last), shape[1:], begin - last * row, end - last * row)
+        yield from _boxes((*outer, last), shape[1:], begin - last * row, end - last * row)
         return
     if begin < first * row:
-        yield from _cut((*outer, first - 1), shape[1:], begin - (first - 1) * row, row)
+        yield from _boxes((*outer, first - 1), shape[1:], begin - (first - 1) * row, row)
     if first < last:
         inner = (0,) * (len(shape) - 1)
         yield Box((*outer, first, *inner), (*ones, last - first, *shape[1:]))
     if last * row < end:
-        yield from _cut((*outer, last), shape[1:], 0, end - last * row)
+        yield from _boxes((*outer, last), shape[1:], 0, end - last * row)
 
 
-def tiles(shape: Sequence[int], blocks: Sequence[Box]) -> bool:
-    """Whether blocks cover a tensor: every element once, none twice."""
-    if sum(block.numel for block in blocks) != prod(shape):
+def tiles(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes cover a tensor: every element once, none twice."""
+    if sum(box.numel for box in boxes) != prod(shape):
         return False
-    for block in blocks:
-        ends = (o + s for o, s in zip(block.offsets, block.sizes, strict=True))
-        if any(o < 0 for o in block.offsets) or any(
-            end > size for end, size in zip(ends, shape, strict=True)
-        ):
-            return False
-    filled = sorted((block for block in blocks if block.numel), key=lambda b: b.offsets)
-    # As many elements as there are, all inside: it is a cover if no two blocks meet.
-    return not any(_meet(a, b) for a, b in _neighbours(filled))
+    if not all(box.is_within(shape) for box in boxes):
+        return False
+    filled = sorted((box for box in boxes if box.numel), key=lambda box: box.offsets)
+    # As many elements as the tensor has, all inside of it: they cover it if no two boxes overlap.
+    return all(intersection(a, b) is None for a, b in _neighbours(filled))
 
 
-def _neighbours(blocks: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs that may meet: in the first dim, those that begin before the other one ends."""
-    for index, block in enumerate(blocks):
-        for other in blocks[index + 1 :]:
-            if block.offsets and other.offsets[0] >= block.offsets[0] + block.sizes[0]:
+def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """Pairs of sorted boxes that may overlap: one begins before the other ends in the first dim."""
+    for index, box in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            if box.offsets and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
                 break
-            yield block, other
-
-
-def _meet(a: Box, b: Box) -> bool:
-    return all(
-        x < y + t and y < x + s
-        for x, s, y, t in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
+            yield box, other

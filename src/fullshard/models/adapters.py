@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.errors import ConfigError
 from fullshard.models.drawing import draw_into, uniform, zeros
 from fullshard.models.optional import optional
-from fullshard.state.sites import Site
+from fullshard.state.shards import TensorShard
 
 # Peft's names: a module that gets an adapter becomes the `base_layer` of one that adds to it.
 _BASE = ".base_layer."
@@ -60,19 +60,19 @@ def is_adapter(name: str) -> bool:
     return _DOWN in name or _UP in name
 
 
-def fill_adapters(sites: Iterable[Site], seed: int) -> list[Site]:
+def fill_adapters(shards: Iterable[TensorShard], seed: int) -> list[TensorShard]:
     """Give adapters their first values, as peft would: they add nothing yet.
 
-    Returns the sites that are not theirs.
+    Returns the shards that are not theirs.
     """
     others = []
-    for site in sites:
-        if _DOWN in site.name:
-            draw_into(site, site.name, seed, uniform(site.shape[1] ** -0.5))
-        elif _UP in site.name:
-            draw_into(site, site.name, seed, zeros)
+    for shard in shards:
+        if _DOWN in shard.name:
+            draw_into(shard, shard.name, seed, uniform(shard.shape[1] ** -0.5))
+        elif _UP in shard.name:
+            draw_into(shard, shard.name, seed, zeros)
         else:
-            others.append(site)
+            others.append(shard)
     return others
 
 

@@ -14,7 +14,7 @@ from fullshard.models.drawing import draw_into
 from fullshard.models.sizes import Size
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
 from fullshard.models.transformer import Block, Past, Transformer, initial_values
-from fullshard.state.sites import sites_of
+from fullshard.state.shards import tensor_shards
 
 
 class BuiltinArchitecture(Architecture):
@@ -36,11 +36,11 @@ class BuiltinArchitecture(Architecture):
         return (Block,)
 
     def fill(self, model: nn.Module, seed: int) -> None:
-        sites = sites_of(model)
-        for site in fill_adapters(sites, seed):
+        shards = tensor_shards(model)
+        for shard in fill_adapters(shards, seed):
             # Which of tied names comes first depends on the door.
-            name = min(base_name(name) for name in site.names)
-            draw_into(site, name, seed, initial_values(name, self.size))
+            name = min(base_name(name) for name in shard.names)
+            draw_into(shard, name, seed, initial_values(name, self.size))
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         logits: Tensor = model(tokens)

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fullshard.layout.split import Box
-from fullshard.state.safetensors_format import cut_out, pieces
-from fullshard.state.sites import Site
+from fullshard.layout.split import Box, intersection, pieces, slices
+from fullshard.state.shards import TensorShard
 
 Draw = Callable[[Tensor, torch.Generator], object]
 """Gives a tensor values, in place."""
@@ -38,37 +37,22 @@ def zeros(values: Tensor, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def draw_into(site: Site, name: str, seed: int, draw: Draw) -> None:
-    """Give this rank's blocks of a parameter their values.
+def draw_into(shard: TensorShard, name: str, seed: int, draw: Draw) -> None:
+    """Give this rank's parts of a parameter their values.
 
     A parameter is cut into pieces by its shape alone, and each piece is drawn in float32 on the
     CPU with a generator of its own, seeded by (seed, name, piece). So the values are the same
     however the parameter is sharded, and a rank draws only those pieces that it has a part of.
     """
-    whole = Box((0,) * len(site.shape), tuple(site.shape))
-    blocks = site.blocks(site.tensor)
-    for number, piece in enumerate(pieces(whole, _PIECE_NUMEL)):
-        shared = [(block, _shared(block.where, piece)) for block in blocks]
-        if not any(where.numel for _, where in shared):
+    parts = shard.local_parts(shard.tensor)
+    for number, piece in enumerate(pieces(Box.whole(shard.shape), _PIECE_NUMEL)):
+        shared = [(part, box) for part in parts if (box := intersection(part.box, piece))]
+        if not shared:
             continue
         values = torch.empty(piece.sizes, dtype=torch.float32)
         draw(values, torch.Generator().manual_seed(_mixed(seed, name, number)))
-        for block, where in shared:
-            if where.numel:
-                target = cut_out(block.values, block.where, where)
-                target.copy_(cut_out(values, piece, where))
-
-
-def _shared(one: Box, other: Box) -> Box:
-    """What lies in both; empty if nothing does."""
-    offsets, sizes = [], []
-    for a, a_size, b, b_size in zip(
-        one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-    ):
-        begin = max(a, b)
-        offsets.append(begin)
-        sizes.append(max(0, min(a + a_size, b + b_size) - begin))
-    return Box(tuple(offsets), tuple(sizes))
+        for part, box in shared:
+            part.values[slices(box, part.box)].copy_(values[slices(box, piece)])
 
 
 def _mixed(seed: int, name: str, number: int) -> int:

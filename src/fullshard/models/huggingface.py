@@ -28,12 +28,11 @@ from fullshard.models.tokenizers import (
     Tokenizer,
     has_tokenizer,
 )
-from fullshard.repeated_blocks import repeated_blocks
 from fullshard.runtime.names import clean_name
-from fullshard.state.materializing import LostBuffers
-from fullshard.state.safetensors_format import open_tensors
-from fullshard.state.safetensors_import import LoadedWeights, load_safetensors
-from fullshard.state.sites import sites_of
+from fullshard.state.materialize import LostBuffers
+from fullshard.state.safetensors import LoadedWeights, load_safetensors, open_tensors
+from fullshard.state.shards import tensor_shards
+from fullshard.wrap import repeated_blocks
 
 # Of names in an error.
 _NUM_LISTED = 8
@@ -71,7 +70,7 @@ class FolderArchitecture(Architecture):
         loaded = load_safetensors(self._folder, model, strict=False, rename=base_name)
         self._require_whole(loaded)
         self._restore_buffers(model)
-        fill_adapters(sites_of(model), seed)
+        fill_adapters(tensor_shards(model), seed)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits

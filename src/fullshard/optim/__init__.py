@@ -1,1 +1,1 @@
-"""Gradient clipping and gradient scaling where gradients are sharded."""
+"""Optimizer steps by unit, gradient clipping and gradient scaling for sharded parameters."""

@@ -1,4 +1,4 @@
-"""Loss scaling for float16 where every rank sees only its own part of the gradients."""
+"""Loss scaling for float16, where each rank has a part of the gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard._torch import unscale_and_check_finite_
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
 
 
@@ -60,7 +60,7 @@ class ShardedGradScaler(GradScaler):
                     "ShardedGradScaler.scale: outputs must have values, found a tensor on meta; "
                     "compute the loss on a real device."
                 )
-            # A loss of no dims would be promoted to the float32 of the scale.
+            # A loss without dims would be promoted to the float32 of the scale.
             return super().scale(outputs).to(outputs.dtype)
         if isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)
@@ -72,19 +72,19 @@ class ShardedGradScaler(GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale if that was not done, and run `optimizer.step` unless a rank found an inf."""
-        if not self._feeds_the_host(optimizer):
+        if not self._is_read_on_host(optimizer):
             return super().step(optimizer, *args, **kwargs)
-        # Unscaled and decided here, it steps with what is already on the host.
+        # Unscale and decide here instead of in the optimizer's kernel.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
-    def _feeds_the_host(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a fused optimizer would read scale and verdict on the host, from a device.
+    def _is_read_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a fused optimizer of offloaded parameters would read a device's scale and inf.
 
-        It copies them without waiting, and offloaded parameters would step by stale ones.
+        It copies them to the host without waiting, and would step with stale values.
         """
         scale = self._get_scale_async() if self.is_enabled() else None
         if scale is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -99,43 +99,39 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        # The base calls this for every check: from `unscale_`, and for optimizers that unscale in
-        # their own kernels. So this is where ranks agree. Gradients may be float16 whatever
-        # `allow_fp16` says: a unit that is kept in float16 reduces and steps in it.
-        by_kind: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(
-            list
-        )
+        # The base class calls this for every check: from `unscale_`, and for optimizers that
+        # unscale in their own kernels. So this is where ranks agree. Gradients may be float16
+        # whatever `allow_fp16` says: a unit that is kept in float16 reduces and steps in it.
+        by_kind: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+        by_kind = defaultdict(list)
         with torch.no_grad():
-            for values in _gradient_values(optimizer):
+            for values in _grad_values(optimizer):
                 by_kind[values.device, values.dtype].append(values)
-            # No copy here is `non_blocking`: what comes from a device would be read by the host
-            # before it has arrived.
-            found = found_inf.to(self._meeting_device(found_inf.device))
+            # A loss on the host must not lead to a collective on the host. No copy here is
+            # `non_blocking`: the host would read it before it has arrived.
+            is_on_host = found_inf.device.type == "cpu"
+            found = found_inf.to(torch.device(self._device) if is_on_host else found_inf.device)
             for (device, _), grads in by_kind.items():
                 found_here = torch.zeros_like(found, device=device)
-                torch._amp_foreach_non_finite_check_and_unscale_(
-                    grads, found_here, inv_scale.to(device)
-                )
+                unscale_and_check_finite_(grads, found_here, inv_scale.to(device))
                 found += found_here.to(found.device)
-            self._agree(found, optimizer)
+            self._all_reduce(found, optimizer)
         return {found_inf.device: found.to(found_inf.device)}
 
-    def _meeting_device(self, device: torch.device) -> torch.device:
-        """Where ranks agree: a loss on the host must not lead to a collective on the host."""
-        return torch.device(self._device) if device.type == "cpu" else device
-
-    def _agree(self, found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Every rank takes part, with gradients or without: what ranks hold may differ."""
+    def _all_reduce(self, found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Let all ranks know of an inf on any. Every rank takes part, with gradients or without."""
         if dist.get_rank(self.process_group) < 0:
             raise TopologyError(
                 f"ShardedGradScaler: this rank ({dist.get_rank()}) must be part of process_group, "
                 "found a group without it; unscale and step only on the ranks of the group."
             )
-        members = dist.get_process_group_ranks(self.process_group)
-        if len(members) < dist.get_world_size():
-            # The group may leave out ranks that hold other parts of the same parameters.
-            for mesh in _meshes_of(optimizer):
-                if not set(members).issuperset(mesh.mesh.flatten().tolist()):
+        ranks = set(dist.get_process_group_ranks(self.process_group))
+        if len(ranks) < dist.get_world_size():
+            # The group may leave out ranks that hold other parts of the same parameters. Meshes are
+            # those of the parameters, not of the gradients: all ranks of a mesh have the same ones.
+            params = (param for param in _params_of(optimizer) if isinstance(param, DTensor))
+            for mesh in dict.fromkeys(param.device_mesh for param in params):
+                if not ranks.issuperset(mesh.mesh.flatten().tolist()):
                     for axis in range(mesh.ndim):
                         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(axis))
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
@@ -146,7 +142,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _gradient_values(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _grad_values(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """The memory of this rank's gradients, as plain dense tensors."""
     for param in _params_of(optimizer):
         grad = param.grad
@@ -158,13 +154,7 @@ def _gradient_values(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]
             yield grad
             continue
         if grad.dtype is torch.float16:
-            # Entries of one place are added up later: that sum must be checked. Not every device
-            # can add them in float16.
+            # Values with one index are summed later: that sum must be checked. Not every device
+            # can sum them in float16.
             param.grad = grad = grad.float().coalesce().half()
         yield grad._values()
-
-
-def _meshes_of(optimizer: torch.optim.Optimizer) -> list[DeviceMesh]:
-    """Of the parameters, not of their gradients: all ranks of a mesh see the same ones."""
-    params = (param for param in _params_of(optimizer) if isinstance(param, DTensor))
-    return list(dict.fromkeys(param.device_mesh for param in params))

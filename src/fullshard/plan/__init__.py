@@ -1,4 +1,4 @@
-"""What a run will need, before it runs: no process group, no device."""
+"""How much memory a run will need, without a process group or a device."""
 
 from fullshard.plan.activations import saved_activation_bytes
 from fullshard.plan.memory import (

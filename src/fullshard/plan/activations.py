@@ -1,4 +1,4 @@
-"""How much a forward saves for its backward, found out without memory: on the meta device."""
+"""How much a forward saves for its backward, found without memory on the meta device."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from fullshard._torch import FakeTensorMode, storage_key, view_base
+
 
 def saved_activation_bytes(run: Callable[[], torch.Tensor]) -> int:
-    """Bytes that autograd keeps of a forward, until backward: each storage once, no parameters.
+    """Return the bytes that autograd saves in a forward: each storage once, without parameters.
 
-    Attention is counted as the fused kernels of CPUs and GPUs do it, which save no matrix of
-    scores; the meta device would.
+    Attention counts as the fused kernels of CPUs and GPUs run it. They save no matrix of scores,
+    unlike the meta device.
 
     Args:
-        run: Computes with tensors on the meta device and returns what backward would begin at.
+        run: Computes with tensors on the meta device and returns what backward would start from.
     """
     saved: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        origin = tensor if tensor._base is None else tensor._base
-        if not isinstance(origin, nn.Parameter):
+        base = view_base(tensor)
+        if not isinstance(tensor if base is None else base, nn.Parameter):
             storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage  # held, so that its address stays its own
+            saved[storage_key(storage)] = storage  # held, so that no other gets its key
         return tensor
 
-    with _fake(), saved_tensors_hooks(note, _as_it_is), _FusedAttention():
+    with _fake(), saved_tensors_hooks(note, lambda tensor: tensor), _FusedAttention():
         output = run()
     del output
     return sum(storage.nbytes() for storage in saved.values())
@@ -42,25 +43,21 @@ def saved_activation_bytes(run: Callable[[], torch.Tensor]) -> int:
 
 @contextmanager
 def _fake() -> Iterator[None]:
-    """Models that look at values do not where tensors are fake, and fail where they are on meta."""
+    """Fake tensors also suit models that read values, which would fail on meta."""
     with warnings.catch_warnings(), _fake_mode():
-        # torch, of inputs of a part of a model, which it makes fake.
+        # torch warns of the inputs of a part of a model when it makes them fake.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
 
 
 @functools.cache
 def _fake_mode() -> FakeTensorMode:
-    """One for all: what one made fake is not for another."""
+    """One for all, since a mode refuses the fake tensors of another."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 class _FusedAttention(TorchFunctionMode):
-    """Lets attention save what fused kernels save."""
+    """Makes attention save what fused kernels save."""
 
     def __torch_function__(
         self,
@@ -89,7 +86,7 @@ def _attention(
 
 
 class _Saving(torch.autograd.Function):
-    """Takes and gives what attention does, and saves its inputs, its output and a row of sums."""
+    """Attention without arithmetic: saves its inputs, its output and a row of sums."""
 
     @staticmethod
     def forward(

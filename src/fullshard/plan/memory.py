@@ -1,13 +1,13 @@
 """How much memory a rank will need, from the shapes of its units alone.
 
-The layouts are those that the engine runs with, so shards are exact, padding included. Two
-moments can be the highest of a step: when backward begins, with all activations saved, and when it
-ends, with all gradients there.
+The layouts are those that the engine runs with, so the sizes of shards are exact, with padding. The
+peak of a step is at one of two moments: when backward begins, with all activations saved, or when
+it ends, with all gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ _KEEPS_FULL = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZE
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """A full parameter, as its unit is given it."""
+    """A full parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,9 +51,9 @@ class UnitShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How units are spread over ranks: `num_replicas` groups of `num_shards` ranks each.
+    """How units are sharded: over `num_replicas` groups of `num_shards` ranks each.
 
-    `is_flat` is how the second door lays parameters out. With NO_SHARD every rank keeps
+    `is_flat` is the layout of `FullyShardedDataParallel`. With NO_SHARD every rank keeps
     everything, whatever the numbers are.
     """
 
@@ -85,12 +85,12 @@ class Sharding:
     @property
     def keeps_full(self) -> bool:
         """Whether full parameters stay from forward to backward."""
-        # The first door, asked to shard nothing, keeps what it has cast.
+        # `fully_shard` that shards nothing keeps the parameters that it has cast.
         return self.strategy in _KEEPS_FULL or (self.is_whole and not self.is_flat)
 
     @property
     def is_in_host_memory(self) -> bool:
-        """Whether shards lie in other memory than what is computed with."""
+        """Whether shards are in other memory than the device computes in."""
         return self.is_offloaded and self.device_type != "cpu"
 
     def layout(self, unit: UnitShapes) -> UnitLayout:
@@ -112,7 +112,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a step takes besides parameters. `accumulates`: gradients outlive a backward."""
+    """What a step needs besides parameters. With `accumulates`, gradients outlive a backward."""
 
     activation_bytes: int = 0
     logits_bytes: int = 0
@@ -121,12 +121,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What the rank that has most will hold, in bytes; `repr` is a table.
+    """What the rank with the largest shards will hold, in bytes; `repr` is a table.
 
     Shards, gradients and optimizer state are in host memory if `sharding` says so. `kept_full` is
-    what stays unsharded between forward and backward, `moving_full` what is unsharded at most while
-    units come and go, both with the buffers that they are gathered through; `gradient_messages` are
-    full gradients and what they are reduced in.
+    what stays unsharded between forward and backward, and `moving_full` the most that is unsharded
+    while units are gathered and freed, both with the buffers of the all-gathers.
+    `gradient_messages` are the full gradients and the buckets that they are reduced in.
     """
 
     sharding: Sharding
@@ -146,12 +146,12 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, where that is not what is computed in."""
+        """Host memory, where that is not what the device computes in."""
         return self.shards_bytes if self.sharding.is_in_host_memory else 0
 
     @property
     def device_bytes(self) -> int:
-        """The most that is held at any moment."""
+        """The peak."""
         return max(self.before_backward_bytes, self.after_backward_bytes)
 
     @property
@@ -163,7 +163,7 @@ class MemoryPlan:
         return sum(after for _, _, after in self._rows())
 
     def _rows(self) -> Iterator[tuple[str, int, int]]:
-        """What is held on the device when backward begins and when it ends."""
+        """What the device holds when backward begins and when it ends."""
         work = self.work
         if not self.sharding.is_in_host_memory:
             yield "parameter shards", self.parameter_shards, self.parameter_shards
@@ -171,25 +171,19 @@ class MemoryPlan:
             yield "gradient shards", waiting, self.gradient_shards
             yield "optimizer state", self.optimizer_state, self.optimizer_state
         yield "full parameters", self.kept_full, self.moving_full
-        yield "gradient messages", self.gradient_messages, self.gradient_messages
+        yield "full gradients", self.gradient_messages, self.gradient_messages
         yield "activations", work.activation_bytes, 0
         yield "logits", work.logits_bytes, 0
 
     def __repr__(self) -> str:
-        sharding = self.sharding
         rows = [("on each rank", "before backward", "after backward")]
         rows += [(name, readable(a), readable(b)) for name, a, b in self._rows()]
         totals = (readable(self.before_backward_bytes), readable(self.after_backward_bytes))
         rows.append(("in all", *totals))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}" for a, b, c in rows
-        ]
-        rule = "  ".join("-" * width for width in widths)
         lines = [
             f"{self.num_parameters:,} parameters, {self.num_trainable:,} trainable, on "
-            f"{sharding.num_replicas}x{sharding.num_shards} ranks",
-            *(lines[0], rule, *lines[1:-1], rule, lines[-1]),
+            f"{self.sharding.num_replicas}x{self.sharding.num_shards} ranks",
+            *table(rows, numbers=(1, 2)),
         ]
         if self.host_bytes:
             lines.append(f"and {readable(self.host_bytes)} of host memory")
@@ -199,62 +193,58 @@ class MemoryPlan:
 def plan_memory(
     units: Sequence[UnitShapes], sharding: Sharding, work: Work | None = None
 ) -> MemoryPlan:
-    """What a rank will hold when it trains these units with AdamW.
+    """Return what a rank will hold when it trains these units with AdamW.
 
     Args:
-        units: In the order in which they run, the root last: as `choosing.Choice` lists them.
-        sharding: How they are spread.
-        work: Activations and the like; without it, parameters alone are planned.
+        units: In the order in which they run, the root last, as `fullshard.wrap` chooses them.
+        sharding: How they are sharded.
+        work: Activations and logits; without it, parameters alone are planned.
     """
     if not units:
         raise ConfigError("plan_memory: at least the root unit is expected, found no units.")
     layouts = [sharding.layout(unit) for unit in units]
     parameters = [parameter for layout in layouts for parameter in layout.params]
     lanes = [lane for layout in layouts for lane in layout.lanes]
-    trained = [lane for lane in lanes if lane.is_trainable]
     moving = _moving_full(layouts, sharding)
+    kept = sum(_full_bytes(layout, sharding) for layout in layouts)
     return MemoryPlan(
         sharding=sharding,
         num_parameters=sum(param.split.numel for param in parameters),
         num_trainable=sum(param.split.numel for param in parameters if param.is_trainable),
-        parameter_shards=sum(_home_bytes(lane) for lane in lanes),
-        gradient_shards=sum(_home_bytes(lane) for lane in trained),
-        optimizer_state=_MOMENTS * sum(_used_bytes(layout, sharding) for layout in layouts),
-        kept_full=sum(_slab_bytes(layout, sharding) for layout in layouts)
-        if sharding.keeps_full
-        else moving,
+        parameter_shards=sum(_shard_buffer_bytes(lane) for lane in lanes),
+        gradient_shards=sum(_shard_buffer_bytes(lane) for lane in lanes if lane.is_trainable),
+        optimizer_state=_MOMENTS * sum(_trained_shard_bytes(each, sharding) for each in layouts),
+        kept_full=kept if sharding.keeps_full else moving,
         moving_full=moving,
-        gradient_messages=_gradient_messages(layouts, sharding),
+        gradient_messages=_full_gradients(layouts, sharding),
         work=work or Work(),
     )
 
 
-def _home_bytes(lane: Lane) -> int:
+def _shard_buffer_bytes(lane: Lane) -> int:
     return lane.shard_numel * lane.dtypes.stored.itemsize
 
 
-def _used_bytes(layout: UnitLayout, sharding: Sharding) -> int:
+def _trained_shard_bytes(layout: UnitLayout, sharding: Sharding) -> int:
     """The first rank's trainable shards, without padding: no rank has more."""
     found = 0
-    for lane in layout.lanes:
-        for bucket in lane.buckets if lane.is_trainable else ():
-            if sharding.is_flat:
-                numel = min(bucket.segment_numel, bucket.used_numel)
-            else:
-                numel = sum(
-                    layout.params[slot.param_index].split.shard_numel(0) for slot in bucket.slots
-                )
-            found += numel * lane.dtypes.stored.itemsize
+    for lane, bucket in _trained_buckets(layout):
+        if sharding.is_flat:
+            numel = min(bucket.segment_numel, bucket.used_numel)
+        else:
+            splits = (layout.params[slot.param_index].split for slot in bucket.slots)
+            numel = sum(split.shard_numel(0) for split in splits)
+        found += numel * lane.dtypes.stored.itemsize
     return found
 
 
-def _slab_bytes(layout: UnitLayout, sharding: Sharding) -> int:
-    """Of the slab; none where the homes are the full parameters."""
+def _full_bytes(layout: UnitLayout, sharding: Sharding) -> int:
+    """The full buffer; there is none where the shard buffers are the full parameters."""
     return 0 if layout.is_whole and not sharding.is_in_host_memory else layout.full_bytes
 
 
-def _buffer_bytes(layout: UnitLayout) -> int:
-    """What messages that are copied out arrive in."""
+def _gather_bytes(layout: UnitLayout) -> int:
+    """What the buckets that are copied out are gathered into."""
     return sum(
         layout.num_ranks * bucket.segment_numel * lane.dtypes.computed.itemsize
         for lane in layout.lanes
@@ -264,84 +254,103 @@ def _buffer_bytes(layout: UnitLayout) -> int:
 
 
 def _moving_full(layouts: Sequence[UnitLayout], sharding: Sharding) -> int:
-    """The root, and the two neighbours that are largest together (rule 3); one still arrives."""
+    """The root and the two neighbours that are largest together (rule 3), one being gathered."""
     *inner, root = layouts
-    slabs = [_slab_bytes(layout, sharding) for layout in inner]
-    buffers = [_buffer_bytes(layout) for layout in inner]
+    full = [_full_bytes(layout, sharding) for layout in inner]
+    gathered = [_gather_bytes(layout) for layout in inner]
     pairs = [
-        slabs[index] + slabs[index + 1] + max(buffers[index], buffers[index + 1])
+        full[index] + full[index + 1] + max(gathered[index], gathered[index + 1])
         for index in range(len(inner) - 1)
     ]
-    alone = [full + buffer for full, buffer in zip(slabs, buffers, strict=True)]
-    root_slab = _slab_bytes(root, sharding)
-    return root_slab + max([_buffer_bytes(root), *alone, *pairs])
+    alone = [a + b for a, b in zip(full, gathered, strict=True)]
+    return _full_bytes(root, sharding) + max([_gather_bytes(root), *alone, *pairs])
 
 
-def _gradient_messages(layouts: Sequence[UnitLayout], sharding: Sharding) -> int:
-    """The root's full gradients, and one unit's being made while another's are reduced.
+def _full_gradients(layouts: Sequence[UnitLayout], sharding: Sharding) -> int:
+    """The root's full gradients, and those of one unit while another's are reduced.
 
-    The head's gradient comes first and the embedding's last, so the root's wait until the end.
+    The gradient of the head comes first and that of the embedding last, so the root's wait until
+    the end.
     """
     *inner, root = layouts
     made = [_gradient_bytes(layout) for layout in inner]
-    sent = [_message_bytes(layout) + _received_bytes(layout, sharding) for layout in inner]
+    sent = [_reduced_bytes(layout) + _received_bytes(layout, sharding) for layout in inner]
     pairs = [sent[index + 1] + made[index] for index in range(len(inner) - 1)]
     alone = [max(a, b) for a, b in zip(made, sent, strict=True)]
-    copied = _copied_bytes(root) + _received_bytes(root, sharding)
+    copied = _reduced_bytes(root, only_copied=True) + _received_bytes(root, sharding)
     return _gradient_bytes(root) + max([copied, *alone, *pairs])
 
 
-def _trained_messages(layout: UnitLayout) -> Iterator[tuple[Lane, Bucket]]:
+def _trained_buckets(layout: UnitLayout) -> Iterator[tuple[Lane, Bucket]]:
     for lane in layout.lanes:
         if lane.is_trainable:
             yield from ((lane, bucket) for bucket in lane.buckets)
 
 
 def _gradient_bytes(layout: UnitLayout) -> int:
-    """Of the full gradients, as autograd makes them."""
+    """The full gradients, as autograd makes them."""
     return sum(
         layout.params[slot.param_index].split.numel * lane.dtypes.computed.itemsize
-        for lane, bucket in _trained_messages(layout)
+        for lane, bucket in _trained_buckets(layout)
         for slot in bucket.slots
     )
 
 
-def _message_bytes(layout: UnitLayout) -> int:
+def _wire_bytes(layout: UnitLayout, lane: Lane, bucket: Bucket) -> int:
+    return layout.num_ranks * bucket.segment_numel * lane.dtypes.wire.itemsize
+
+
+def _reduced_bytes(layout: UnitLayout, *, only_copied: bool = False) -> int:
+    """The buckets that are reduced, or those among them that are not the gradients themselves.
+
+    A gradient that lies as its bucket does, in the dtype it travels in, is reduced in place
+    (rule 4).
+    """
     return sum(
-        layout.num_ranks * bucket.segment_numel * lane.dtypes.wire.itemsize
-        for lane, bucket in _trained_messages(layout)
+        _wire_bytes(layout, lane, bucket)
+        for lane, bucket in _trained_buckets(layout)
+        if not only_copied
+        or bucket.kind is not BucketKind.IN_PLACE
+        or lane.dtypes.computed != lane.dtypes.wire
     )
 
 
 def _received_bytes(layout: UnitLayout, sharding: Sharding) -> int:
-    """What arrives of the largest message that is added up in a wider dtype; one at a time is.
+    """What arrives of the largest bucket that is summed in a wider dtype; they come one by one.
 
-    CPU ranks of one host read it where the others have laid it.
+    CPU ranks of one host read each other's memory instead.
     """
     if sharding.device_type == "cpu":
         return 0
     arriving = [
-        layout.num_ranks * bucket.segment_numel * lane.dtypes.wire.itemsize
-        for lane, bucket in _trained_messages(layout)
+        _wire_bytes(layout, lane, bucket)
+        for lane, bucket in _trained_buckets(layout)
         if lane.dtypes.sums_on_arrival
     ]
     return max(arriving, default=0)
 
 
-def _copied_bytes(layout: UnitLayout) -> int:
-    """Of the messages that gradients are copied into; the others are the gradients (rule 4)."""
-    return sum(
-        layout.num_ranks * bucket.segment_numel * lane.dtypes.wire.itemsize
-        for lane, bucket in _trained_messages(layout)
-        if bucket.kind is not BucketKind.IN_PLACE or lane.dtypes.computed != lane.dtypes.wire
-    )
-
-
-def readable(num_bytes: int) -> str:
-    """As in "1.5 GiB"."""
-    size = float(num_bytes)
-    for word in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {word}" if word == "bytes" else f"{size:.1f} {word}"
+def readable(num_bytes: int, word: str = "bytes") -> str:
+    """A size as in "1.5 GiB"; `word` is for sizes of less than 1 KiB."""
+    size, units = float(num_bytes), [word, "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
         size /= 1024
-    return f"{size:.1f} TiB"
+        del units[0]
+    return f"{size:.0f} {word}" if units[0] == word else f"{size:.1f} {units[0]}"
+
+
+def table(rows: Sequence[tuple[str, ...]], numbers: Collection[int]) -> list[str]:
+    """The lines of a table whose first row is a header and whose last row is a total.
+
+    The columns of `numbers` are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    rule = "  ".join("-" * width for width in widths)
+    return [lines[0], rule, *lines[1:-1], rule, lines[-1]]

@@ -7,7 +7,7 @@ follow each other, and an ink that can be read on both.
 
 from __future__ import annotations
 
-from fullshard.trace.activities import Activity
+from fullshard.trace.seam import Activity
 
 KEYS = {
     Activity.FORWARD: "forward",

@@ -11,7 +11,7 @@ from fullshard.report.palette import KEYS
 from fullshard.report.record import RunRecord
 from fullshard.report.thinning import thinned
 from fullshard.report.wording import ByteScale, counted, plain, shown_share, shown_time
-from fullshard.trace.activities import Activity, Track
+from fullshard.trace.seam import Activity, Track
 from fullshard.trace.timeline import Timeline
 
 MOST_RANKS = 64

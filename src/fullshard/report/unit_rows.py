@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fullshard.report.record import RunRecord
 from fullshard.report.stepping import shown_unit
 from fullshard.report.wording import DASH, shown_bytes, shown_share
-from fullshard.trace.activities import Activity, Track
+from fullshard.trace.seam import Activity, Track
 from fullshard.trace.timeline import Timeline, UnitFacts
 
 

@@ -30,7 +30,7 @@ from fullshard.runtime.scheduler import (
 )
 from fullshard.runtime.trees import map_arguments, map_tensors, tensors
 from fullshard.trace import seam
-from fullshard.trace.activities import Activity
+from fullshard.trace.seam import Activity
 from fullshard.unit.context import CommContext
 from fullshard.unit.reduce_scatter import GradBucket
 from fullshard.unit.unit import Unit

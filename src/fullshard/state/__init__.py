@@ -10,12 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fullshard.state.folder import checkpoints, latest, prune
-    from fullshard.state.restoring import Loaded, load
-    from fullshard.state.safetensors_export import export_safetensors
-    from fullshard.state.safetensors_import import LoadedWeights, load_safetensors
-    from fullshard.state.saving import Handle, save, save_async
-    from fullshard.state.verifying import Problem, verify
+    from fullshard.state.checkpoint import Handle, Loaded, load, save, save_async
+    from fullshard.state.safetensors import LoadedWeights, export_safetensors, load_safetensors
+    from fullshard.state.store import Problem, checkpoints, latest, prune, verify
 
 __all__ = [
     "Handle",
@@ -33,18 +30,15 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
-    "folder": ("checkpoints", "latest", "prune"),
-    "restoring": ("Loaded", "load"),
-    "safetensors_export": ("export_safetensors",),
-    "safetensors_import": ("LoadedWeights", "load_safetensors"),
-    "saving": ("Handle", "save", "save_async"),
-    "verifying": ("Problem", "verify"),
+_MODULES = {
+    "checkpoint": ("Handle", "Loaded", "load", "save", "save_async"),
+    "safetensors": ("LoadedWeights", "export_safetensors", "load_safetensors"),
+    "store": ("Problem", "checkpoints", "latest", "prune", "verify"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

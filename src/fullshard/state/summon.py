@@ -1,4 +1,4 @@
-"""Parameters of wrapped models in full, outside of forward and backward."""
+"""`summon_full_params`: the full parameters of wrapped models, outside of forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.comm.agreement import Agreement
 from fullshard.errors import ConfigError, LifecycleError, MisuseError, UnsupportedError
 from fullshard.runtime.hooks import hooks_of
-from fullshard.state.lanes import StateLane, StatePart, lanes_of, wrappers_of
+from fullshard.state.shards import FlatLane, FlatShard, lanes_of, wrapper_mesh, wrappers_of
 from fullshard.unit.reduce_scatter import set_grad
 
 _SUMMONED = "_is_summoned"
@@ -28,9 +28,7 @@ _GRAD_DTYPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Summons:
-    """What was asked for."""
-
+class _Options:
     writeback: bool
     rank0_only: bool
     offload_to_cpu: bool
@@ -38,15 +36,13 @@ class Summons:
 
 
 def is_summoned(wrapper: nn.Module) -> bool:
-    """Whether a wrapper's parameters are shown in full right now."""
+    """Whether a wrapper's parameters are in their full shape right now."""
     return bool(wrapper.__dict__.get(_SUMMONED))
 
 
 def is_first_rank(wrapper: nn.Module) -> bool:
-    """Whether this rank is the one that `rank0_only` speaks of."""
-    hooks = hooks_of(wrapper)
-    assert hooks is not None  # it is a wrapper
-    mesh_info = hooks.units[0].mesh_info
+    """Whether this rank is the one that `rank0_only` means."""
+    mesh_info = wrapper_mesh(wrapper)
     return mesh_info.shard.rank == 0 and mesh_info.replicate.rank == 0
 
 
@@ -63,27 +59,7 @@ def summon_full_params(
 
     Each rank keeps what was written to its own slice, unless `writeback=False`.
     """
-    wrappers = [w for w in wrappers_of(module) if recurse or w is module]
-    summons = Summons(writeback, rank0_only, offload_to_cpu, with_grads)
-    _require_idle(wrappers)
-    lanes = [lane for wrapper in wrappers for lane in _lanes(wrapper)]
-    _check(summons, lanes)
-    with ExitStack() as stack:
-        for wrapper in wrappers:
-            stack.enter_context(_flagged(wrapper))
-        for lane in lanes:
-            stack.enter_context(_shown(lane, summons))
-        yield
-
-
-def _lanes(wrapper: nn.Module) -> list[StateLane]:
-    try:
-        return lanes_of(wrapper, recurse=False)
-    except LifecycleError as error:
-        raise MisuseError(str(error)) from error
-
-
-def _require_idle(wrappers: list[nn.Module]) -> None:
+    wrappers = [wrapper for wrapper in wrappers_of(module) if recurse or wrapper is module]
     for wrapper in wrappers:
         if is_summoned(wrapper):
             raise MisuseError(
@@ -91,27 +67,39 @@ def _require_idle(wrappers: list[nn.Module]) -> None:
                 "sharded, found them summoned already; leave the outer context first, or pass "
                 "recurse=False to it."
             )
+    try:
+        lanes = [lane for wrapper in wrappers for lane in lanes_of(wrapper, recurse=False)]
+    except LifecycleError as error:
+        raise MisuseError(str(error)) from error
+    options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
+    _check(options, lanes)
+    with ExitStack() as stack:
+        for wrapper in wrappers:
+            stack.enter_context(_marked(wrapper))
+        for lane in lanes:
+            stack.enter_context(_summoned(lane, options))
+        yield
 
 
-def _check(summons: Summons, lanes: list[StateLane]) -> None:
+def _check(options: _Options, lanes: list[FlatLane]) -> None:
     for lane in lanes:
-        if summons.with_grads and (summons.offload_to_cpu or lane.flat_param is not None):
+        if options.with_grads and (options.offload_to_cpu or lane.flat_param is not None):
             raise UnsupportedError(
                 f"{_name(lane.wrapper)}: with_grads needs use_orig_params=True and "
                 f"offload_to_cpu=False, found use_orig_params={lane.flat_param is None} and "
-                f"offload_to_cpu={summons.offload_to_cpu}; read .grad outside of the context."
+                f"offload_to_cpu={options.offload_to_cpu}; read .grad outside of the context."
             )
-        if summons.offload_to_cpu and lane.num_ranks == 1:
+        if options.offload_to_cpu and not lane.is_sharded:
             raise UnsupportedError(
                 f"{_name(lane.wrapper)}: offload_to_cpu needs sharded parameters, found them whole "
                 "on every rank (NO_SHARD, or one rank); copy them to the host yourself."
             )
-    if summons.writeback and summons.rank0_only:
+    if options.writeback and options.rank0_only:
         raise UnsupportedError(
             "summon_full_params: rank0_only goes with writeback=False, found writeback=True; "
             "other ranks would not see what rank 0 wrote."
         )
-    if summons.offload_to_cpu and not summons.rank0_only:
+    if options.offload_to_cpu and not options.rank0_only:
         warnings.warn(
             "summon_full_params: offload_to_cpu without rank0_only puts a copy of all parameters "
             "into host memory on every rank; consider rank0_only=True.",
@@ -119,173 +107,168 @@ def _check(summons: Summons, lanes: list[StateLane]) -> None:
         )
 
 
+def _name(wrapper: nn.Module) -> str:
+    hooks = hooks_of(wrapper)
+    return type(wrapper).__name__ if hooks is None else hooks.name
+
+
 @contextmanager
-def _flagged(wrapper: nn.Module) -> Iterator[None]:
+def _marked(wrapper: nn.Module) -> Iterator[None]:
     """Inside, parameters have clean names and the wrapper cannot run."""
     hooks = hooks_of(wrapper)
     assert hooks is not None  # it is a wrapper
-    wrapper.__dict__[_SUMMONED] = True
-    for unit in hooks.units:
-        unit.is_summoned = True
+
+    def mark(value: bool) -> None:
+        wrapper.__dict__[_SUMMONED] = value
+        for unit in hooks.units:
+            unit.is_summoned = value
+
+    mark(True)
     try:
         yield
     finally:
-        for unit in hooks.units:
-            unit.is_summoned = False
-        wrapper.__dict__[_SUMMONED] = False
+        mark(False)
 
 
 @contextmanager
-def _shown(lane: StateLane, summons: Summons) -> Iterator[None]:
-    show = _Show(lane, summons)
+def _summoned(lane: FlatLane, options: _Options) -> Iterator[None]:
+    summoned = _SummonedLane(lane, options)
     try:
         with torch.no_grad():
-            show.enter()
+            summoned.enter()
         yield
     finally:
         with torch.no_grad():
-            show.leave()
+            summoned.leave()
 
 
 @dataclass(slots=True)
-class _Before:
-    """How one parameter was before it was shown in full.
+class _SummonedParam:
+    """One parameter in full, and what it was before.
 
     `seen` is what each module that uses it had in its place.
     """
 
-    part: StatePart
-    shown: nn.Parameter
+    shard: FlatShard
+    full: nn.Parameter
     data: torch.Tensor
     grad: torch.Tensor | None
     seen: list[torch.Tensor | None] = field(default_factory=list)
 
     def registered(self) -> nn.Parameter:
-        """What stands in its place now: a user may have registered another parameter."""
-        place = self.part.locations[0]
-        found = place.module._parameters.get(place.name)
-        return self.shown if found is None else found
+        """What is in its place now: a user may have registered another parameter."""
+        location = self.shard.locations[0]
+        found = location.module._parameters.get(location.name)
+        return self.full if found is None else found
 
 
-class _Show:
+class _SummonedLane:
     """The parameters of one lane in full shape, and the way back."""
 
-    def __init__(self, lane: StateLane, summons: Summons) -> None:
+    def __init__(self, lane: FlatLane, options: _Options) -> None:
         self._lane = lane
-        self._summons = summons
+        self._options = options
         self._is_flat = lane.flat_param is not None
-        self._before: list[_Before] = []
-        self._hidden: tuple[nn.Module, dict[str, nn.Parameter | None]] | None = None
+        self._params: list[_SummonedParam] = []
+        self._unregistered: tuple[nn.Module, dict[str, nn.Parameter | None]] | None = None
 
     def enter(self) -> None:
-        lane, summons = self._lane, self._summons
-        full = lane.gather(lane.segment())
-        grads = _full_grads(lane) if summons.with_grads else [None] * len(lane.parts)
-        if summons.rank0_only and not is_first_rank(lane.wrapper):
+        lane, options = self._lane, self._options
+        full = lane.gather(lane.shard_buffer())
+        grads = _full_grads(lane) if options.with_grads else [None] * len(lane.shards)
+        if options.rank0_only and not is_first_rank(lane.wrapper):
             return
-        if summons.offload_to_cpu:
+        if options.offload_to_cpu:
             full = full.cpu()
         if self._is_flat:
-            self._hide_flat_param()
-        for part, grad in zip(lane.parts, grads, strict=True):
-            self._show(part, part.of_full(full), grad)
+            self._unregister_flat_param()
+        for shard, grad in zip(lane.shards, grads, strict=True):
+            self._show(shard, shard.view_of(full), grad)
 
-    def _show(self, part: StatePart, full: torch.Tensor, grad: torch.Tensor | None) -> None:
-        param = part.param
+    def _show(self, shard: FlatShard, full: torch.Tensor, grad: torch.Tensor | None) -> None:
+        param = shard.param
         shown = nn.Parameter(full, requires_grad=param.requires_grad) if self._is_flat else param
-        before = _Before(part, shown, param.data, param.grad)
-        self._before.append(before)
+        summoned = _SummonedParam(shard, shown, param.data, param.grad)
+        self._params.append(summoned)
         if not self._is_flat:
             self._set(param, full, grad)
-        for place in part.locations:
-            before.seen.append(place.get())
-            place.module.__dict__.pop(place.name, None)
-            place.module._parameters[place.name] = shown
+        for location in shard.locations:
+            summoned.seen.append(location.get())
+            location.module.__dict__.pop(location.name, None)
+            location.module._parameters[location.name] = shown
 
     def _set(self, param: nn.Parameter, data: torch.Tensor, grad: torch.Tensor | None) -> None:
-        if self._summons.with_grads:
+        if self._options.with_grads:
             param.grad = None  # of another shape than the data will be
         param.data = data
-        if self._summons.with_grads and grad is not None:
+        if self._options.with_grads and grad is not None:
             set_grad(param, grad)
 
-    def _hide_flat_param(self) -> None:
+    def _unregister_flat_param(self) -> None:
         for module in self._lane.wrapper.modules():
             registered = module._parameters
             for name, param in registered.items():
                 if param is self._lane.flat_param:
-                    self._hidden = (module, dict(registered))
+                    self._unregistered = (module, dict(registered))
                     del registered[name]
                     return
 
     def leave(self) -> None:
-        """Put everything back, then keep what was written."""
-        found = [before.registered() for before in self._before]
+        """Restore everything, then write back."""
+        found = [summoned.registered() for summoned in self._params]
         values, grads = [param.data for param in found], [param.grad for param in found]
-        for before in reversed(self._before):
-            self._put_back(before)
-        if self._hidden is not None:
-            module, registered = self._hidden
-            # In the order that it had, with what was registered meanwhile at the end.
+        for summoned in reversed(self._params):
+            self._restore(summoned)
+        if self._unregistered is not None:
+            module, registered = self._unregistered
+            # In the order before, with what was registered meanwhile at the end.
             merged = registered | module._parameters
             module._parameters.clear()
             module._parameters.update(merged)
-        if self._summons.writeback:
-            self._keep(values, grads)
+        if self._options.writeback:
+            for summoned, value, grad in zip(self._params, values, grads, strict=True):
+                self._write_back(summoned.shard, value, grad)
 
-    def _put_back(self, before: _Before) -> None:
-        part = before.part
+    def _restore(self, summoned: _SummonedParam) -> None:
+        shard = summoned.shard
         if not self._is_flat:
-            self._set(part.param, before.data, before.grad)
-        for place, seen in zip(part.locations, before.seen, strict=True):
+            self._set(shard.param, summoned.data, summoned.grad)
+        for location, seen in zip(shard.locations, summoned.seen, strict=True):
             if self._is_flat:
-                place.module._parameters.pop(place.name, None)
+                location.module._parameters.pop(location.name, None)
             if seen is not None:
-                place.put(seen)
+                location.put(seen)
 
-    def _keep(self, values: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-        segment = self._lane.segment()
-        for before, value, grad in zip(self._before, values, grads, strict=True):
-            part = before.part
-            if value.shape != part.shape:
-                raise ConfigError(
-                    f"{part.name}: a summoned parameter must keep its shape {list(part.shape)}, "
-                    f"found {list(value.shape)}; what was written to it is not kept."
-                )
-            part.of_segment(segment).copy_(part.cut(value))
-            if self._summons.with_grads:
-                _keep_grad(part, grad)
-
-
-def _keep_grad(part: StatePart, grad: torch.Tensor | None) -> None:
-    param = part.param
-    if grad is None:
-        param.grad = None
-    elif param.grad is not None:
-        param.grad.copy_(part.cut(grad).view(param.grad.shape))
-    elif len(part.elements):
-        set_grad(param, part.cut(grad).clone().view(param.shape))
+    def _write_back(self, shard: FlatShard, value: torch.Tensor, grad: torch.Tensor | None) -> None:
+        if value.shape != shard.shape:
+            raise ConfigError(
+                f"{shard.name}: a summoned parameter must keep its shape {list(shard.shape)}, "
+                f"found {list(value.shape)}; what was written to it is not kept."
+            )
+        shard.slice_of(self._lane.shard_buffer()).copy_(shard.cut(value))
+        param = shard.param
+        if not self._options.with_grads:
+            return
+        if grad is None:
+            param.grad = None
+        elif param.grad is not None:
+            param.grad.copy_(shard.cut(grad).view(param.grad.shape))
+        elif len(shard.elements):
+            set_grad(param, shard.cut(grad).clone().view(param.shape))
 
 
-def _full_grads(lane: StateLane) -> list[torch.Tensor | None]:
+def _full_grads(lane: FlatLane) -> list[torch.Tensor | None]:
     """The full gradients, where any rank has a part of one; zeros where others have none."""
-    locals_ = [part.param.grad for part in lane.parts]
-    codes = [0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype) for grad in locals_]
-    axis = lane.mesh_info.shard
-    everyone = Agreement.exchanged(codes, axis, lane.device)
+    grads = [shard.param.grad for shard in lane.shards]
+    codes = [0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype) for grad in grads]
+    everyone = Agreement.exchanged(codes, lane.mesh_info.shard, lane.device)
     found = [max(column) for column in zip(*everyone, strict=True)]
     if not any(found):
         return [None] * len(found)
-    segment = lane.empty_segment(_GRAD_DTYPES[max(found) - 1])
-    for part, grad in zip(lane.parts, locals_, strict=True):
+    buffer = lane.zeros(_GRAD_DTYPES[max(found) - 1])
+    for shard, grad in zip(lane.shards, grads, strict=True):
         if grad is not None:
-            part.of_segment(segment).copy_(grad.reshape(-1))
-    full = lane.gather(segment)
-    return [
-        part.of_full(full) if code else None for part, code in zip(lane.parts, found, strict=True)
-    ]
-
-
-def _name(wrapper: nn.Module) -> str:
-    hooks = hooks_of(wrapper)
-    return type(wrapper).__name__ if hooks is None else hooks.name
+            shard.slice_of(buffer).copy_(grad.reshape(-1))
+    full = lane.gather(buffer)
+    pairs = zip(lane.shards, found, strict=True)
+    return [shard.view_of(full) if code else None for shard, code in pairs]

@@ -1,4 +1,4 @@
-"""Public test helpers: real ranks that start once, played worlds, and training parity.
+"""Public test helpers: ranks that start once, simulated worlds, and training parity.
 
     from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 
@@ -11,12 +11,10 @@
 """
 
 from fullshard.testing.failures import RankException, RanksFailed
-from fullshard.testing.fake import fake_world
 from fullshard.testing.parity import Trained, Training, assert_same_training
-from fullshard.testing.quiet import quiet_world
-from fullshard.testing.rank import Rank
-from fullshard.testing.rank_pool import RankPool, pool
-from fullshard.testing.rank_tests import on_ranks
+from fullshard.testing.rank_pool import RankPool, on_ranks, pool
+from fullshard.testing.rank_process import Rank
+from fullshard.testing.simulated import fake_world, quiet_world
 
 __all__ = [
     "Rank",

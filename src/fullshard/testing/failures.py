@@ -1,4 +1,4 @@
-"""What a pool says when ranks fail."""
+"""How a pool reports ranks that fail."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from fullshard.errors import FullshardError
 
 @dataclass(frozen=True, slots=True)
 class RankException:
-    """What one rank raised; `exception` is the object itself where it could be pickled."""
+    """What one rank raised; `exception` is the object itself if it could be pickled."""
 
     type_name: str
     message: str
@@ -18,7 +18,7 @@ class RankException:
 
 @dataclass(frozen=True, slots=True)
 class RankSilence:
-    """A rank that gave no answer: it died (`exit_code`) or was still running (None)."""
+    """A rank that did not answer: it died (`exit_code`) or was still running (None)."""
 
     exit_code: int | None
     stacks: str
@@ -28,7 +28,7 @@ class RankSilence:
 class RanksFailed(FullshardError):  # noqa: N818 - reads as what happened
     """Ranks raised, died or did not answer.
 
-    `exceptions` holds what was raised, by rank; `silent` the ranks that gave no answer.
+    `exceptions` holds what was raised, by rank; `silent` the ranks that did not answer.
     """
 
     def __init__(

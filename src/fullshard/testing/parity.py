@@ -1,4 +1,4 @@
-"""The proof that sharding changes nothing: the same training, twice, compared at every step."""
+"""Trains a model twice, sharded and not, and compares the two after every step."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fullshard._torch import tree_leaves, tree_map_only
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import TopologyError
 
-# Wrappers put these into the names of parameters; the reference has none of them.
+# Wrappers add these to the names of parameters; the reference has none of them.
 WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -44,10 +45,10 @@ def sgd_with_momentum(parameters: Iterable[Tensor]) -> Optimizer:
 class Training:
     """How the models of a comparison are trained.
 
-    `make_batch` gets a generator seeded for one step, micro batch and rank, and returns what
+    `make_batch` gets a generator seeded for one step, micro-batch and rank, and returns what
     `loss` takes; tensors are moved to the model's device. `before_forward(model, micro_batch)`
-    is called on the sharded model (and on the oracle's) before each forward, to switch gradient
-    sync and the like. Every rank of `data_mesh` (default: the world) gets a batch of its own.
+    is called with the sharded model (and the oracle's) before each forward, for example to switch
+    gradient sync. Every rank of `data_mesh` (default: all ranks) gets a batch of its own.
     """
 
     make_batch: Callable[[torch.Generator], Any]
@@ -62,7 +63,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a comparison leaves behind, for further questions."""
+    """What a comparison has trained, for further checks."""
 
     sharded: nn.Module
     reference: nn.Module
@@ -80,21 +81,6 @@ class _Learner:
     device: torch.device
     replicas: tuple[int, ...]
     before_forward: Callable[[nn.Module, int], None] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Tolerance:
-    rtol: float
-    atol: float
-
-    def check(self, actual: Tensor, expected: Tensor, what: str) -> None:
-        torch.testing.assert_close(
-            actual,
-            expected,
-            rtol=self.rtol,
-            atol=self.atol,
-            msg=lambda found: f"{what} differs from the reference. {found}",
-        )
 
 
 def assert_same_training(
@@ -122,19 +108,29 @@ def assert_same_training(
     reference = _learner(build, oracle, training, (data_rank,) if oracle is not None else everyone)
     sharded = _learner(build, shard, training, (data_rank,))
     view = _full if oracle is None else _local
-    tolerance = _Tolerance(rtol, atol)
 
-    _compare(sharded, reference, view, tolerance, "before step 0", gradients=False)
+    def check(actual: Tensor, expected: Tensor, what: str) -> None:
+        def message(found: str) -> str:
+            return f"{what} differs from the reference. {found}"
+
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=message)
+
+    def compare(when: str, *, gradients: bool) -> None:
+        actual = dict(_values(sharded.model, view, gradients))
+        expected = dict(_values(reference.model, view, gradients))
+        _compare(actual, expected, check, when, "gradient of" if gradients else "parameter")
+
+    compare("before step 0", gradients=False)
     losses = []
     for step in range(training.steps):
         expected = _accumulate(reference, training, step)[data_rank]
         actual = _accumulate(sharded, training, step)[data_rank]
         losses.append(actual.item())
-        _compare(sharded, reference, view, tolerance, f"step {step}", gradients=True)
-        tolerance.check(actual.float(), expected.float(), f"step {step}: loss")
+        compare(f"step {step}", gradients=True)
+        check(actual.float(), expected.float(), f"step {step}: loss")
         for learner in (sharded, reference):
             learner.optimizer.step()
-        _compare(sharded, reference, view, tolerance, f"after step {step}", gradients=False)
+        compare(f"after step {step}", gradients=False)
         for learner in (sharded, reference):
             learner.optimizer.zero_grad()
     return Trained(
@@ -143,7 +139,7 @@ def assert_same_training(
 
 
 def _place_in(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """This rank's place among the ranks that get batches of their own, and their number."""
+    """This rank's index among the ranks that get batches of their own, and their number."""
     if mesh is None:
         return dist.get_rank(), dist.get_world_size()
     coordinate = mesh.get_coordinate()
@@ -192,24 +188,19 @@ def _accumulate(learner: _Learner, training: Training, step: int) -> dict[int, T
 
 
 def _compare(
-    sharded: _Learner,
-    reference: _Learner,
-    view: Callable[[Tensor], Tensor],
-    tolerance: _Tolerance,
+    actual: dict[str, Tensor | None],
+    expected: dict[str, Tensor | None],
+    check: Callable[[Tensor, Tensor, str], None],
     when: str,
-    *,
-    gradients: bool,
+    word: str,
 ) -> None:
-    actual = dict(_values(sharded.model, view, gradients))
-    expected = dict(_values(reference.model, view, gradients))
-    word = "gradient of" if gradients else "parameter"
     if actual.keys() != expected.keys():
         raise AssertionError(
             f"{when}: both models must have the same parameters; only the sharded one has "
             f"{sorted(actual.keys() - expected.keys())}, only the reference "
             f"{sorted(expected.keys() - actual.keys())}."
         )
-    if gradients and all(value is None for value in expected.values()):
+    if expected and all(value is None for value in expected.values()):
         raise AssertionError(f"{when}: no parameter took a gradient; nothing would be compared.")
     for name, value in expected.items():
         found, what = actual[name], f"{when}: {word} {name!r}"
@@ -219,7 +210,7 @@ def _compare(
                     f"{what} is {_brief(found)}, in the reference {_brief(value)}."
                 )
         else:
-            tolerance.check(found, value, what)
+            check(found, value, what)
 
 
 def _values(
@@ -235,9 +226,9 @@ def _values(
 def _full(value: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return value.cpu()
-    # Offloaded shards lie on the CPU, where the mesh may have no backend.
+    # Offloaded shards are on the CPU, for which the mesh may have no backend.
     on_mesh: DTensor = value.to(value.device_mesh.device_type)  # type: ignore[assignment]
-    return on_mesh.full_tensor().cpu()
+    return full_tensor(on_mesh).cpu()
 
 
 def _local(value: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""What the engine does, told to whoever listens: `record` one step, or write an observer."""
+"""What the engine does, reported to observers: `record` one step, or write an observer."""
 
-from fullshard.trace.activities import Activity, Track
 from fullshard.trace.recording import Recording, record
-from fullshard.trace.seam import Observer, observed
+from fullshard.trace.seam import Activity, Observer, Track, observed
 from fullshard.trace.timeline import MemorySample, Span, Timeline, UnitFacts
 
 __all__ = [

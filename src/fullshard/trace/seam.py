@@ -1,6 +1,6 @@
-"""Where the engine says what it does, to whoever listens.
+"""Where the engine reports what it does, to observers.
 
-The engine asks `seam.observers` before it says anything: an empty tuple costs one look. An
+The engine tests `seam.observers` before it reports anything: an empty tuple costs one look. An
 observer that raises is dropped and logged; the step goes on.
 """
 
@@ -8,24 +8,55 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 
-from fullshard.trace.activities import Activity
-
 _log = logging.getLogger(__name__)
-_lock = threading.Lock()
+
+
+class Track(Enum):
+    """Where an activity runs: three things that a rank does at the same time."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"
+    REDUCE = "reduce"
+
+
+class Activity(Enum):
+    """What a rank does for a unit, from a beginning to an end."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    AWAIT_GATHER = "waits for its gather"
+    AWAIT_REDUCE = "waits for its reduce"
+    OPTIMIZER = "optimizer"
+
+    @property
+    def track(self) -> Track:
+        return _TRACKS.get(self, Track.COMPUTE)
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether compute waits meanwhile: communication that is not overlapped."""
+        return self in (Activity.AWAIT_GATHER, Activity.AWAIT_REDUCE)
+
+
+_TRACKS = {Activity.GATHER: Track.GATHER, Activity.REDUCE: Track.REDUCE}
 
 
 class Observer(Protocol):
     """Is told what happens, when it happens on the host.
 
-    On a device with streams the current stream is the one that the activity runs on, so that an
-    event recorded there times it. On a CPU the end of a gather or a reduce is told by the thread
-    that ends it.
+    On a device with streams, the current stream is the one that the activity runs on, so that an
+    event recorded there times it. On a CPU, the thread that completes a gather or a reduce reports
+    its end, by a Python callback on a thread of the process group. An observer that does not need
+    these ends sets `wants_collective_ends = False`, and causes no callbacks.
     """
 
     def begin(self, activity: Activity, unit: str) -> None: ...
@@ -33,10 +64,12 @@ class Observer(Protocol):
     def end(self, activity: Activity, unit: str) -> None: ...
 
     def hold(self, unit: str, num_bytes: int) -> None:
-        """Full parameters of a unit take memory from now on: 0 when they are let go."""
+        """The full parameters of a unit take this much memory from now on; 0 once freed."""
 
 
 observers: tuple[Observer, ...] = ()
+# Reentrant: a garbage collection may run the engine's finalizers, which report, at any time.
+_lock = threading.RLock()
 
 
 def begin(activity: Activity, unit: str) -> None:
@@ -51,17 +84,24 @@ def hold(unit: str, num_bytes: int) -> None:
     _tell(lambda observer: observer.hold(unit, num_bytes))
 
 
-def end_after(futures: Sequence[Any], activity: Activity, unit: str) -> None:
-    """Tell of an end when all futures are done, in the thread that completes the last one."""
-    if futures:
-        torch.futures.collect_all(list(futures)).add_done_callback(lambda _: end(activity, unit))
+def end_after(futures: Iterable[Any], activity: Activity, unit: str) -> None:
+    """Report the end of a collective when all its futures are done, if an observer wants that.
+
+    The thread that completes the last future reports it. Without an observer that wants to know,
+    `futures` is not even iterated.
+    """
+    if not any(getattr(observer, "wants_collective_ends", True) for observer in observers):
+        return
+    waiting = list(futures)
+    if waiting:
+        torch.futures.collect_all(waiting).add_done_callback(lambda _: end(activity, unit))
     else:
         end(activity, unit)
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """While this lasts, the engine tells `observer` what it does."""
+    """Report to `observer` what the engine does, while the block runs."""
     _change(lambda before: (*before, observer))
     try:
         yield
@@ -71,7 +111,7 @@ def observed(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def doing(activity: Activity, unit: str) -> Iterator[None]:
-    """An activity from its beginning to its end, for programs around the engine."""
+    """Report an activity from its beginning to its end, for programs around the engine."""
     begin(activity, unit)
     try:
         yield
@@ -95,4 +135,9 @@ def _drop(observer: Observer) -> None:
 def _change(changed: Callable[[tuple[Observer, ...]], tuple[Observer, ...]]) -> None:
     global observers
     with _lock:
-        observers = changed(observers)
+        while True:
+            before = observers
+            after = changed(before)
+            if observers is before:  # otherwise a finalizer changed them meanwhile
+                observers = after
+                return

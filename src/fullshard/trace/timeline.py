@@ -1,4 +1,4 @@
-"""One step of one rank, as spans of time: pure values, for pictures and for tests."""
+"""One step of one rank as spans of time: pure values."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from fullshard.trace.activities import Activity, Track
+from fullshard.trace.seam import Activity, Track
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a rank did for a unit. Times are seconds since the step began."""
+    """An activity of a rank for a unit. Times are seconds since the step began."""
 
     activity: Activity
     unit: str
@@ -26,10 +26,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """What was in use at one moment.
+    """Memory in use at one moment.
 
-    `full_bytes` is what the full parameters took that were gathered then; `allocated_bytes` what
-    the device had allocated, or on a CPU what the process had in memory.
+    `full_bytes` is that of the full parameters that were gathered then. `allocated_bytes` is what
+    the device had allocated, or on a CPU the memory of the process.
     """
 
     at_s: float
@@ -49,12 +49,12 @@ class Timeline:
     def on(self, track: Track) -> tuple[Span, ...]:
         """The spans of a track, one after another.
 
-        Units lie in each other, and so do their spans: what ends first is what the rank does.
+        Units contain others, and so do their spans: the one that ends first is what the rank does.
         """
         return tuple(_innermost(span for span in self.spans if span.activity.track is track))
 
     def exposed_s(self, unit: str | None = None) -> float:
-        """For how long compute stood still for communication, of one unit or of all."""
+        """How long compute waited for communication, of one unit or of all."""
         return sum(
             span.duration_s
             for span in self.on(Track.COMPUTE)
@@ -82,7 +82,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts:
-    """What a unit is, for a table. Sizes are those of the full parameters, in their kept dtype."""
+    """A row of a table of units. Sizes are those of the full parameters, in the stored dtype."""
 
     name: str
     num_parameters: int

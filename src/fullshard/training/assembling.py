@@ -25,7 +25,7 @@ from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.adapters import LoraSettings
 from fullshard.models.architecture import Architecture
 from fullshard.models.choosing_model import architecture_of
-from fullshard.state.materializing import give_memory
+from fullshard.state.materialize import give_memory
 from fullshard.training.checking import mesh_of
 from fullshard.training.config import ModelSection, ShardingSection
 from fullshard.training.world import World

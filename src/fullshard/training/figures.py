@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from fullshard.report.record import StepMetrics
-from fullshard.trace.clocks import clock_for
-from fullshard.trace.recording import Exposure, Waits
+from fullshard.trace.recording import Exposure, Waits, clock_for
 from fullshard.training.world import World
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from fullshard.api import ShardingStrategy
-from fullshard.choosing import choose
 from fullshard.errors import ConfigError
 from fullshard.models.architecture import Architecture
 from fullshard.plan import (
@@ -34,7 +33,7 @@ from fullshard.training.assembling import (
     unit_classes,
 )
 from fullshard.training.config import TrainConfig
-from fullshard.wrap import ModuleWrapPolicy
+from fullshard.wrap import ModuleWrapPolicy, choose
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 _STRATEGIES = {

@@ -26,11 +26,10 @@ from torch.distributed.launcher.api import elastic_launch
 from fullshard.comm.collectives import leave
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, TopologyError
 from fullshard.models.sampling import sample
-from fullshard.state.folder import latest, located
-from fullshard.state.inventory import MODEL
-from fullshard.state.opened import is_ours, open_checkpoint
-from fullshard.state.restoring import load
-from fullshard.state.sites import sites_of
+from fullshard.state.checkpoint import load
+from fullshard.state.dcp import MODEL
+from fullshard.state.shards import tensor_shards
+from fullshard.state.store import is_ours, latest, located, open_checkpoint
 from fullshard.training.assembling import architecture_for, assembled
 from fullshard.training.config import ShardingSection, TrainConfig
 from fullshard.training.config_file import config_of
@@ -181,11 +180,11 @@ def _require_same_model(found: FoundCheckpoint, name: str, model: nn.Module) -> 
     stored = {key.removeprefix(MODEL): opened.shape(key) for key in opened.keys}
     is_partial = opened.manifest is not None and opened.manifest.selection != "all"
     others, is_any = [], False
-    for site in sites_of(model):
-        shapes = [stored[each] for each in site.names if each in stored]
+    for shard in tensor_shards(model):
+        shapes = [stored[each] for each in shard.names if each in stored]
         is_any = is_any or bool(shapes)
-        if (not shapes and not is_partial) or any(shape != tuple(site.shape) for shape in shapes):
-            others.append(f"{site.name} {list(shapes[0]) if shapes else 'not there'}")
+        if (not shapes and not is_partial) or any(shape != tuple(shard.shape) for shape in shapes):
+            others.append(f"{shard.name} {list(shapes[0]) if shapes else 'not there'}")
     if others or not is_any:
         shown = f"{others[0]} and {len(others) - 1} more" if others else "none of its parameters"
         raise CheckpointError(

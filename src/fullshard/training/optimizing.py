@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from fullshard._torch import BatchNormBase
 from fullshard.errors import ConfigError
 from fullshard.optim.by_unit import by_unit
 from fullshard.runtime.names import clean_name
-from fullshard.state.sites import Site, sites_of
+from fullshard.state.shards import TensorShard, tensor_shards
 from fullshard.training.config import OptimizerSection
 
 _FUSED_ON = ("cpu", "cuda")
@@ -21,7 +21,7 @@ _UNDECAYED = (
     nn.LayerNorm,
     nn.RMSNorm,
     nn.GroupNorm,
-    _BatchNorm,
+    BatchNormBase,
 )
 
 
@@ -37,8 +37,8 @@ def build_optimizer(
     decayed: dict[torch.Tensor, None] = {}
     others: dict[torch.Tensor, None] = {}
     kinds = _modules_by_name(model)
-    for site in _trained(model):
-        (decayed if _is_decayed(site, kinds) else others)[site.tensor] = None
+    for shard in _trained(model):
+        (decayed if _is_decayed(shard, kinds) else others)[shard.tensor] = None
     if decayed.keys() & others.keys():
         raise ConfigError(
             "optimizer: each parameter of a model is expected to be its own, found some that decay "
@@ -59,8 +59,10 @@ def build_optimizer(
     return by_unit(optimizer)
 
 
-def _trained(model: nn.Module) -> Iterator[Site]:
-    yield from (site for site in sites_of(model) if not site.is_buffer and site.is_trainable)
+def _trained(model: nn.Module) -> Iterator[TensorShard]:
+    yield from (
+        shard for shard in tensor_shards(model) if not shard.is_buffer and shard.is_trainable
+    )
 
 
 def _modules_by_name(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -71,10 +73,10 @@ def _modules_by_name(model: nn.Module) -> dict[str, list[nn.Module]]:
     return found
 
 
-def _is_decayed(site: Site, modules: dict[str, list[nn.Module]]) -> bool:
-    if len(site.shape) < 2:
+def _is_decayed(shard: TensorShard, modules: dict[str, list[nn.Module]]) -> bool:
+    if len(shard.shape) < 2:
         return False
-    for name in site.names:
+    for name in shard.names:
         path, _, own = name.rpartition(".")
         if own == "bias" or any(_is_undecayed(module) for module in modules.get(path, ())):
             return False

@@ -11,8 +11,8 @@ from fullshard.models.architecture import Architecture
 from fullshard.models.sampling import sample
 from fullshard.report.reading import read_record
 from fullshard.report.writing import write_report
-from fullshard.state.crew import Crew
-from fullshard.state.sites import sites_of
+from fullshard.state.rank_group import RankGroup
+from fullshard.state.shards import tensor_shards
 from fullshard.training.assembling import architecture_for, assembled
 from fullshard.training.batches import Batches
 from fullshard.training.closing import closing_lines
@@ -36,20 +36,20 @@ class Run:
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self._world = world
-        self._crew = Crew()
+        self._ranks = RankGroup.world()
         # On the host whose rank died, restarts are counted; on others they are not.
         num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self._is_restarted = any(self._crew.told(num_restarts))
+        self._is_restarted = any(self._ranks.all_gather(num_restarts))
         # Ranks on other hosts may be a second apart: the first one names the folder.
-        path = self._crew.told(str(folder_for(config).path))[0]
+        path = self._ranks.all_gather(str(folder_for(config).path))[0]
         self._folder = RunFolder(Path(path))
         self._config = replace(config, run=replace(config.run, out=path))
 
     def run(self, leaving: Leaving) -> bool:
         """Train, save, sample, report; False if it was left before the last step."""
-        config, crew = self._config, self._crew
+        config, ranks = self._config, self._ranks
         architecture = architecture_for(config.model)
-        found = crew.first_does("train", lambda: self._prepare_folder(architecture))
+        found = ranks.run_first("train", lambda: self._prepare_folder(architecture))
         parts = self._parts(architecture)
         trainer = Trainer(config, self._world, parts, self._folder, self._environment())
         if found is None or config.model.lora_rank:
@@ -84,9 +84,11 @@ class Run:
         return self._folder.newest()
 
     def _parts(self, architecture: Architecture) -> Parts:
-        config, world, crew = self._config, self._world, self._crew
+        config, world, ranks = self._config, self._world, self._ranks
         tokenizer = architecture.tokenizer(config.data.tokenizer)
-        documents = crew.do("data", lambda: Documents.of(config.data.paths, config.data.text_field))
+        documents = ranks.run(
+            "data", lambda: Documents.of(config.data.paths, config.data.text_field)
+        )
 
         def prepared() -> Any:
             return prepare_corpus(
@@ -97,9 +99,9 @@ class Run:
                 vocabulary=architecture.vocabulary,
             )
 
-        crew.first_does("data", lambda: prepared() and None)
-        corpus = crew.do("data", prepared)
-        model = crew.do("model", lambda: assembled(architecture, config.sharding, world))
+        ranks.run_first("data", lambda: prepared() and None)
+        corpus = ranks.run("data", prepared)
+        model = ranks.run("model", lambda: assembled(architecture, config.sharding, world))
         optimizer = build_optimizer(model, config.optimizer, world.device)
         batches = Batches(
             corpus,
@@ -122,7 +124,7 @@ class Run:
 
     def _opening(self, parts: Parts, step: int) -> str:
         world = self._world
-        numel = sum(site.shape.numel() for site in sites_of(parts.model))
+        numel = sum(shard.shape.numel() for shard in tensor_shards(parts.model))
         where = f"{world.size} {'CPU' if world.device.type == 'cpu' else 'GPU'} rank"
         what = (
             f"{parts.architecture.name}: {numel:,} parameters over {where}{'s' * (world.size > 1)}"

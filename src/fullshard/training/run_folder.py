@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fullshard.errors import ConfigError
-from fullshard.state.folder import latest
+from fullshard.state.store import latest
 from fullshard.training.config import TrainConfig
 
 

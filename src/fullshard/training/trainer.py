@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.placement import full_tensor
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.runtime.describing import unit_facts
-from fullshard.state.crew import Crew
-from fullshard.state.restoring import load
-from fullshard.state.saving import save, save_async
+from fullshard.state.checkpoint import load, save, save_async
+from fullshard.state.rank_group import RankGroup
 from fullshard.trace import seam
-from fullshard.trace.activities import Activity
 from fullshard.trace.recording import record
+from fullshard.trace.seam import Activity
 from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
 from fullshard.training.display import Display
@@ -186,7 +186,7 @@ class Trainer:
         else:
             norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
         if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+            norm = full_tensor(norm)
         return norm.to(self._world.device)
 
     # One step in detail
@@ -203,11 +203,11 @@ class Trainer:
         if not is_traced:
             yield
             return
-        crew = Crew()
-        crew.told(None)  # so that the clocks of all ranks begin together
+        ranks = RankGroup.world()
+        ranks.all_gather(None)  # so that the clocks of all ranks begin together
         with record(self._world.device, self._world.rank) as recording:
             yield
-        timelines = crew.told(recording.timeline.as_json())
+        timelines = ranks.all_gather(recording.timeline.as_json())
         if self._world.is_first:
             found = {
                 "step": self.step,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fullshard.comm.collectives import leave
 from fullshard.errors import FullshardError
-from fullshard.state.crew import OtherRankError
+from fullshard.state.rank_group import OtherRankError
 from fullshard.training.config import TrainConfig
 from fullshard.training.config_file import config_of
 from fullshard.training.debugging import wants_tracebacks

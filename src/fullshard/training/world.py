@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import TopologyError
-from fullshard.state.crew import Crew
+from fullshard.state.rank_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class World:
         own = torch.tensor(figures, dtype=torch.float64)
         everyone = [own] + [torch.empty_like(own) for _ in range(self.size - 1)]
         if self.size > 1:
-            dist.all_gather(everyone, own.clone(), group=Crew().group)
+            dist.all_gather(everyone, own.clone(), group=RankGroup.world().group)
         return [each.tolist() for each in everyone]
 
 

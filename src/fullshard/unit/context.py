@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from fullshard.comm.collectives import CollectiveWork
 from fullshard.device import Device, FreedRanges, Streams
 from fullshard.trace import seam
-from fullshard.trace.activities import Activity
+from fullshard.trace.seam import Activity
 
 # Of buckets with large gradients that are reduced before the rest of their unit.
 MAX_EARLY_BYTES = 256 << 20

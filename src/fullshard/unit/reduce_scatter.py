@@ -36,7 +36,7 @@ from fullshard.device import ResizableBuffer, reference_counts
 from fullshard.errors import ConfigError, LifecycleError
 from fullshard.layout import Bucket, BucketKind, DtypePlan, FlatSplit, Lane, Split, UnitLayout
 from fullshard.trace import seam
-from fullshard.trace.activities import Activity
+from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import permuted_pairs
 from fullshard.unit.context import CommContext, HeldResults, wait_all
 from fullshard.unit.param import GradTarget, ShardedParam, shard_device
@@ -234,7 +234,7 @@ class GradBucket:
         self.num_bytes = self.numel * lane.dtypes.wire.itemsize
         self.shard_range = range(bucket.buffer_offset, bucket.buffer_offset + bucket.segment_numel)
         self.places = [
-            (param, bucket.buffer_offset + bucket.shard_offset(slot, rank))
+            (param, bucket.shard_offset(slot, rank))
             for param, slot in zip(self.params, bucket.slots, strict=True)
         ]
         # A flat bucket is always reduced: other ranks may have used parameters that this rank has
@@ -369,7 +369,7 @@ class GradLane:
             GradBucket(lane, bucket, params, layout.num_ranks, rank) for bucket in lane.buckets
         ]
         self.slots: list[GradSlot] = [
-            (param, offset)
+            (param, bucket.shard_range.start + offset)
             for bucket in self.buckets
             for param, offset in bucket.places
             if param.takes_gradient
@@ -425,20 +425,22 @@ def make_grad_lanes(
 
 
 @dataclass(slots=True)
-class BucketGrads:
-    """The gradients that go into one bucket, by slot.
+class BucketReduce:
+    """One bucket's part of a reduce-scatter.
 
-    `grads` is emptied when they are in the bucket; `has_grad` says which there were. `partial` has
-    what earlier steps summed over the shard axis, to be added: where in the bucket's result, what.
+    `grads` are by slot, and emptied when they are in the bucket; `has_grad` says which there were.
+    `partials` are what earlier steps summed over the shard axis, and where in `out` to add it.
     """
 
     plan: GradBucket
     grads: list[Grad]
-    has_grad: tuple[bool, ...]
-    partial: list[tuple[int, torch.Tensor]]
+    has_grad: list[bool]
+    partials: list[tuple[int, torch.Tensor]]
+    inp: torch.Tensor | None = None
+    out: torch.Tensor | None = None
 
     def slots(self) -> Iterator[tuple[ShardedParam, int]]:
-        """The parameters that receive a part of the result."""
+        """The parameters that receive a part of `out`, and where in it that begins."""
         for (param, offset), has_grad in zip(self.plan.places, self.has_grad, strict=True):
             is_due = has_grad or (self.plan.is_always_reduced and param.is_trainable)
             if is_due and param.takes_gradient:
@@ -446,81 +448,43 @@ class BucketGrads:
 
 
 @dataclass(slots=True)
-class LaneReduceScatter:
+class LaneReduce:
     """One lane's part of a reduce-scatter.
 
-    `result` has the buckets' results one after another, arranged like the lane's shard buffer if
-    all buckets have gradients. `buffer` is what the results lie in, if they do; `sums` are what
-    they were cast from on their way there.
+    `buffer` is what the results lie in, if they do, and `sums` what they were cast from.
     """
 
     plan: GradLane
-    buckets: list[BucketGrads]
+    buckets: list[BucketReduce]
     scaling: Scaling
-    ins: list[torch.Tensor] = field(default_factory=list)
-    outs: list[torch.Tensor] = field(default_factory=list)
-    result: torch.Tensor | None = None
     buffer: GradBuffer | None = None
-    sums: Sequence[torch.Tensor] = ()
+    sums: list[torch.Tensor] = field(default_factory=list)
     work: CollectiveWork = field(default_factory=CollectiveWork)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum([bucket.plan.num_bytes for bucket in self.buckets])
-
-    @property
-    def has_all_buckets(self) -> bool:
-        return len(self.buckets) == len(self.plan.buckets)
 
     @property
     def is_complete(self) -> bool:
         """Whether every parameter of the lane has a gradient."""
-        return self.has_all_buckets and all(all(bucket.has_grad) for bucket in self.buckets)
+        has_all_buckets = len(self.buckets) == len(self.plan.buckets)
+        return has_all_buckets and all(all(bucket.has_grad) for bucket in self.buckets)
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether the one bucket of the lane is what autograd produced."""
-        bucket = self.buckets[0]
-        return len(self.plan.buckets) == 1 and bucket.plan.is_in_place(bucket.grads)
+    def outs(self) -> list[torch.Tensor]:
+        return [bucket.out for bucket in self.buckets if bucket.out is not None]
 
-    def slots(self) -> list[GradSlot]:
-        """What receives a part of the result, and where in it that begins."""
-        if self.plan.target is not None or self.is_complete:
-            return self.plan.slots
-        found: list[GradSlot] = []
-        start = 0
+    def slots(self, bucket: BucketReduce) -> list[GradSlot]:
+        """What receives a part of a bucket's result."""
+        return [(self.plan.target, 0)] if self.plan.target is not None else list(bucket.slots())
+
+    def acquire_buffer(self, device: torch.device) -> bool:
+        """Let the results go where they are assigned from, if they can; whether they do."""
+        self.buffer = self.plan.acquire_grad_buffer([b.plan for b in self.buckets], device)
+        if self.buffer is None:
+            return False
+        result = self.buffer.reserve()
         for bucket in self.buckets:
-            shift = start - bucket.plan.shard_range.start
-            found += [(param, offset + shift) for param, offset in bucket.slots()]
-            start += len(bucket.plan.shard_range)
-        return found
-
-    def results(self) -> Sequence[torch.Tensor]:
-        """The sums, in as few tensors as there are; of a buffer, only this reduce-scatter's."""
-        assert self.result is not None
-        return [self.result] if self.buffer is None or self.has_all_buckets else self.outs
-
-    def write_to(self, buffer: GradBuffer) -> None:
-        """Let the sums go where they belong in a gradient buffer."""
-        self.buffer = buffer
-        self.result = result = buffer.reserve()
-        if not self.has_all_buckets:
-            ranges = [bucket.plan.shard_range for bucket in self.buckets]
-            self.outs = [result[places.start : places.stop] for places in ranges]
-        elif len(self.buckets) == 1:
-            self.outs = [result]
-        else:
-            self.outs = list(result.split([len(b.plan.shard_range) for b in self.buckets]))
-
-    def write_to_own_memory(self, device: torch.device) -> None:
-        sizes = [len(bucket.plan.shard_range) for bucket in self.buckets]
-        dtype = self.plan.lane.dtypes.reduced
-        self.result = torch.empty(sum(sizes), dtype=dtype, device=device)
-        self.outs = list(self.result.split(sizes))
-
-
-# In place of a bucket that goes by pieces.
-_NO_INPUT = torch.empty(0)
+            places = bucket.plan.shard_range
+            bucket.out = result[places.start : places.stop]
+        return True
 
 
 class InFlightReduceScatter:
@@ -528,12 +492,12 @@ class InFlightReduceScatter:
 
     def __init__(
         self,
-        lanes: list[LaneReduceScatter],
+        lanes: list[LaneReduce],
         config: ReduceConfig,
         comm_ctx: CommContext,
         unit_grads: UnitGrads,
     ) -> None:
-        self.num_bytes = sum([lane.num_bytes for lane in lanes])
+        self.num_bytes = sum([bucket.plan.num_bytes for lane in lanes for bucket in lane.buckets])
         self._lanes = lanes
         self._config = config
         self._comm_ctx = comm_ctx
@@ -547,33 +511,27 @@ class InFlightReduceScatter:
         """Issue the reduce-scatter; on a device with streams, all that follows it as well."""
         device = self._device
         for lane in self._lanes:
-            if self._is_local and not lane.is_in_place:
+            if self._is_local and not self._is_in_place(lane):
                 self._write_to_buffer(lane)  # the sum over one rank is the gradient itself
             for bucket in lane.buckets:
-                if self._goes_by_pieces(bucket):
-                    lane.ins.append(_NO_INPUT)
-                else:
-                    lane.ins.append(self._bucket_input(lane, bucket))
+                if not self._goes_by_pieces(bucket):
+                    bucket.inp = self._bucket_input(lane, bucket)
                     bucket.grads = []
         device.wait(device.record(), self._comm_ctx.streams.reduce_scatter)
         try:
-            self._start_on_stream()
+            with device.on(self._comm_ctx.streams.reduce_scatter):
+                if seam.observers:
+                    seam.begin(Activity.REDUCE, self._config.unit)
+                for lane in self._lanes:
+                    self._reduce_scatter(lane)
+                if seam.observers and not device.has_streams:
+                    futures = [future for lane in self._lanes for future in lane.work.futures]
+                    seam.end_after(futures, Activity.REDUCE, self._config.unit)
+                if device.has_streams:
+                    self._complete()
         except BaseException:
             self._wait_for_enqueued()
             raise
-
-    def _start_on_stream(self) -> None:
-        device = self._device
-        with device.on(self._comm_ctx.streams.reduce_scatter):
-            if seam.observers:
-                seam.begin(Activity.REDUCE, self._config.unit)
-            for lane in self._lanes:
-                self._reduce_scatter(lane)
-            if seam.observers and not device.has_streams:
-                futures = [future for lane in self._lanes for future in lane.work.futures]
-                seam.end_after(futures, Activity.REDUCE, self._config.unit)
-            if device.has_streams:
-                self._complete()
 
     def _wait_for_enqueued(self) -> None:
         """After a failure: make compute, which gets the inputs' memory back, wait for the rest."""
@@ -611,7 +569,7 @@ class InFlightReduceScatter:
         self._device.wait(self._event if is_read_on else self._scattered)
         if seam.observers:
             seam.end(Activity.AWAIT_REDUCE, self._config.unit)
-        held = [tensor for lane in self._lanes for tensor in (lane.result, *lane.sums)]
+        held = [tensor for lane in self._lanes for tensor in (*lane.outs, *lane.sums)]
         self._lanes.clear()
         return HeldResults(self._config.unit, self._event, held)
 
@@ -630,7 +588,12 @@ class InFlightReduceScatter:
             self._config.axis.is_single and self._config.collectives.custom_reduce_scatter is None
         )
 
-    def _goes_by_pieces(self, bucket: BucketGrads) -> bool:
+    def _is_in_place(self, lane: LaneReduce) -> bool:
+        """Whether the one bucket of a lane is what autograd produced."""
+        bucket = lane.buckets[0]
+        return len(lane.plan.buckets) == 1 and bucket.plan.is_in_place(bucket.grads)
+
+    def _goes_by_pieces(self, bucket: BucketReduce) -> bool:
         """Whether a large bucket is copied on the stream that reduces it, piece by piece (rule 9).
 
         Then what is in flight is the gradient that autograd made and one piece, instead of the
@@ -644,7 +607,7 @@ class InFlightReduceScatter:
         is_copied = plan.sums_on_arrival or not plan.is_in_place(bucket.grads)
         return is_copied and bool(plan.pieces(bucket.grads))
 
-    def _bucket_input(self, lane: LaneReduceScatter, bucket: BucketGrads) -> torch.Tensor:
+    def _bucket_input(self, lane: LaneReduce, bucket: BucketReduce) -> torch.Tensor:
         """The gradients of a bucket, as all ranks' segments."""
         plan, collectives = bucket.plan, self._config.collectives
         custom = collectives.custom_reduce_scatter
@@ -655,8 +618,8 @@ class InFlightReduceScatter:
         else:
             if custom is not None:
                 buffer = custom.allocate((plan.numel,), dtype=dtype, device=device)
-            elif lane.buffer is not None:
-                buffer = lane.outs[len(lane.ins)]
+            elif bucket.out is not None:
+                buffer = bucket.out
             else:
                 buffer = collectives.allocate_bucket(plan.numel, dtype, device)
             plan.copy_in(bucket.grads, buffer)
@@ -670,50 +633,42 @@ class InFlightReduceScatter:
         is_stored = self._config.grad_dtype(dtypes) == dtypes.stored
         return is_stored and not self._unit_grads.to_host and not self._config.is_partial
 
-    def _write_to_buffer(self, lane: LaneReduceScatter) -> None:
+    def _write_to_buffer(self, lane: LaneReduce) -> bool:
         """Let a lane's sums go straight to where they are assigned from, if they can."""
         dtypes = lane.plan.lane.dtypes
         if dtypes.reduced != dtypes.stored or self._config.comm_hook is not None:
-            return
-        if self._ends_in_buffer(dtypes):
-            device = self._device.torch_device
-            buffer = lane.plan.acquire_grad_buffer([b.plan for b in lane.buckets], device)
-            if buffer is not None:
-                lane.write_to(buffer)
+            return False
+        return self._ends_in_buffer(dtypes) and lane.acquire_buffer(self._device.torch_device)
 
-    def _reduce_scatter(self, lane: LaneReduceScatter) -> None:
-        axis, hook = self._config.axis, self._config.comm_hook
+    def _reduce_scatter(self, lane: LaneReduce) -> None:
+        axis, hook, dtypes = self._config.axis, self._config.comm_hook, lane.plan.lane.dtypes
         if axis.is_single and len(lane.buckets) == len(lane.plan.buckets) == 1:
             if lane.buffer is None:
-                lane.result, lane.outs = lane.ins[0], lane.ins  # the sum over one rank
+                lane.buckets[0].out = lane.buckets[0].inp  # the sum over one rank
             return
-        if lane.buffer is None:
-            self._write_to_buffer(lane)
-        if lane.buffer is None:
-            lane.write_to_own_memory(self._device.torch_device)
-        if hook is not None:
-            # A hook may give the tensor other memory, in another dtype: it must be this one.
-            assert lane.result is not None
-            (full_grads,), lane.outs = lane.ins, [lane.result]
-            hook.function(hook.state, full_grads, lane.result)
+        if lane.buffer is None and not self._write_to_buffer(lane):
+            for bucket in lane.buckets:
+                numel, device = len(bucket.plan.shard_range), self._device.torch_device
+                bucket.out = torch.empty(numel, dtype=dtypes.reduced, device=device)
+        for bucket, out in zip(lane.buckets, lane.outs, strict=True):
+            if hook is not None:
+                # A hook may give the tensor other memory, in another dtype: it stays this object.
+                hook.function(hook.state, bucket.inp, out)
+            elif bucket.inp is None:
+                self._reduce_pieces(lane, bucket, out)
+        sent = [b for b in lane.buckets if b.inp is not None and b.inp.numel()]
+        outs = [bucket.out for bucket in sent if bucket.out is not None]
+        ins = [bucket.inp for bucket in sent if bucket.inp is not None]
+        if hook is not None or not sent:
             return
         if axis.group is None or axis.is_single:
-            foreach_copy_(lane.outs, lane.ins)
-            return
-        for bucket, out in zip(lane.buckets, lane.outs, strict=True):
-            if bucket.grads:
-                self._reduce_pieces(lane, bucket, out)
-        sent = [(out, inp) for out, inp in zip(lane.outs, lane.ins, strict=True) if inp.numel()]
-        if sent:
-            outs, ins = zip(*sent, strict=True)
-            average = lane.scaling.average
+            foreach_copy_(outs, ins)
+        else:
             lane.work = self._config.collectives.reduce_scatter(
-                outs, ins, axis.group, average=average
+                outs, ins, axis.group, average=lane.scaling.average
             )
 
-    def _reduce_pieces(
-        self, lane: LaneReduceScatter, bucket: BucketGrads, out: torch.Tensor
-    ) -> None:
+    def _reduce_pieces(self, lane: LaneReduce, bucket: BucketReduce, out: torch.Tensor) -> None:
         """One after another in the same memory, which the stream orders."""
         group, scaling = self._config.axis.group, lane.scaling
         assert group is not None
@@ -739,78 +694,78 @@ class InFlightReduceScatter:
         self._scattered = device.record()
         for lane in self._lanes:
             for bucket, out in zip(lane.buckets, lane.outs, strict=True):
-                for start, partial in bucket.partial:
+                for start, partial in bucket.partials:
                     self._has_followed = True
                     out[start : start + partial.numel()].add_(partial)
+        replicas, hook = config.mesh_info.replicate, config.all_reduce_hook
         if config.is_partial:
             self._has_followed = True
-            self._keep_partial()
-            self._end()
+            self._keep_partial_sums()
+        elif replicas.is_single and hook is None:
+            self._assign_lanes()
+        else:
+            self._has_followed = True
+            stream = self._last_stream
+            device.wait(device.record(), stream)
+            with device.on(stream):
+                for lane in self._lanes:
+                    for out in lane.outs:
+                        if config.comm_hook is not None:
+                            config.comm_hook.function(config.comm_hook.state, out)
+                        elif replicas.group is not None and not replicas.is_single:
+                            all_reduce(out, replicas.group, average=lane.scaling.average)
+                        if hook is not None:
+                            hook.function(out)
+                self._assign_lanes()
+                self._end()
             return
-        replicas, hook = config.mesh_info.replicate, config.all_reduce_hook
-        if replicas.is_single and hook is None:
-            self._finish_lanes()
-            return
-        self._has_followed = True
-        stream = self._last_stream
-        device.wait(device.record(), stream)
-        with device.on(stream):
-            for lane in self._lanes:
-                for result in lane.results():
-                    if config.comm_hook is not None:
-                        config.comm_hook.function(config.comm_hook.state, result)
-                    elif replicas.group is not None and not replicas.is_single:
-                        all_reduce(result, replicas.group, average=lane.scaling.average)
-                    if hook is not None:
-                        hook.function(result)
-            self._finish_lanes()
+        self._end()
 
-    def _keep_partial(self) -> None:
+    def _keep_partial_sums(self) -> None:
         """Keep sums over the shard axis until a step that also reduces over the replicas."""
         for lane in self._lanes:
             for bucket, out in zip(lane.buckets, lane.outs, strict=True):
-                start = bucket.plan.shard_range.start
                 for param, offset in bucket.slots():
-                    part = out[offset - start :][: param.local.numel()]
+                    part = out[offset : offset + param.local.numel()]
                     before = param.partial_grad
                     # Another reduce-scatter of the same backward may have kept some, too.
                     param.partial_grad = part if before is None else before.add_(part)
 
-    def _finish_lanes(self) -> None:
+    def _assign_lanes(self) -> None:
         """Scale, cast and assign, on the current stream."""
         for lane in self._lanes:
             if lane.scaling.after != 1.0:
                 self._has_followed = True
-                for result in lane.results():
-                    result.div_(lane.scaling.after)
+                for out in lane.outs:
+                    out.div_(lane.scaling.after)
             self._assign(lane)
-        self._end()
 
-    def _assign(self, lane: LaneReduceScatter) -> None:
-        plan, dtypes, result = lane.plan, lane.plan.lane.dtypes, lane.result
-        assert result is not None
+    def _assign(self, lane: LaneReduce) -> None:
+        plan, dtypes, unit_grads = lane.plan, lane.plan.lane.dtypes, self._unit_grads
         if lane.buffer is None:
             self._has_followed = True
             if dtypes.reduced != dtypes.stored and self._ends_in_buffer(dtypes):
-                buffer = plan.acquire_grad_buffer([b.plan for b in lane.buckets], result.device)
-                if buffer is not None:
-                    lane.sums = lane.outs
-                    lane.write_to(buffer)
+                sums = lane.outs
+                if lane.acquire_buffer(self._device.torch_device):
+                    lane.sums = sums
                     foreach_copy_(lane.outs, lane.sums)
         if lane.buffer is not None:
             lane.buffer.assigned()
-            slots = lane.slots()
             places = lane.buffer.places
-            if len(slots) < len(places):
+            if not lane.is_complete and plan.target is None:
                 grads = lane.buffer.grads
-                places = [(target, target.param, grads[target]) for target, _ in slots]
-            if self._unit_grads.assign_places(places):
+                targets = [target for bucket in lane.buckets for target, _ in bucket.slots()]
+                places = [(target, target.param, grads[target]) for target in targets]
+            if unit_grads.assign_places(places):
                 self._has_followed = True
         elif plan.buffer is not None and lane.is_complete and plan.buffer.holds_all_grads():
-            plan.buffer.result.add_(result)
+            for bucket, out in zip(lane.buckets, lane.outs, strict=True):
+                places_of = bucket.plan.shard_range
+                plan.buffer.result[places_of.start : places_of.stop].add_(out)
         else:
-            grads_dtype = self._config.grad_dtype(dtypes)
-            self._unit_grads.assign_parts(result.to(grads_dtype), lane.slots())
+            dtype = self._config.grad_dtype(dtypes)
+            for bucket, out in zip(lane.buckets, lane.outs, strict=True):
+                unit_grads.assign_parts(out.to(dtype), lane.slots(bucket))
 
     def _end(self) -> None:
         """All is enqueued, on the current stream."""
@@ -954,14 +909,14 @@ class UnitGrads:
             present = [bucket for bucket in taken if bucket is not None]
             if present:
                 scaling = Scaling.of(config, plan.lane.dtypes.reduced)
-                lanes.append(LaneReduceScatter(plan, present, scaling))
+                lanes.append(LaneReduce(plan, present, scaling))
         if not lanes:
             return
+        in_flight = InFlightReduceScatter(lanes, config, comm_ctx, self)
         if only is None:
             comm_ctx.limit_reduce_scatters(config.settings.reduce_scatter_max_input_buffers)
         else:
-            comm_ctx.make_room_for(sum(lane.num_bytes for lane in lanes))
-        in_flight = InFlightReduceScatter(lanes, config, comm_ctx, self)
+            comm_ctx.make_room_for(in_flight.num_bytes)
         in_flight.start()
         comm_ctx.add_reduce_scatter(in_flight)
         if config.is_partial and not comm_ctx.device.has_streams:
@@ -976,7 +931,7 @@ class UnitGrads:
             return grad
         return local_gradient(grad, param.full_spec, self._mesh_info)
 
-    def _collect(self, lane: Lane, plan: GradBucket, settings: UnitSettings) -> BucketGrads | None:
+    def _collect(self, lane: Lane, plan: GradBucket, settings: UnitSettings) -> BucketReduce | None:
         """What goes into a bucket; None if nothing does."""
         grads: list[Grad] = []
         has_grad: list[bool] = []
@@ -998,11 +953,11 @@ class UnitGrads:
                         f"accumulate gradients, found {partial.numel()} accumulated elements for a "
                         f"shard of {param.local.numel()}; finish the accumulation first."
                     )
-                partials.append((offset - plan.shard_range.start, partial))
+                partials.append((offset, partial))
             has_grad.append(grad is not None or partial is not None)
         if not plan.is_always_reduced and not any(has_grad):
             return None
-        return BucketGrads(plan, grads, tuple(has_grad), partials)
+        return BucketReduce(plan, grads, has_grad, partials)
 
     def assign_places(
         self, places: Sequence[tuple[GradTarget, torch.Tensor, torch.Tensor]]

@@ -18,7 +18,7 @@ from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.errors import LifecycleError, UnsupportedError
 from fullshard.layout import CostModel, ParamSpec, Split, UnitLayout, plan_unit
 from fullshard.trace import seam
-from fullshard.trace.activities import Activity
+from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, UnitAllGather
 from fullshard.unit.context import AddressRanges, CommContext
 from fullshard.unit.flat_param import FlatParams

@@ -1,4 +1,4 @@
-"""The norm of gradients that lie in parts on many ranks, and clipping by it."""
+"""The norm of gradients whose parts are on many ranks, and clipping by it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from fullshard._torch import foreach_mul_, foreach_norm
 from fullshard.errors import ConfigError
 
 # Keeps a norm of zero from dividing; the value that `torch.nn.utils.clip_grad_norm_` adds.
@@ -28,15 +29,20 @@ def clip_grads(
     """Scale all gradients in place so that their norm is at most `max_norm`; return the norm.
 
     `sharded` has parameters whose gradients are disjoint parts over the ranks of a group (None for
-    an axis of one rank, as in `Axis`); `replicated` those whose gradients are whole on every rank.
-    A parameter that is named twice counts once. One all-reduce per group, on `device`, in which
-    ranks without gradients take part; all ranks of a group must call alike.
+    an axis of one rank, as in `Axis`); `replicated` has those whose gradients are whole on every
+    rank. A parameter that is given twice counts once. There is one all-reduce per group, on
+    `device`, which ranks without gradients take part in: all ranks of a group must call this.
 
     The norm is computed in float32 or more, and returned on `device` in the largest dtype of this
     rank's gradients.
     """
-    limit, order = _number("max_norm", max_norm), _norm_order(norm_type)
-    seen: set[int] = set()
+    limit, order = _number("max_norm", max_norm), _number("norm_type", norm_type)
+    if not order > 0:
+        raise ConfigError(
+            f"clip_grad_norm_: norm_type must be greater than zero, found {norm_type!r}; pass 2.0, "
+            "another order, or inf for the largest magnitude."
+        )
+    seen: set[torch.Tensor] = set()
     by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
     for params, group in sharded:
         by_group.setdefault(group, []).extend(_unseen_grads(params, seen))
@@ -44,18 +50,20 @@ def clip_grads(
 
     measures = [_measure(whole, order, device)]
     for group, grads in by_group.items():
-        measures.append(_measured_by_all(_measure(grads, order, device), order, group))
-    total = _joined(torch.stack(measures), order)
+        measures.append(_all_reduce(_measure(grads, order, device), order, group))
+    total = _combine(torch.stack(measures), order)
     if order != math.inf:
         total = total ** (1.0 / order)
 
     grads = [grad for some in by_group.values() for grad in some] + whole
-    _scale_in_place(grads, (limit / (total + NORM_MARGIN)).clamp(max=1.0))
+    factor = (limit / (total + NORM_MARGIN)).clamp(max=1.0)
+    # A factor of 1 is multiplied by, too: testing for it would make the host wait for the device.
+    for (grad_device, dtype), alike in _by_kind(grads).items():
+        foreach_mul_(alike, factor.to(grad_device, dtype))
     if grads:
-        dtypes = (grad.dtype for grad in grads)
-        return total.to(functools.reduce(torch.promote_types, dtypes))
+        return total.to(functools.reduce(torch.promote_types, (grad.dtype for grad in grads)))
     if any(group is not None for group in by_group):
-        # Ranks that hold gradients return their dtype; this one would have to ask them for it.
+        # Ranks with gradients return their dtype, which this rank does not know.
         warnings.warn(
             f"clip_grad_norm_: rank {dist.get_rank()} was called with no gradients; it returns "
             "the total norm in float32, whatever dtype the gradients of other ranks have.",
@@ -73,21 +81,11 @@ def _number(name: str, value: float) -> float:
         ) from None
 
 
-def _norm_order(norm_type: float) -> float:
-    order = _number("norm_type", norm_type)
-    if not order > 0:
-        raise ConfigError(
-            f"clip_grad_norm_: norm_type must be greater than zero, found {norm_type!r}; pass 2.0, "
-            "another order, or inf for the largest magnitude."
-        )
-    return order
-
-
-def _unseen_grads(params: Iterable[torch.Tensor], seen: set[int]) -> list[torch.Tensor]:
+def _unseen_grads(params: Iterable[torch.Tensor], seen: set[torch.Tensor]) -> list[torch.Tensor]:
     grads = []
     for param in params:
-        if param.grad is not None and id(param) not in seen:
-            seen.add(id(param))
+        if param.grad is not None and param not in seen:
+            seen.add(param)
             grads.append(param.grad)
     return grads
 
@@ -95,7 +93,7 @@ def _unseen_grads(params: Iterable[torch.Tensor], seen: set[int]) -> list[torch.
 def _by_kind(
     grads: Iterable[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """By device and dtype, which is what a foreach kernel takes."""
+    """Gradients by device and dtype, as foreach kernels take them."""
     kinds: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         if grad.numel() > 0:  # the largest of no elements is an error
@@ -104,26 +102,26 @@ def _by_kind(
 
 
 def _measure(grads: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """What norms are joined by: the sum of powers, or the largest magnitude.
+    """The sum of powers, or the largest magnitude: what norms are combined by.
 
-    In float64: how gradients are cut into tensors and ranks must not show in the total.
+    It is computed in float64, so that the total does not depend on how gradients are sharded.
     """
     norms = []
     for (_, dtype), alike in _by_kind(grads).items():
         # The sum inside a norm does not fit into float16.
         wide = torch.promote_types(dtype, torch.float32)
-        norms.append(torch.stack(torch._foreach_norm(alike, order, wide)).to(device).double())
+        norms.append(torch.stack(foreach_norm(alike, order, wide)).to(device).double())
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     all_norms = torch.cat(norms)
-    return _joined(all_norms if order == math.inf else all_norms**order, order)
+    return _combine(all_norms if order == math.inf else all_norms**order, order)
 
 
-def _joined(measures: torch.Tensor, order: float) -> torch.Tensor:
+def _combine(measures: torch.Tensor, order: float) -> torch.Tensor:
     return measures.max() if order == math.inf else measures.sum()
 
 
-def _measured_by_all(
+def _all_reduce(
     measure: torch.Tensor, order: float, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     if group is None or group.size() == 1:
@@ -131,14 +129,8 @@ def _measured_by_all(
     if order != math.inf:
         dist.all_reduce(measure, group=group)
         return measure
-    # A collective's maximum may pass over a nan, which must reach every rank: send it beside.
+    # The maximum of a collective may drop a nan, which must reach every rank: send it separately.
     is_nan = measure.isnan()
     sent = torch.stack([measure.masked_fill(is_nan, 0.0), is_nan.double()])
     dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
     return sent[0].masked_fill(sent[1] > 0, math.nan)
-
-
-def _scale_in_place(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-    # Also by a factor of 1: asking for it would make the host wait for the device.
-    for (device, dtype), alike in _by_kind(grads).items():
-        torch._foreach_mul_(alike, factor.to(device, dtype))

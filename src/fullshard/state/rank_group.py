@@ -1,0 +1,119 @@
+"""Steps that all ranks take together, apart from training's collectives.
+
+A step that fails on one rank fails on all of them: no rank is left waiting for one that gave up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from fullshard._torch import lifetime_of
+from fullshard.comm.collectives import pause_at_exit
+from fullshard.errors import CheckpointError, FullshardError
+
+_T = TypeVar("_T")
+
+# The groups of a default process group: one that programs wait for, one for what is written in the
+# background. They are kept for as long as the default group lives, to which nothing can be added.
+_groups: WeakKeyDictionary[object, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+
+
+class OtherRankError(CheckpointError):
+    """Something failed on another rank, which raises what happened to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The ranks that take steps together; by default this process alone."""
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def world(cls, *, in_background: bool = False) -> RankGroup:
+        """All ranks, over a gloo group of their own, which the first call makes on all of them.
+
+        A thread in the background has another group: two threads on one group would read each
+        other's messages.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls()
+        assert dist.group.WORLD is not None
+        lifetime = lifetime_of(dist.group.WORLD)
+        if lifetime not in _groups:
+            pause_at_exit()
+            _groups[lifetime] = (dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
+        return cls(_groups[lifetime][in_background], dist.get_rank(), dist.get_world_size())
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def all_gather(self, value: _T) -> list[_T]:
+        """The values of all ranks, on every rank."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def run(self, what: str, step: Callable[[], _T], consequence: str | None = None) -> _T:
+        """Take a step on every rank; return this rank's result.
+
+        With a `consequence`, an error that is not fullshard's becomes a CheckpointError that names
+        the rank and the consequence.
+        """
+        result, error = self._attempt(what, step, consequence)
+        self._raise(what, error, self.all_gather(_describe(error)))
+        return result  # type: ignore[return-value]
+
+    def gather(self, what: str, step: Callable[[], _T], consequence: str | None = None) -> list[_T]:
+        """Take a step on every rank; return the results of all."""
+        result, error = self._attempt(what, step, consequence)
+        everyone = self.all_gather((result, _describe(error)))
+        self._raise(what, error, [text for _, text in everyone])
+        return [each for each, _ in everyone]  # type: ignore[misc]
+
+    def run_first(self, what: str, step: Callable[[], _T]) -> _T:
+        """Take a step on the first rank; return its result on all."""
+        result, error = self._attempt(what, step, None) if self.is_first else (None, None)
+        value, text = self.all_gather((result, _describe(error)))[0]
+        self._raise(what, error, [text])
+        return value  # type: ignore[return-value]
+
+    def _attempt(
+        self, what: str, step: Callable[[], _T], consequence: str | None
+    ) -> tuple[_T | None, Exception | None]:
+        try:
+            return step(), None
+        except Exception as error:
+            if consequence is None or isinstance(error, FullshardError):
+                return None, error
+            found = CheckpointError(
+                f"{what}: failed on rank {self.rank}: {_describe(error)}; {consequence}"
+            )
+            found.__cause__ = error
+            return None, found
+
+    def _raise(self, what: str, error: Exception | None, texts: Sequence[str]) -> None:
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text:
+                raise OtherRankError(
+                    text if text.startswith(what) else f"{what}: failed on rank {rank}: {text}"
+                )
+
+
+def _describe(error: BaseException | None) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return "" if error is None else f"{type(error).__name__}: {error}"
