@@ -579,7 +579,7 @@ def test_a_rank_that_cannot_connect_for_lack_of_descriptors_makes_all_use_gloo(r
         with one_warning(rank), no_descriptors() if rank.rank == 1 else nullcontext():
             assert_right(gather(rank, shared, group, 1000), reduce(rank, shared, group, 1000))
         assert link_of(group) is None
-        assert open_files() == num_open
+        assert open_files() <= num_open
 
 
 @on_ranks(2, 4)
