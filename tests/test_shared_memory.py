@@ -536,7 +536,8 @@ def test_a_rank_that_is_killed_is_named_at_once_on_all_others() -> None:
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """No file can be opened, no socket made."""
+    """No file can be opened, no socket made, and there is no region that is free."""
+    regions.retire_free()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, before[1]))
@@ -578,7 +579,7 @@ def test_a_rank_that_cannot_connect_for_lack_of_descriptors_makes_all_use_gloo(r
         with one_warning(rank), no_descriptors() if rank.rank == 1 else nullcontext():
             assert_right(gather(rank, shared, group, 1000), reduce(rank, shared, group, 1000))
         assert link_of(group) is None
-        assert open_files() == num_open
+        assert open_files() <= num_open
 
 
 @on_ranks(2, 4)
@@ -591,8 +592,8 @@ def test_ranks_go_over_to_gloo_together_when_one_gets_no_more_memory(rank: Rank)
             # Of sizes that there are no regions of yet; ranks wait in any order.
             with no_descriptors() if rank.rank == 1 else nullcontext():
                 large = [
-                    gather(rank, shared, group, 3_000_000, 1),
-                    reduce(rank, shared, group, 2_000_000, 2),
+                    gather(rank, shared, group, 40_000, 1),
+                    reduce(rank, shared, group, 60_000, 2),
                     gather(rank, shared, group, 3, 3),
                 ]
             assert_right(*(small + large if rank.rank % 2 else (small + large)[::-1]))
@@ -611,7 +612,7 @@ def test_a_collective_that_was_dropped_takes_part_when_ranks_go_over_to_gloo(ran
         assert_right(gather(rank, shared, group, 3))
         with one_warning(rank):
             with no_descriptors() if rank.rank == 1 else nullcontext():
-                started = [gather(rank, shared, group, 5_000_000), gather(rank, shared, group, 7)]
+                started = [gather(rank, shared, group, 50_000), gather(rank, shared, group, 7)]
             if rank.rank == 2:
                 del started[0]
             assert_right(*started)
@@ -625,9 +626,9 @@ def test_two_ranks_that_fail_at_different_collectives_agree_on_the_first(rank: R
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with no_descriptors() if rank.rank == 1 else nullcontext():
-                first = gather(rank, shared, group, 5_000_000, 1)
+                first = gather(rank, shared, group, 50_000, 1)
             with no_descriptors() if rank.rank == 0 else nullcontext():
-                second = gather(rank, shared, group, 7_000_000, 2)
+                second = gather(rank, shared, group, 90_000, 2)
             assert_right(second, first)
 
 
@@ -635,11 +636,11 @@ def test_two_ranks_that_fail_at_different_collectives_agree_on_the_first(rank: R
 def test_a_rank_without_descriptors_still_reads_what_others_send(rank: Rank) -> None:
     with new_group() as group:
         _, shared = chosen(rank, group)
-        started = gather(rank, shared, group, 2_500_000)
+        started = gather(rank, shared, group, 60_000)
         dist.barrier()
         with no_descriptors() if rank.rank == 1 else nullcontext():
             assert_right(started)
-        assert_right(gather(rank, shared, group, 2_500_000))
+        assert_right(gather(rank, shared, group, 60_000))
 
 
 @on_ranks(2)

@@ -77,10 +77,12 @@ class Agreement:
         if first != found:
             store.set(odd, f"{own} {found}")
         if store.add(arrived, 1) == self._num_detours * self._num_ranks:
+            difference = store.get(odd).decode() if store.check([odd]) else ""
+            # All before the verdict, after which the others may be at the next detour.
             for each in _PER_DETOUR:
                 store.delete_key(f"{self._path}/{each}/{self._num_detours % 2}")
-            store.set(verdict, store.get(odd).decode() if store.check([odd]) else "")
             store.delete_key(odd)
+            store.set(verdict, difference)
         patience_s = float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
         try:
             store.wait([verdict], timedelta(seconds=patience_s))
