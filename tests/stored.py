@@ -1,12 +1,11 @@
 """Small checkpoints on disk, written without ranks."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fullshard.layout.split import Box
-from fullshard.state.checkpoint import TensorSource, new_manifest, write_checkpoint
+from fullshard.state.checkpoint import TensorSource, write_checkpoint
 from fullshard.state.shards import LocalPart
 from fullshard.state.store import Manifest, open_checkpoint
 
@@ -44,7 +43,7 @@ def write(
         {"extra": {"position": 10 * rank, "note": "-" * (padding // 2)}}
         for rank in range(num_files)
     ]
-    like = replace(new_manifest(), step=step, optimizer=OPTIMIZER, selection="all" + "-" * padding)
+    like = Manifest(step=step, optimizer=OPTIMIZER, selection="all" + "-" * padding)
     return write_checkpoint(path, tensors, like, num_files=num_files, rank_states=states)
 
 

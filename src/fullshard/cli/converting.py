@@ -14,10 +14,10 @@ import torch
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.layout.split import Box, slices
 from fullshard.runtime.names import clean_name
-from fullshard.state.checkpoint import TensorSource, new_manifest, write_checkpoint
+from fullshard.state.checkpoint import TensorSource, write_checkpoint
 from fullshard.state.dcp import MODEL
 from fullshard.state.safetensors import INDEX_SUFFIX, TensorFile, open_tensors
-from fullshard.state.store import open_checkpoint
+from fullshard.state.store import Manifest, open_checkpoint
 
 Report = Callable[[int, int], None]
 
@@ -59,7 +59,7 @@ def import_weights(
     write_checkpoint(
         out,
         _reported({MODEL + name: tensor for name, tensor in tensors.items()}, progress),
-        replace(new_manifest(), aliases=aliases, selection="model only"),
+        Manifest(aliases=aliases, selection="model only"),
         num_files=num_files,
     )
 

@@ -8,14 +8,12 @@ are written, and `shards.py` which boxes a rank holds.
 from __future__ import annotations
 
 import copy
-import datetime
 import io
 import os
 import random
 import re
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -290,13 +288,14 @@ def _writer(
                 key = f"{OPTIMIZER}{name}.{state}"
                 sources[key] = TensorSource.of_parts(value.shape, value.dtype, whole)
     groups = content.groups
-    draft = replace(
-        new_manifest(ranks.size),
+    optimizer_state = ranks.run(
+        subject, lambda: None if groups is None else _plain_optimizer(groups, values)
+    )
+    draft = Manifest(
         step=options.step,
+        num_ranks=ranks.size,
         aliases=content.aliases,
-        optimizer=None
-        if groups is None
-        else ranks.run(subject, lambda: _plain_optimizer(groups, values)),
+        optimizer=optimizer_state,
         selection=words,
         extra=tuple(extra),
     )
@@ -443,23 +442,6 @@ def _from_json(value: Any) -> Any:
 # Writing
 
 
-def new_manifest(num_ranks: int = 1) -> Manifest:
-    """The manifest of a checkpoint that is to be written, still without tensors and files."""
-    return Manifest(
-        id=uuid.uuid4().hex,
-        created=datetime.datetime.now(datetime.UTC).isoformat(),
-        step=None,
-        num_ranks=num_ranks,
-        versions=store.versions_here(),
-        tensors={},
-        aliases={},
-        optimizer=None,
-        files={},
-        selection="all",
-        extra=(),
-    )
-
-
 def write_checkpoint(
     path: str | Path,
     tensors: Mapping[str, TensorSource],
@@ -486,7 +468,7 @@ def write_checkpoint(
     if type(num_files) is not int or num_files < 1:
         raise ConfigError(f"num_files: a number of at least 1 is expected, found {num_files!r}.")
     states = [{"extra": {}, **state} for state in rank_states] or [{"extra": {}}]
-    fresh = new_manifest(len(states))
+    fresh = Manifest(num_ranks=len(states))
     draft = replace(
         described_by or fresh,
         id=fresh.id,

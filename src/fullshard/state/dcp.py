@@ -41,7 +41,7 @@ INDEX = ".metadata"
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
 
-_FORMAT_VERSION = "1.0.0"  # what torch notes in an index since 2.9
+_FORMAT_VERSION = "1.0.0"  # as torch notes it in an index
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,10 @@ class TensorInfo:
 def append_entry(file: BinaryIO, path: Path, values: torch.Tensor) -> Entry:
     """Write a box of a tensor at the end of a file."""
     host = values.detach().to("cpu")
-    if host.untyped_storage().nbytes() != host.nbytes or not host.is_contiguous():
+    is_view = host.untyped_storage().nbytes() != host.nbytes or not host.is_contiguous()
+    if is_view or host.is_conj() or host.is_neg():
         # torch.save writes the whole storage of a view.
-        host = host.clone(memory_format=torch.contiguous_format)
+        host = torch.empty(host.shape, dtype=host.dtype).copy_(host)
     offset = file.tell()
     torch.save(host, file)
     return Entry(path, offset, file.tell() - offset)
@@ -129,11 +130,9 @@ class TensorReader:
         self._index = _read_index(path)
         self._known: dict[str, TensorInfo] = {}
         found = self._index.state_dict_metadata.items()
-        self.keys = [key for key, stored in found if isinstance(stored, TensorStorageMetadata)]
-        self.object_keys = [
-            key for key, stored in found if isinstance(stored, BytesStorageMetadata)
-        ]
-        """Keys of what is no tensor, which torch's own checkpoints have."""
+        self.keys = [key for key, each in found if isinstance(each, TensorStorageMetadata)]
+        # What is no tensor, which torch's own checkpoints have.
+        self.object_keys = [key for key, each in found if isinstance(each, BytesStorageMetadata)]
 
     def __contains__(self, key: str) -> bool:
         return isinstance(self._index.state_dict_metadata.get(key), TensorStorageMetadata)

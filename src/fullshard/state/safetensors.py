@@ -487,7 +487,7 @@ def export_safetensors(
     path, ranks = Path(path), RankGroup.world()
     BACKGROUND.require_success(ranks, wait=True)
     subject = f"export {path}"
-    require_export(path, dtype, max_shard_bytes)
+    ranks.run(subject, lambda: require_export(path, dtype, max_shard_bytes))
     own = ranks.run(subject, lambda: _own_parts(path, model, dtype, only))
     tensors = tuple(own)
     plans = ranks.run(subject, lambda: plan_files(tensors, max_shard_bytes))

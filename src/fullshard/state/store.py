@@ -35,8 +35,8 @@ import types
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -143,6 +143,15 @@ _FORMAT_VERSION = 1
 _MAX_NUMEL = 2**63 - 1
 
 
+def versions_here() -> dict[str, str]:
+    """The versions of what writes a checkpoint in this process."""
+    try:
+        own = importlib.metadata.version("fullshard")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"  # run from its source
+    return {"fullshard": own, "torch": torch.__version__}
+
+
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
     """A box of a tensor that one rank wrote."""
@@ -175,17 +184,17 @@ class Manifest:
     `selection` is "all" or says in words what was chosen.
     """
 
-    id: str
-    created: str
-    step: int | None
-    num_ranks: int
-    versions: Mapping[str, str]
-    tensors: Mapping[str, StoredTensor]
-    aliases: Mapping[str, str]
-    optimizer: Mapping[str, Any] | None
-    files: Mapping[str, int]
-    selection: str
-    extra: tuple[str, ...]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
+    step: int | None = None
+    num_ranks: int = 1
+    versions: Mapping[str, str] = field(default_factory=versions_here)
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+    files: Mapping[str, int] = field(default_factory=dict)
+    selection: str = "all"
+    extra: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         try:
@@ -228,15 +237,6 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: a manifest is expected, found a file that cannot be read ({error})."
         ) from error
     return Manifest.from_json(text, str(path))
-
-
-def versions_here() -> dict[str, str]:
-    """The versions of what writes a checkpoint in this process."""
-    try:
-        own = importlib.metadata.version("fullshard")
-    except importlib.metadata.PackageNotFoundError:
-        own = "not installed"  # run from its source
-    return {"fullshard": own, "torch": torch.__version__}
 
 
 def digest_of(body: str) -> str:
@@ -302,7 +302,7 @@ def _decode(kind: Any, value: Any, what: str) -> Any:
     _require(isinstance(value, dict), what, "names with values", value)
     if origin is Mapping:
         return {name: _decode(arguments[1], v, f"{name!r} in {what}") for name, v in value.items()}
-    names = [field.name for field in fields(kind)]
+    names = [each.name for each in fields(kind)]
     _require(set(value) == set(names), what, f"the fields {sorted(names)}", str(sorted(value)))
     hints = get_type_hints(kind)
     return kind(**{name: _decode(hints[name], value[name], f"{name} of {what}") for name in names})
