@@ -18,8 +18,7 @@ from click.testing import CliRunner
 from fullshard.cli.commands import fullshard
 from fullshard.testing import Rank, pool
 from fullshard.training.config_file import config_of
-from fullshard.training.debugging import DEBUG
-from fullshard.training.leaving import Leaving
+from fullshard.training.control import DEBUG, StopRequest
 from fullshard.training.run import Run
 from fullshard.training.world import World
 from tests.programs import free_port, has_ended
@@ -53,7 +52,7 @@ def train_on(rank: Rank, file: Path) -> None:
     is_there = Path(config.run.out).exists()
     config = replace(config, run=replace(config.run, resume=is_there))
     world = World(rank.rank, rank.size, rank.rank, rank.size, rank.device)
-    assert Run(config, world).run(Leaving()) is True
+    assert Run(config, world).run(StopRequest()) is True
     dist.barrier()  # the first rank writes when the others are done
 
 

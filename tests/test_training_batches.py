@@ -11,7 +11,7 @@ from fullshard.errors import ConfigError
 from fullshard.training.batches import Batches, Permutation
 from fullshard.training.config import OptimizerSection
 from fullshard.training.corpus import Corpus
-from fullshard.training.learning_rate import learning_rate
+from fullshard.training.optimizer import learning_rate
 
 SEQUENCE = 3
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from fullshard.errors import ConfigError
 from fullshard.models.tokenizers import ByteTokenizer
 from fullshard.training import corpus as corpus_module
-from fullshard.training.corpus import Corpus, prepare_corpus
-from fullshard.training.documents import Documents
+from fullshard.training.corpus import Corpus, Documents, prepare_corpus
 
 END = ByteTokenizer.end
 
@@ -123,7 +122,7 @@ def test_a_fingerprint_depends_on_content_and_names_and_not_on_place_or_time(tmp
 
 
 def test_a_large_input_is_told_apart_by_the_ends_of_its_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("fullshard.training.documents.HASHED_BYTES", 10)
+    monkeypatch.setattr("fullshard.training.corpus.HASHED_BYTES", 10)
     path = write(tmp_path / "a.txt", "x" * 5_000_000)
     before = fingerprint(path)
     write(path, "x" * 4_999_999 + "y")

@@ -38,6 +38,8 @@ from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.optim.by_unit import by_unit
 from fullshard.unit.flat_param import FlatParameter
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AllGather",
     "BackwardPrefetch",

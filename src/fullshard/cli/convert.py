@@ -1,37 +1,48 @@
-"""Checkpoints written anew: in other files, or of weights that other programs wrote."""
+"""Conversion of checkpoints: resharding, import of weights, export as safetensors."""
 
 from __future__ import annotations
 
+import uuid
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fullshard.cli.console import listed
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.layout.split import Box
 from fullshard.runtime.names import clean_name
+from fullshard.state.dcp_format import read_index
 from fullshard.state.extras import rank_file, unpacked
+from fullshard.state.folder import discard, staging_folder
 from fullshard.state.inventory import MODEL
 from fullshard.state.opened import Opened, open_checkpoint
-from fullshard.state.safetensors_format import INDEX_SUFFIX, TensorFile, cut_out, open_tensors
+from fullshard.state.safetensors_files import FilePlan, FileWriter, complete, install, plan_files
+from fullshard.state.safetensors_format import (
+    INDEX_SUFFIX,
+    Described,
+    TensorFile,
+    cut_out,
+    open_tensors,
+)
 from fullshard.state.writing import Description, LazyTensor, write_checkpoint
 
 Report = Callable[[int, int], None]
 
-_NUM_SHOWN = 5
+_MODEL_PART = MODEL.removesuffix(".")
 
 
 def reshard(path: Path, out: Path, num_files: int, *, tensors_only: bool, progress: Report) -> None:
-    """Write a checkpoint again, with its tensors in `num_files` files."""
+    """Copy a checkpoint, with its tensors in `num_files` files."""
     opened = open_checkpoint(path)
     if opened.object_keys and not tensors_only:
         raise UnsupportedError(
-            f"{path}: tensors alone can be resharded, found entries that are none "
-            f"({_listed(opened.object_keys)}); leave them out with --tensors-only."
+            f"{path}: only tensors can be resharded, found other entries "
+            f"({listed(opened.object_keys)}); drop them with --tensors-only."
         )
     manifest = opened.manifest
     tensors = {key: LazyTensor.of(opened, key) for key in opened.keys}
@@ -48,7 +59,7 @@ def reshard(path: Path, out: Path, num_files: int, *, tensors_only: bool, progre
 
 
 def _rank_states(opened: Opened) -> list[dict[str, Any]]:
-    """What each rank of the run had saved for itself."""
+    """Return the state that each rank of the run saved for itself."""
     manifest = opened.manifest
     if manifest is None:
         return []
@@ -61,10 +72,13 @@ def _rank_states(opened: Opened) -> list[dict[str, Any]]:
 def import_weights(
     path: Path, out: Path, num_files: int, *, key: str | None, progress: Report
 ) -> None:
-    """Write the weights of safetensors files, or of a state dict, as a checkpoint."""
+    """Import the weights of safetensors files, or of a state dict, as a checkpoint."""
     if path.is_dir() or path.name.endswith((".safetensors", INDEX_SUFFIX)):
         if key is not None:
-            raise ConfigError(f"{path}: --key is for files of torch.save, found safetensors.")
+            raise ConfigError(
+                f"{path}: a file of torch.save is expected with --key, found safetensors; leave "
+                "out --key."
+            )
         tensors, aliases = _of_safetensors(path), dict[str, str]()
     else:
         tensors, aliases = _of_state_dict(path, key)
@@ -77,7 +91,7 @@ def import_weights(
 
 
 def _reported(tensors: Mapping[str, LazyTensor], progress: Report) -> dict[str, LazyTensor]:
-    """The same tensors; `progress` hears how many bytes of them were read."""
+    """Return the same tensors; reading them reports the number of bytes to `progress`."""
     total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     num_done = 0
 
@@ -123,11 +137,15 @@ def _of_file(path: Path, file: TensorFile, name: str) -> LazyTensor:
 
 
 def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """The tensors of a state dict; tied ones once, and the names that they have beside it."""
+    """Return the tensors of a state dict, and the aliases of tied tensors."""
     state = _loaded(path)
     if key is not None:
         if not isinstance(state, dict) or key not in state:
-            raise ConfigError(f"{path}: {_said(state)} are in it, found no {key!r}; choose one.")
+            keys = listed(map(str, state)) if isinstance(state, dict) else "none"
+            raise ConfigError(
+                f"{path}: one of its keys is expected with --key, found {key!r}; its keys are "
+                f"{keys}."
+            )
         state = state[key]
     if not isinstance(state, dict) or not state:
         raise CheckpointError(
@@ -138,8 +156,8 @@ def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, LazyTensor], 
              if not _is_dense(name, value)]  # fmt: skip
     if wrong:
         raise CheckpointError(
-            f"{path}: dense tensors by name are expected, found {_listed(wrong)}; say with --key "
-            "under which key the model is, or save its state dict alone."
+            f"{path}: dense tensors by name are expected, found {listed(wrong)}; select the "
+            "model's key with --key, or save only its state dict."
         )
     _require_distinct(path, list(state))
     found: dict[str, LazyTensor] = {}
@@ -156,10 +174,10 @@ def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, LazyTensor], 
 
 
 def _loaded(path: Path) -> Any:
-    """What torch.save wrote; mapped into memory, so that what is not looked at is not read."""
+    """Load a file of torch.save, memory-mapped, so that unused tensors are not read."""
     if not path.is_file():
         raise CheckpointError(
-            f"{path}: safetensors or a file of torch.save are expected, found nothing."
+            f"{path}: safetensors or a file of torch.save is expected, found nothing."
         )
     try:
         return torch.load(
@@ -169,7 +187,7 @@ def _loaded(path: Path) -> Any:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{path}: tensors that torch.save wrote are expected, found a file that cannot be read "
-            f"without running what is in it ({reason}); it is damaged, or has more than tensors."
+            f"without running code in it ({reason}); it is damaged, or contains more than tensors."
         ) from error
 
 
@@ -184,7 +202,7 @@ def _is_dense(name: Any, value: Any) -> bool:
 
 
 def _memory(name: str, values: torch.Tensor) -> tuple[Any, ...]:
-    """The same for names that share their values, as tied parameters do."""
+    """Return a key that is the same for names that share memory, as tied parameters do."""
     if not values.numel():
         return (name,)
     return values.data_ptr(), values.dtype, values.shape, values.stride()
@@ -201,21 +219,110 @@ def _of_memory(values: torch.Tensor) -> LazyTensor:
 
 
 def _require_distinct(path: Path, names: list[str]) -> None:
-    """Names lose what wrappers added to them; they must stay different."""
+    """Raise if two names are the same without the prefixes of wrappers."""
     cleaned: dict[str, str] = {}
     for name in names:
         other = cleaned.setdefault(clean_name(name), name)
         if other != name:
             raise CheckpointError(
-                f"{path}: names must differ without what wrappers add to them, found {other} and "
+                f"{path}: names must differ without the prefixes of wrappers, found {other} and "
                 f"{name}; rename one."
             )
 
 
-def _said(state: Any) -> str:
-    return _listed([str(name) for name in state]) if isinstance(state, dict) else "no keys"
+# Export
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    return ", ".join(names[:_NUM_SHOWN]) + more
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The options of an export; `prefix` is the prefix of the model's keys."""
+
+    dtype: torch.dtype | None
+    max_bytes: int
+    prefix: str | None
+
+
+def export(
+    path: Path, out: Path, asked: Export, *, progress: Callable[[int, int], None]
+) -> list[FilePlan]:
+    """Write the model as safetensors to the folder `out`, completely or not at all.
+
+    Tensors are read and written block by block.
+    """
+    if out.suffix == ".safetensors" or out.is_file():
+        raise ConfigError(
+            f"{out}: a folder is expected, found the name of a file; pass the folder, in which "
+            "model.safetensors will be written."
+        )
+    opened = open_checkpoint(path)
+    prefix = _model_prefix(opened) if asked.prefix is None else asked.prefix
+    keys = {key.removeprefix(prefix): key for key in opened.keys if key.startswith(prefix)}
+    if not keys:
+        raise CheckpointError(
+            f"{path}: tensors of a model are expected under {prefix!r}, found {_some(opened)}; "
+            "pass the prefix of the model's keys with --prefix."
+        )
+    plans = plan_files([_described(opened, n, k, asked.dtype) for n, k in keys.items()],
+                       asked.max_bytes)  # fmt: skip
+    staging = staging_folder(out, uuid.uuid4().hex)
+    staging.mkdir(parents=True)
+    try:
+        num_done = 0
+        for plan in plans:
+            writer = FileWriter(staging, plan)
+            try:
+                for name in plan.entries:
+                    _write(writer, opened, name, keys[name], asked.dtype)
+                    num_done += 1
+                    progress(num_done, len(keys))
+                writer.finish()
+            finally:
+                writer.close()
+        complete(staging, plans)
+        install(staging, out)
+    except BaseException:
+        discard(staging)
+        raise
+    return plans
+
+
+def _described(opened: Opened, name: str, key: str, dtype: torch.dtype | None) -> Described:
+    opened.require_tiled(key)
+    return Described(name, _target(opened.dtype(key), dtype), opened.shape(key))
+
+
+def _target(kept: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    return asked if asked is not None and kept.is_floating_point else kept
+
+
+def _write(
+    writer: FileWriter, opened: Opened, name: str, key: str, dtype: torch.dtype | None
+) -> None:
+    for where, values in opened.blocks(key):
+        writer.write(name, where, values.to(_target(values.dtype, dtype)).contiguous())
+
+
+def _model_prefix(opened: Opened) -> str:
+    """Return the prefix of the model's keys.
+
+    A dot in a key may come from nested dicts or from the name of a parameter. The index of a
+    checkpoint that torch wrote tells which.
+    """
+    if opened.manifest is not None:
+        return MODEL
+    paths = read_index(opened.path).planner_data
+    nested = paths if isinstance(paths, dict) else {}
+    levels = [nested.get(key) for key in opened.keys]
+    if any(isinstance(p, tuple) and len(p) > 1 and p[0] == _MODEL_PART for p in levels):
+        return MODEL
+    if all(isinstance(path, tuple) and len(path) == 1 for path in levels):
+        return ""
+    raise CheckpointError(
+        f"{opened.path}: a model is expected under {_MODEL_PART!r}, as fullshard writes it, found "
+        f"{_some(opened)}; pass the prefix of its keys with --prefix."
+    )
+
+
+def _some(opened: Opened) -> str:
+    keys = opened.keys[:3]
+    return ", ".join(keys) + (", ..." if len(opened.keys) > len(keys) else "")
