@@ -295,7 +295,7 @@ def test_a_checkpoint_without_the_configuration_of_its_run_is_refused(made, tmp_
     with pytest.raises(CheckpointError, match="the configuration of the run is expected"):
         find_checkpoint(tmp_path)
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="found no whole one"):
+    with pytest.raises(CheckpointError, match="found no complete one"):
         find_checkpoint(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="found a file"):
         find_checkpoint(made / "config.toml")

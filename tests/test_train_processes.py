@@ -109,7 +109,7 @@ def test_runs_that_are_killed_or_left_have_the_losses_of_an_undisturbed_one(
         os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
         said, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
-    assert "going on from step" in said
+    assert "resuming from step" in said
     assert "lost its connection to another rank" in errors
     assert "Traceback" not in errors
     assert losses(tmp_path / "killed") == expected
@@ -152,7 +152,7 @@ def test_a_rank_that_dies_without_restarts_left_ends_the_run(text: str, tmp_path
         os.kill(ranks[0], signal.SIGKILL)
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
-    assert "rank 0 failed (SIGKILL); what it said is above" in errors.splitlines()[-1]
+    assert "rank 0 failed (SIGKILL); its output is above" in errors.splitlines()[-1]
     assert all(has_ended(pid, within_s=20) for pid in ranks)
 
 

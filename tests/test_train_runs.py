@@ -208,7 +208,7 @@ def test_a_folder_with_a_run_is_not_written_over(rank: Rank, tmp_path: Path) -> 
     config = configured(tmp_path, "run")
     before = trained(rank, config)
     world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    with pytest.raises(Exception, match="pass --resume to go on with it"):
+    with pytest.raises(Exception, match="pass --resume to continue it"):
         Run(config, world).run(StopRequest())
     assert losses(Path(config.run.out)) == before
 
@@ -229,5 +229,5 @@ def test_a_unit_that_is_no_class_of_the_model_is_refused(rank: Rank, tmp_path: P
         written(tmp_path)
     config = configured(tmp_path, "run", sharding={"units": ("Blok",)})
     world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    with pytest.raises((ConfigError, RuntimeError), match=r"found .Blok.; choose of .*Block"):
+    with pytest.raises((ConfigError, RuntimeError), match=r"found .Blok.; choose one of .*Block"):
         Run(config, world).run(StopRequest())

@@ -11,10 +11,17 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.models.optional import first_line, optional
 
-# One of these files is enough for a tokenizer; the settings change its tokens.
-_JSON_OR_TEXT = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
-_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-_VOCABULARIES = (*_JSON_OR_TEXT, *_SENTENCEPIECE)
+# One of the vocabularies is enough for a tokenizer; the settings change its tokens. The order is
+# part of the fingerprint.
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -101,49 +101,40 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
 
 def _section(path: Path, text: str, name: str, values: object) -> dict[str, Value]:
     """Check the keys of one section."""
-
-    def has_section(parsed: dict[str, Any]) -> bool:
-        return name in parsed
-
     if name not in SECTIONS:
         owners = [key.section for key in KEYS.values() if key.name == name]
         hint = f"; put it under [{owners[0]}]." if owners else suggestion(name, SECTIONS)
         raise ConfigError(
-            f"{path}, line {_line(text, has_section)}: a section is expected, found {name!r}{hint}"
+            f"{path}, line {_line(text, name)}: a section is expected, found {name!r}{hint}"
         )
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path}, line {_line(text, has_section)}: the section [{name}] is expected, found "
-            f"a value of that name."
+            f"{path}, line {_line(text, name)}: the section [{name}] is expected, found a value of "
+            "that name."
         )
     known = tuple(key.name for key in keys_of(name))
     found = {}
     for key, value in values.items():
-
-        def has_key(parsed: dict[str, Any], key: str = key) -> bool:
-            return key in parsed.get(name, ())
-
         if key not in known:
             owners = [f"[{other.section}]" for other in KEYS.values() if other.name == key]
             hint = f"; it belongs under {owners[0]}." if owners else suggestion(key, known)
             raise ConfigError(
-                f"{path}, line {_line(text, has_key)}: a key of [{name}] is expected, found "
+                f"{path}, line {_line(text, name, key)}: a key of [{name}] is expected, found "
                 f"{key!r}{hint}"
             )
         try:
             found[key] = KEYS[name, key].checked(value, str(path))
         except ConfigError:
             # Searching the line is slow, so it is done only for an error.
-            where = f"{path}, line {_line(text, has_key)}"
-            KEYS[name, key].checked(value, where)
+            KEYS[name, key].checked(value, f"{path}, line {_line(text, name, key)}")
     return found
 
 
-def _line(text: str, is_there: Callable[[dict[str, Any]], bool]) -> int:
-    """Return the first line of the statement that makes `is_there` true.
+def _line(text: str, section: str, key: str | None = None) -> int:
+    """Return the first line of the statement that defines a section, or a key of it.
 
-    A prefix of the file that ends between two statements is valid TOML. The shortest prefix for
-    which `is_there` is true ends with the statement; the longest for which it is not ends before.
+    A prefix of the file that ends between two statements is valid TOML. The shortest prefix that
+    contains the name ends with the statement; the longest that does not ends before it.
     """
     lines = text.split("\n")
     before = 0
@@ -152,7 +143,7 @@ def _line(text: str, is_there: Callable[[dict[str, Any]], bool]) -> int:
             parsed = tomllib.loads("\n".join(lines[:end]))
         except ValueError:
             continue
-        if is_there(parsed):
+        if section in parsed and (key is None or key in parsed[section]):
             break
         before = end
     return before + 1

@@ -92,7 +92,7 @@ def _single_file(path: Path) -> TextFile:
     """Return a file that was named, which must exist and be text."""
     if not path.exists():
         raise ConfigError(
-            f"{path}: a file or folder of text is expected, found nothing there; {_hint(path)}."
+            f"{path}: a file or folder of text is expected, found nothing there; {_hint(path)}"
         )
     if not path.is_file():
         raise ConfigError(
@@ -112,10 +112,10 @@ def _single_file(path: Path) -> TextFile:
 def _hint(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
-        return f"correct the path: there is no folder {folder} either"
+        return f"correct the path: there is no folder {folder} either."
     siblings = [each.name for each in folder.iterdir()]
     close = difflib.get_close_matches(path.name, sorted(siblings), n=1)
-    return f"did you mean {folder / close[0]}?" if close else "correct the path"
+    return f"did you mean {folder / close[0]}?" if close else "correct the path."
 
 
 def _files_in(folder: Path, known: dict[Path, TextFile]) -> tuple[list[TextFile], int]:

@@ -93,7 +93,7 @@ class MachineFacts:
 
 def gather_facts() -> MachineFacts:
     """Collect the facts; measures nothing."""
-    memory = _meminfo()
+    memory = meminfo()
     gpus = tuple(_gpus())
     return MachineFacts(
         software=_software(),
@@ -132,7 +132,7 @@ def environment() -> dict[str, str]:
         "driver": software.driver,
         "GPUs": ", ".join(f"{number} x {name}" for name, number in num_gpus.items()),
         "processor": f"{_processor()}, {_num_cores()} cores",
-        "memory": f"{_meminfo().get('MemTotal', 0) / 2**30:.1f} GiB",
+        "memory": f"{meminfo().get('MemTotal', 0) / 2**30:.1f} GiB",
         "system": platform.platform(),
         "hosts": str(-(-size // local)),
     }
@@ -209,7 +209,8 @@ def _processor() -> str:
     return match[1] if match else platform.machine()
 
 
-def _meminfo() -> dict[str, int]:
+def meminfo() -> dict[str, int]:
+    """Return the sizes in /proc/meminfo, in bytes."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     parts = (line.split() for line in lines)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.api import ShardingStrategy
 from fullshard.choosing import choose
 from fullshard.errors import ConfigError
 from fullshard.models.architecture import Architecture
@@ -28,15 +27,18 @@ from fullshard.plan import (
     saved_activation_bytes,
 )
 from fullshard.training.config import TrainConfig
-from fullshard.training.sharding import Dtypes, mesh_shape, prepare_blocks, unit_classes
+from fullshard.training.machine import meminfo
+from fullshard.training.sharding import (
+    STRATEGIES,
+    Dtypes,
+    mesh_shape,
+    prepare_blocks,
+    unit_classes,
+)
 from fullshard.wrap import ModuleWrapPolicy
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-_STRATEGIES = {
-    "full": ShardingStrategy.FULL_SHARD,
-    "grad-op": ShardingStrategy.SHARD_GRAD_OP,
-    "none": ShardingStrategy.NO_SHARD,
-}
+
 # The largest world that is suggested.
 _MOST_RANKS = 4096
 # In addition to the logits, the loss needs log-probabilities and two gradients, in float32.
@@ -92,7 +94,10 @@ def capacity_of(device: torch.device, num_local_ranks: int) -> int:
     """Return the memory of a rank's GPU, or its share of the available host memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return min(_available_bytes(), _allowed_bytes()) // num_local_ranks
+    available = meminfo().get("MemAvailable")
+    if available is None:
+        raise ConfigError("/proc/meminfo: a line MemAvailable is expected, found none.")
+    return min(available, _allowed_bytes()) // num_local_ranks
 
 
 # The prediction
@@ -121,7 +126,7 @@ def _sharding(config: TrainConfig, num_ranks: int, device: torch.device) -> Shar
     return Sharding(
         num_shards=num_shards,
         num_replicas=num_replicas,
-        strategy=_STRATEGIES[section.strategy],
+        strategy=STRATEGIES[section.strategy][0],
         is_flat=section.door == "wrapper",
         is_offloaded=section.offload,
         device_type=device.type,
@@ -246,15 +251,6 @@ def _amount(plan: MemoryPlan) -> str:
 
 
 # Host memory
-
-
-def _available_bytes() -> int:
-    """Return the memory that is available without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise ConfigError("/proc/meminfo: a line MemAvailable is expected, found none.")
 
 
 def _allowed_bytes() -> int:

@@ -30,7 +30,8 @@ from fullshard.training.config import ModelSection, ShardingSection, parse_mesh
 from fullshard.training.world import World
 from fullshard.wrap import ModuleWrapPolicy
 
-_WRAPPER_STRATEGIES = {
+# Without replication, and with it.
+STRATEGIES = {
     "full": (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
     "grad-op": (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2),
     "none": (ShardingStrategy.NO_SHARD, ShardingStrategy.NO_SHARD),
@@ -92,7 +93,7 @@ def _wrapped(
     model: nn.Module, policy: ModuleWrapPolicy, section: ShardingSection, world: World
 ) -> nn.Module:
     mesh = mesh_for(section, world)
-    strategy = _WRAPPER_STRATEGIES[section.strategy][mesh.ndim - 1]
+    strategy = STRATEGIES[section.strategy][mesh.ndim - 1]
     if strategy is ShardingStrategy.NO_SHARD and mesh.ndim == 2:
         mesh = init_device_mesh(world.device.type, (world.size,))
     dtypes = Dtypes.of(section.precision, world.device)
