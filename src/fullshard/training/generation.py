@@ -117,21 +117,14 @@ def _config_beside(checkpoints: Path) -> TrainConfig:
 
 
 def _validate(request: GenerateRequest) -> None:
-    rules = (
-        ("--tokens", request.tokens, request.tokens >= 1, "1 or more"),
-        ("--top-k", request.top_k, request.top_k >= 0, "0 or more"),
-        ("--seed", request.seed, 0 <= request.seed < 2**63, "0 to 2**63 - 1"),
-        ("--ranks", request.ranks, request.ranks >= 1, "1 or more"),
-        (
-            "--temperature",
-            request.temperature,
-            isfinite(request.temperature) and request.temperature >= 0,
-            "0 or more",
-        ),
-    )
-    for option, value, is_met, words in rules:
-        if not is_met:
-            raise ConfigError(f"{option}: {words} is expected, found {value}.")
+    least = {"tokens": 1, "top_k": 0, "seed": 0, "ranks": 1, "temperature": 0}
+    for name, minimum in least.items():
+        value = getattr(request, name)
+        if not (isfinite(value) and value >= minimum):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option}: {minimum} or more is expected, found {value}.")
+    if request.seed >= 2**63:
+        raise ConfigError(f"--seed: a number below 2**63 is expected, found {request.seed}.")
 
 
 @contextmanager
