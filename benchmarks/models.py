@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fullshard.models.sizes import Size
 from fullshard.models.transformer import Block as LlamaBlock
-from fullshard.models.transformer import Transformer
+from fullshard.models.transformer import Size, Transformer
 
 __all__ = ["GPT", "GPTBlock", "GPTSize", "Linear", "Linears", "Llama", "LlamaBlock"]
 

@@ -208,7 +208,7 @@ def test_a_name_cannot_speak_to_the_terminal(tmp_path):
 
 def test_verify_of_a_whole_checkpoint_tells_its_progress_in_plain_lines(made):
     result = run("verify", made / "first")
-    assert re.search(r"first: whole, \d+ tensors, 6 files$", result.stdout.strip())
+    assert re.search(r"first: complete, \d+ tensors, 6 files$", result.stdout.strip())
     assert re.search(r"^verifying: (.*) of \1$", result.stderr, flags=re.MULTILINE)
     assert "\x1b" not in result.output
 
@@ -308,7 +308,7 @@ def test_diff_names_every_kind_of_difference(tmp_path):
     assert dict(line.removeprefix("model.").split(": ", 1) for line in lines) == {
         "shape": "shape [2, 3] and [3, 2]",
         "dtype": "dtype float32 and bfloat16, max abs difference 0.5, 4 of 4 elements",
-        "zero": "different content, equal values in other bits",
+        "zero": "different content, equal values with different bits",
         "nan": "different content, max abs difference nan, 1 of 4 elements",
         "inf": "different content, max abs difference inf, 1 of 3 elements",
         "count": "different content, max abs difference 1, 1 of 2 elements",
@@ -316,7 +316,7 @@ def test_diff_names_every_kind_of_difference(tmp_path):
         "gone": "only in the first",
         "new": "only in the second",
     }
-    assert last == "different: 9 differences, 1 tensor the same"
+    assert last == "different: 9 differences, 1 tensor identical"
     assert "difference 0.5" not in run("diff", a, b, expected=1).stdout
 
 

@@ -10,19 +10,25 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fullshard.cli.commands import fullshard
-from fullshard.cli.screen import printable
+from fullshard.cli.console import printable
 from fullshard.errors import CheckpointError
+from fullshard.models import architecture_of
 from fullshard.models.adapters import LoraSettings
-from fullshard.models.choosing_model import architecture_of
 from fullshard.state.checkpoint import save
 from fullshard.testing import Rank, pool
-from fullshard.training import launching, worker
-from fullshard.training.assembling import assembled
-from fullshard.training.config import ModelSection, RunSection, ShardingSection, TrainConfig
+from fullshard.training import launcher
+from fullshard.training.config import (
+    KEYS,
+    ModelSection,
+    RunSection,
+    ShardingSection,
+    TrainConfig,
+    value_of,
+)
 from fullshard.training.config_file import config_as_toml, config_of
-from fullshard.training.debugging import DEBUG, wants_tracebacks
-from fullshard.training.generating import GenerateRequest, find_checkpoint, launch_generation
-from fullshard.training.keys import KEYS, value_of
+from fullshard.training.control import DEBUG, wants_tracebacks
+from fullshard.training.generation import GenerateRequest, find_checkpoint, launch_generation
+from fullshard.training.sharding import build_sharded_model
 from fullshard.training.world import World
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "FULLSHARD_DEBUG")
@@ -183,7 +189,7 @@ def test_a_run_ends_with_a_sentence_and_a_status(monkeypatch, error, status, sai
     def fail(config: TrainConfig) -> int:
         raise error
 
-    monkeypatch.setattr(launching, "launch", fail)
+    monkeypatch.setattr(launcher, "launch", fail)
     assert run("train", expected=status).stderr == said
 
 
@@ -192,7 +198,7 @@ def test_a_run_ends_with_a_sentence_and_a_status(monkeypatch, error, status, sai
 
 def test_train_hands_the_configuration_to_the_launcher(monkeypatch):
     taken = []
-    monkeypatch.setattr(launching, "launch", lambda config: taken.append(config) or 3)
+    monkeypatch.setattr(launcher, "launch", lambda config: taken.append(config) or 3)
     run("train", "--steps", 5, expected=3)
     run("train", "--steps", 0, expected=2)
     assert taken == [config_of(None, {("optimizer", "steps"): 5})]
@@ -203,7 +209,7 @@ def test_a_process_that_is_a_rank_trains_as_one(monkeypatch, with_what):
     for name in ("RANK", "WORLD_SIZE", with_what):
         monkeypatch.setenv(name, "1")
     taken = []
-    monkeypatch.setattr(worker, "run_rank", lambda config: taken.append(config) or 0)
+    monkeypatch.setattr("fullshard.training.run.run_rank", lambda config: taken.append(config) or 0)
     run("train", "--steps", 5)
     assert taken == [config_of(None, {("optimizer", "steps"): 5})]
 
@@ -229,7 +235,7 @@ def saved_run(rank: Rank, folder: Path, lora_rank: int) -> None:
     lora = LoraSettings(lora_rank, model.lora_alpha) if lora_rank else None
     architecture = architecture_of("tiny", lora)
     world = World(rank.rank, rank.size, rank.rank, rank.size, rank.device)
-    sharded = assembled(architecture, ShardingSection(), world)
+    sharded = build_sharded_model(architecture, ShardingSection(), world)
     only = "trainable" if lora_rank else None
     for step in (1, 2):
         architecture.fill(sharded, seed=step - 1)
@@ -289,19 +295,19 @@ def test_a_checkpoint_without_the_configuration_of_its_run_is_refused(made, tmp_
     with pytest.raises(CheckpointError, match="the configuration of the run is expected"):
         find_checkpoint(tmp_path)
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="found no whole one"):
+    with pytest.raises(CheckpointError, match="found no complete one"):
         find_checkpoint(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="found a file"):
         find_checkpoint(made / "config.toml")
 
 
 @pytest.mark.parametrize(
-    "value, is_wanted", [(None, False), ("", False), ("0", False), ("1", True)]
+    "value, is_requested", [(None, False), ("", False), ("0", False), ("1", True)]
 )
 def test_the_command_and_its_ranks_agree_on_whether_tracebacks_are_wanted(
-    monkeypatch, value, is_wanted
+    monkeypatch, value, is_requested
 ):
     monkeypatch.delenv(DEBUG, raising=False)
     if value is not None:
         monkeypatch.setenv(DEBUG, value)
-    assert wants_tracebacks() is is_wanted
+    assert wants_tracebacks() is is_requested

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fullshard.cli.commands import fullshard
 from fullshard.errors import TopologyError
-from fullshard.training.diagnosing import findings, is_within
+from fullshard.training.bandwidth import measure_speeds
+from fullshard.training.doctor import findings, is_within
 from fullshard.training.machine import (
     OPTIONAL,
     Gpu,
@@ -21,18 +22,17 @@ from fullshard.training.machine import (
     environment,
     gather_facts,
 )
-from fullshard.training.measuring import measure_speeds
 
 GIB = 2**30
 H200 = Gpu(name="H200", memory_bytes=140 * GIB, free_bytes=139 * GIB, capability=(9, 0))
-WANTED = {"python": "<3.13,>=3.11", "torch": "<2.14,>=2.11"}
+SUPPORTED = {"python": "<3.13,>=3.11", "torch": "<2.14,>=2.11"}
 SOUND = MachineFacts(
     software=Software(
         python="3.12.1",
         torch="2.13.0+cpu",
         backends=("gloo",),
         packages=dict.fromkeys(OPTIONAL, "1.0"),
-        wanted=WANTED,
+        supported=SUPPORTED,
     ),
     processor="x86_64",
     num_cores=16,
@@ -91,7 +91,7 @@ def test_nothing_is_found_wrong_with_a_sound_machine(facts):
         (software(SOUND, torch="2.10.1"), "torch 2.10.1", "install torch", True),
         (software(SOUND, torch="2.14.0"), "torch 2.14.0", "install torch", True),
         (software(SOUND, python="3.13.0"), "python 3.13.0", "install python", True),
-        (software(SOUND, driver="580.1"), "built without CUDA", "for CUDA", False),
+        (software(SOUND, driver="580.1"), "built without CUDA", "CUDA build", False),
         (replace(WITH_GPUS, gpus=()), "torch sees no GPU", "a driver", True),
         (
             variables(replace(WITH_GPUS, gpus=()), CUDA_VISIBLE_DEVICES=""),
@@ -99,8 +99,8 @@ def test_nothing_is_found_wrong_with_a_sound_machine(facts):
             "CUDA_VISIBLE_DEVICES",
             False,
         ),
-        (software(SOUND, backends=("mpi",)), "no gloo", "build of torch", True),
-        (software(WITH_GPUS, backends=("gloo",)), "no NCCL", "build of torch", True),
+        (software(SOUND, backends=("mpi",)), "without gloo", "build of torch", True),
+        (software(WITH_GPUS, backends=("gloo",)), "without NCCL", "build of torch", True),
         (
             replace(WITH_GPUS, gpus=(replace(H200, free_bytes=GIB), H200)),
             "GPU 0 has 1.0 GiB of 140.0 GiB free",
@@ -109,35 +109,45 @@ def test_nothing_is_found_wrong_with_a_sound_machine(facts):
         ),
         (
             replace(WITH_GPUS, gpus=(H200, replace(H200, capability=(7, 0)))),
-            "no bf16",
+            "not support bf16",
             "--precision fp16",
             False,
         ),
-        (replace(WITH_GPUS, strangers=((0, 1),)), "memory: 0-1", "peer-to-peer", False),
-        (variables(SOUND, OMP_NUM_THREADS="9"), "than there are cores (16)", "THREADS=8", False),
+        (replace(WITH_GPUS, without_peer_access=((0, 1),)), "memory: 0-1", "peer-to-peer", False),
+        (
+            variables(SOUND, OMP_NUM_THREADS="9"),
+            "has cores (16)",
+            "THREADS=8",
+            False,
+        ),
         (replace(SOUND, limits=Limits(cores=4.0)), "allows 4 of 16 cores", "THREADS=2", False),
         (replace(SOUND, shared_memory_bytes=64 * 2**20), "64 MiB", "--shm-size", False),
         (replace(WITH_GPUS, shared_memory_bytes=64 * 2**20), "64 MiB", "--shm-size", True),
         (replace(SOUND, free_disk_bytes=3 * GIB), "3.0 GiB free", "--out", False),
         (replace(SOUND, free_disk_bytes=10**6), "0.0 GiB free", "--out", True),
-        (replace(SOUND, limits=Limits(memory_bytes=GIB)), "1.0 GiB of memory", "more", False),
-        (replace(SOUND, limits=Limits(files=256)), "open 256 files", "ulimit -n", False),
-        (replace(SOUND, limits=Limits(files=64)), "open 64 files", "ulimit -n", True),
+        (
+            replace(SOUND, limits=Limits(memory_bytes=GIB)),
+            "1.0 GiB of memory",
+            "raise the limit",
+            False,
+        ),
+        (replace(SOUND, limits=Limits(files=256)), "open only 256 files", "ulimit -n", False),
+        (replace(SOUND, limits=Limits(files=64)), "open only 64 files", "ulimit -n", True),
         (
             network(replace(SOUND, limits=Limits(locked_bytes=65536)), has_infiniband=True),
-            "lock 64 KiB",
+            "lock only 64 KiB",
             "ulimit -l",
             True,
         ),
         (network(SOUND, address=None), "'here' leads to no address", "/etc/hosts", False),
-        (network(SOUND, is_own_address=False), "leads to 10.0.0.1", "/etc/hosts", False),
-        (variables(SOUND, GLOO_SOCKET_IFNAME="eth9"), "eth9", "choose of lo", True),
-        (variables(WITH_GPUS, NCCL_SOCKET_IFNAME="eth"), "=eth", "choose of lo", True),
+        (network(SOUND, is_own_address=False), "resolves to 10.0.0.1", "/etc/hosts", False),
+        (variables(SOUND, GLOO_SOCKET_IFNAME="eth9"), "eth9", "choose one of lo", True),
+        (variables(WITH_GPUS, NCCL_SOCKET_IFNAME="eth"), "=eth", "choose one of lo", True),
         (variables(SOUND, CUDA_LAUNCH_BLOCKING="1"), "every kernel", "unset", False),
         (variables(SOUND, TORCH_DISTRIBUTED_DEBUG="DETAIL"), "every collective", "unset", False),
         (
             software(SOUND, packages={**SOUND.software.packages, "peft": None}),
-            "no peft, which is needed for low-rank adapters",
+            "peft is not installed, which is needed for low-rank adapters",
             "fullshard[lora]",
             False,
         ),
@@ -166,7 +176,7 @@ def test_a_version_is_within_a_range_as_its_numbers_say(version):
 
 def test_this_machine_is_seen():
     facts = gather_facts()
-    assert facts.software.wanted.keys() == {"python", "torch"}
+    assert facts.software.supported.keys() == {"python", "torch"}
     assert facts.software.packages["click"]
     assert "gloo" in facts.software.backends
     assert 0 < facts.free_memory_bytes <= facts.memory_bytes

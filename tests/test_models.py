@@ -15,14 +15,22 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError, UnknownNameError
+from fullshard.models import architecture_of
 from fullshard.models.adapters import LoraSettings
 from fullshard.models.architecture import Architecture
-from fullshard.models.builtin import BuiltinArchitecture
-from fullshard.models.choosing_model import architecture_of
 from fullshard.models.sampling import sample
-from fullshard.models.sizes import SIZES, Size, size_named
 from fullshard.models.tokenizers import ByteTokenizer
-from fullshard.models.transformer import Block, Past, Transformer, rotary_angles, rotated
+from fullshard.models.transformer import (
+    SIZES,
+    Block,
+    BuiltinArchitecture,
+    KVCache,
+    Size,
+    Transformer,
+    rotary_angles,
+    rotated,
+    size_named,
+)
 from fullshard.runtime.names import clean_name
 from fullshard.state.materialize import give_memory
 from fullshard.testing import Rank, on_ranks, pool
@@ -200,7 +208,7 @@ def test_tokens_read_in_parts_give_the_logits_of_the_whole(cuts: list[int]) -> N
     torch.manual_seed(0)
     model = Transformer(SMALL)
     tokens = torch.arange(sum(cuts))[None] * 7 % 256
-    past, parts = Past(), tokens.split(cuts, dim=1)
+    past, parts = KVCache(), tokens.split(cuts, dim=1)
     with torch.no_grad():
         found = torch.cat([model(part, past) for part in parts], dim=1)
         torch.testing.assert_close(found, model(tokens))
@@ -377,8 +385,8 @@ def test_a_sample_is_what_full_windows_give() -> None:
 class _Forgetful(BuiltinArchitecture):
     """Computes every window from its beginning."""
 
-    def reader(self, model: nn.Module) -> Any:
-        return Architecture.reader(self, model)
+    def next_token_logits(self, model: nn.Module) -> Any:
+        return Architecture.next_token_logits(self, model)
 
 
 def test_a_greedy_sample_takes_the_likeliest_token() -> None:

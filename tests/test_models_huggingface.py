@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fullshard.errors import ConfigError
+from fullshard.models import architecture_of
 from fullshard.models.adapters import LoraSettings
-from fullshard.models.builtin import BuiltinArchitecture
-from fullshard.models.choosing_model import architecture_of
 from fullshard.models.sampling import sample
 from fullshard.models.tokenizers import ByteTokenizer, FolderTokenizer
+from fullshard.models.transformer import BuiltinArchitecture
 from fullshard.state import export_safetensors
 from fullshard.testing import Rank, on_ranks
 from tests.test_models import CPU, DOORS, SMALL, UNEVEN, assert_same, filled, sharded, train, whole

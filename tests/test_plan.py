@@ -34,7 +34,7 @@ from fullshard.training.config import (
     ShardingSection,
     TrainConfig,
 )
-from fullshard.training.fitting import capacity_of, predicted, require_fit
+from fullshard.training.memory import capacity_of, predict_memory, require_fit
 from fullshard.wrap import ModuleWrapPolicy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -187,7 +187,7 @@ def test_a_plan_says_what_a_sharded_model_holds(
     rank: Rank, section: ShardingSection, is_adapted: bool
 ) -> None:
     config = replace(config_of(), sharding=section)
-    plan = predicted(config, SmallArchitecture(is_adapted=is_adapted), rank.size, CPU)
+    plan = predict_memory(config, SmallArchitecture(is_adapted=is_adapted), rank.size, CPU)
     model = sharded(rank, section, is_adapted)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     model(torch.arange(8).view(2, 4)).float().sum().backward()
@@ -206,7 +206,7 @@ def test_a_plan_fits_any_number_of_ranks(size):
     with fake_world(size) as rank:
         model = sharded(rank, ShardingSection(), False)
         found = held(model)
-    plan = predicted(config_of(), SmallArchitecture(), size, CPU)
+    plan = predict_memory(config_of(), SmallArchitecture(), size, CPU)
     assert (plan.parameter_shards, plan.gradient_shards) == (
         found["parameters"],
         found["gradients"],
@@ -393,8 +393,8 @@ def test_attention_is_counted_as_it_is_on_a_real_device(dtype, has_mask):
 
 def test_checkpointing_is_predicted_to_save_activations():
     architecture = SmallArchitecture(num_blocks=8)
-    usual = predicted(config_of(), architecture, 2, CPU).work
-    again = predicted(config_of(activation_checkpointing=True), architecture, 2, CPU).work
+    usual = predict_memory(config_of(), architecture, 2, CPU).work
+    again = predict_memory(config_of(activation_checkpointing=True), architecture, 2, CPU).work
     hidden = 4 * 2 * 8 * WIDTH
     assert usual.activation_bytes > 8 * 5 * hidden
     assert 8 * hidden < again.activation_bytes < usual.activation_bytes / 2
@@ -402,39 +402,39 @@ def test_checkpointing_is_predicted_to_save_activations():
 
 
 def test_activations_are_predicted_in_the_dtype_that_is_computed_in():
-    low = predicted(config_of(precision="bf16"), SmallArchitecture(), 2, CPU).work
-    high = predicted(config_of(), SmallArchitecture(), 2, CPU).work
+    low = predict_memory(config_of(precision="bf16"), SmallArchitecture(), 2, CPU).work
+    high = predict_memory(config_of(), SmallArchitecture(), 2, CPU).work
     assert low.activation_bytes < 0.6 * high.activation_bytes
     assert low.logits_bytes == 2 * 8 * VOCABULARY * 14
 
 
 def test_units_of_other_classes_can_be_asked_for():
-    usual = predicted(config_of(), SmallArchitecture(), 2, CPU)
-    finer = predicted(config_of(units=("Linear",)), SmallArchitecture(), 2, CPU)
+    usual = predict_memory(config_of(), SmallArchitecture(), 2, CPU)
+    finer = predict_memory(config_of(units=("Linear",)), SmallArchitecture(), 2, CPU)
     assert finer.num_parameters == usual.num_parameters
     assert finer.moving_full < usual.moving_full
 
 
 def test_a_mesh_of_other_ranks_is_refused():
     with pytest.raises(TopologyError, match="2x4 needs 8 ranks, found 4"):
-        predicted(config_of(mesh="2x4"), SmallArchitecture(), 4, CPU)
-    plan = predicted(config_of(mesh="2x4"), SmallArchitecture(), 8, CPU)
+        predict_memory(config_of(mesh="2x4"), SmallArchitecture(), 4, CPU)
+    plan = predict_memory(config_of(mesh="2x4"), SmallArchitecture(), 8, CPU)
     assert (
         plan.parameter_shards
-        == predicted(config_of(), SmallArchitecture(), 4, CPU).parameter_shards
+        == predict_memory(config_of(), SmallArchitecture(), 4, CPU).parameter_shards
     )
 
 
 def refusal(config: TrainConfig, share: float, device: torch.device, **shape: int) -> str:
     architecture = SmallArchitecture(**shape)
-    needed = predicted(config, architecture, 2, device).device_bytes
+    needed = predict_memory(config, architecture, 2, device).device_bytes
     with pytest.raises(ConfigError) as found:
         require_fit(config, architecture, 2, device, int(needed * share))
     return str(found.value)
 
 
 def test_a_run_that_fits_is_let_through():
-    needed = predicted(config_of(), SmallArchitecture(), 2, CPU).device_bytes
+    needed = predict_memory(config_of(), SmallArchitecture(), 2, CPU).device_bytes
     plan = require_fit(config_of(), SmallArchitecture(), 2, CPU, needed)
     assert isinstance(plan, MemoryPlan)
     assert plan.device_bytes == needed
@@ -465,7 +465,7 @@ def test_changes_are_offered_together_where_none_is_enough():
     config = replace(config_of(), optimizer=OptimizerSection(batch=32))
     both = config_of(offload=True, activation_checkpointing=True)
     both = replace(both, optimizer=config.optimizer)
-    capacity = predicted(both, architecture, 2, CUDA).device_bytes
+    capacity = predict_memory(both, architecture, 2, CUDA).device_bytes
     with pytest.raises(ConfigError) as found:
         require_fit(config, architecture, 2, CUDA, capacity)
     words = str(found.value)
@@ -482,9 +482,9 @@ def test_an_offer_needs_what_it_says():
     config = config_of()
     words = refusal(config, 0.8, CUDA, width=256)
     offloaded = replace(config, sharding=replace(config.sharding, offload=True))
-    plan = predicted(offloaded, SmallArchitecture(width=256), 2, CUDA)
+    plan = predict_memory(offloaded, SmallArchitecture(width=256), 2, CUDA)
     assert f"--offload would need {readable(plan.device_bytes)}" in words
-    wider = predicted(config, SmallArchitecture(width=256), 4, CUDA)
+    wider = predict_memory(config, SmallArchitecture(width=256), 4, CUDA)
     assert f"4 ranks would need {readable(wider.device_bytes)}" in words
 
 
@@ -500,7 +500,7 @@ def test_ranks_of_a_machine_share_its_memory():
 
 
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("fullshard.training.fitting.CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr("fullshard.training.memory.CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.max").write_text(f"{100 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{50 * 2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 3\ninactive_file {10 * 2**20}\n")

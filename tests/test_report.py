@@ -15,14 +15,18 @@ from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
 from fullshard.report import RunRecord, StepMetrics, write_report
-from fullshard.report.curves import curves_of
-from fullshard.report.headline import headline
+from fullshard.report.curves import MOST_POINTS, curves_of, downsampled, smoothed
+from fullshard.report.formatting import plain, shown_bytes, shown_number, shown_time
+from fullshard.report.page import page_of
 from fullshard.report.palette import KEYS, PALETTES
-from fullshard.report.stepping import MOST_RANKS, choices, kept_ranks, short_labels, step_picture
-from fullshard.report.thinning import MOST_POINTS, smoothed, thinned
-from fullshard.report.unit_rows import unit_table
-from fullshard.report.wording import plain, shown_bytes, shown_number, shown_time
-from fullshard.report.writing import page_of
+from fullshard.report.step_timeline import (
+    MOST_RANKS,
+    choices,
+    kept_ranks,
+    short_labels,
+    step_figure,
+)
+from fullshard.report.tables import summary, unit_table
 from fullshard.trace.timeline import Timeline
 from tests.made_up_run import MIB, Sizes, made_up_run
 
@@ -83,7 +87,7 @@ def empty_run() -> RunRecord:
 def test_the_page_has_the_headline_and_every_section(page):
     for heading in ("Training", "Step 60 in detail", "Units", "Sample", "Environment"):
         assert heading in page.text
-    for fact in headline(made_up_run()):
+    for fact in summary(made_up_run()):
         assert fact.value in page.text
     assert "corpus/a.txt, corpus/b.jsonl" in page.text
     assert "cpu, 8 cores" in page.text
@@ -266,7 +270,7 @@ def test_many_steps_are_thinned_but_their_spike_is_seen():
 
 def test_many_ranks_and_units_stay_a_page_of_a_few_megabytes():
     record = made_up_run(Sizes(steps=5, ranks=64, units=200))
-    picture = step_picture(record)
+    picture = step_figure(record)
     assert picture is not None
     assert len(picture.content["ranks"]) == len(picture.singles) == 64
     assert len(picture.groups[0].places) <= 5
@@ -291,9 +295,9 @@ def test_of_thousands_of_ranks_the_first_and_the_slowest_are_kept():
     assert {0, 1, 2, 3, 1777} <= set(kept)
     assert len(kept) <= MOST_RANKS
     assert kept == sorted(kept)
-    picture = step_picture(replace(empty_run(), timelines=timelines))
+    picture = step_figure(replace(empty_run(), timelines=timelines))
     assert picture is not None
-    assert picture.left_out.startswith("Of 4,096 ranks, ")
+    assert "of 4,096 ranks" in picture.left_out
 
 
 def test_a_unit_is_labelled_by_the_end_of_its_name_that_no_other_has():
@@ -318,7 +322,7 @@ def test_the_sums_of_the_table_are_those_of_its_rows():
 
 def test_every_moment_of_the_time_line_reaches_the_page():
     record = made_up_run(Sizes(3, 2, 6))
-    picture = step_picture(record)
+    picture = step_figure(record)
     assert picture is not None
     for timeline, found in zip(record.timelines, picture.content["ranks"], strict=True):
         for index, activity in enumerate(KEYS):
@@ -354,7 +358,7 @@ def test_numbers_are_short_and_have_their_unit(shown, expected):
 @settings(deadline=None)
 @given(st.lists(st.floats(), max_size=300), st.integers(5, 60))
 def test_thinning_keeps_the_ends_and_the_extremes(values, most):
-    kept = thinned(values, most)
+    kept = downsampled(values, most)
     assert len(kept) <= max(most, 5)
     assert kept == sorted(set(kept))
     if values:

@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from fullshard.report import RunRecord, write_report
 from fullshard.report.palette import PALETTES
-from fullshard.report.stepping import step_picture
+from fullshard.report.step_timeline import step_figure
 from tests.made_up_run import Sizes, made_up_run
 
 WIDE, NARROW = 1400, 420
@@ -113,7 +113,7 @@ def run_to_show() -> RunRecord:
 
 
 def num_bars(record: RunRecord) -> int:
-    picture = step_picture(record)
+    picture = step_figure(record)
     assert picture is not None
     return sum(len(rank["spans"]) for rank in picture.content["ranks"])
 

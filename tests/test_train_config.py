@@ -10,10 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
-from fullshard.training.checking import mesh_of, require_sane
-from fullshard.training.config import TrainConfig
+from fullshard.training.config import (
+    KEYS,
+    SECTIONS,
+    Key,
+    TrainConfig,
+    parse_mesh,
+    validate,
+    value_of,
+)
 from fullshard.training.config_file import config_as_toml, config_of, read_config
-from fullshard.training.keys import KEYS, SECTIONS, Key, value_of
 
 BITS = st.integers(-(2**63) + 1, 2**63 - 1)
 FLOATS = st.floats(allow_nan=False)
@@ -85,11 +91,11 @@ def test_every_field_is_a_key_with_help_and_an_option_of_its_own():
 @pytest.mark.parametrize(
     "text, line, said",
     [
-        ("[model]\nname = x\n", "line 2, column 8", "TOML is expected"),
-        ("[model]\nname = 'x\n", "line 2", "TOML is expected"),
-        ("[model]\n\n[model]\n", "line 3", "TOML is expected"),
-        ("[model]\nname = [\n'a',\n", "line 3", "TOML is expected"),
-        ("[run]\nseed = " + "9" * 5000, "line 2", "TOML is expected"),
+        ("[model]\nname = x\n", "line 2, column 8", "valid TOML is expected, found a syntax error"),
+        ("[model]\nname = 'x\n", "line 2", "valid TOML is expected, found a syntax error"),
+        ("[model]\n\n[model]\n", "line 3", "valid TOML is expected, found a syntax error"),
+        ("[model]\nname = [\n'a',\n", "line 3", "valid TOML is expected, found a syntax error"),
+        ("[run]\nseed = " + "9" * 5000, "line 2", "valid TOML is expected, found a syntax error"),
         ("a = " + "[" * 9999, "run.toml", "nested too deeply"),
         ("[modle]\nname = 'x'\n", "line 1", "'modle'; did you mean 'model'?"),
         ("[zzz]\n", "line 1", "known are model, data, sharding, optimizer, run"),
@@ -167,7 +173,7 @@ def changed(section: str, **values: Any) -> TrainConfig:
 
 
 def test_the_defaults_can_be_run():
-    require_sane(TrainConfig())
+    validate(TrainConfig())
 
 
 WRONG = {
@@ -213,7 +219,7 @@ WRONG = {
 )
 def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, value):
     with pytest.raises(ConfigError) as caught:
-        require_sane(changed(section, **{name: value}))
+        validate(changed(section, **{name: value}))
     message = str(caught.value)
     assert message.startswith(f"{section}.{name} (--{KEYS[section, name].option}): ")
     assert " is expected, found " in message
@@ -231,7 +237,7 @@ def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, v
 )
 def test_values_that_are_impossible_together_are_refused(values, said):
     with pytest.raises(ConfigError) as caught:
-        require_sane(config_of(None, values))
+        validate(config_of(None, values))
     assert said in str(caught.value)
 
 
@@ -248,13 +254,13 @@ def test_values_that_are_impossible_together_are_refused(values, said):
     ],
 )
 def test_what_is_only_unusual_is_let_through(values):
-    require_sane(config_of(None, values))
+    validate(config_of(None, values))
 
 
 @given(st.integers(1, 999), st.integers(1, 999))
 def test_a_mesh_is_replicas_by_shards(replicas, shards):
-    require_sane(changed("sharding", mesh=f"{replicas}x{shards}"))
-    assert mesh_of(f"{replicas}x{shards}") == (replicas, shards)
+    validate(changed("sharding", mesh=f"{replicas}x{shards}"))
+    assert parse_mesh(f"{replicas}x{shards}") == (replicas, shards)
 
 
 @pytest.mark.parametrize(
@@ -262,4 +268,4 @@ def test_a_mesh_is_replicas_by_shards(replicas, shards):
 )
 def test_what_is_no_mesh_is_refused(mesh):
     with pytest.raises(ConfigError, match="'auto' or replicas x shards"):
-        require_sane(changed("sharding", mesh=mesh))
+        validate(changed("sharding", mesh=mesh))

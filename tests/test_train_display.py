@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fullshard.report import StepMetrics
-from fullshard.training.display import Display, facts_of, in_words
-from fullshard.training.metrics import MetricsLog
+from fullshard.training.display import Display, shown_duration, step_line
+from fullshard.training.output import MetricsLog
 
 
 def metrics(step: int, loss: float = 2.5) -> StepMetrics:
@@ -27,7 +27,7 @@ def metrics(step: int, loss: float = 2.5) -> StepMetrics:
 
 
 def test_facts_of_a_step_are_one_line():
-    line = facts_of(metrics(1))
+    line = step_line(metrics(1))
     assert line == "loss 2.500  4,096 tokens/s  0.50 s/step  3.00 GiB  exposed 10%"
 
 
@@ -43,7 +43,7 @@ def test_facts_of_a_step_are_one_line():
     ],
 )
 def test_time_left_is_said_in_words(seconds, words):
-    assert in_words(seconds) == words
+    assert shown_duration(seconds) == words
 
 
 def test_anywhere_but_on_a_terminal_there_are_about_twenty_plain_lines(monkeypatch):
@@ -84,7 +84,7 @@ def test_on_a_terminal_lines_are_live_and_what_is_said_stays(monkeypatch):
     os.close(main)
     assert "step 10/10" in shown
     assert "[bold] is no markup" in shown
-    assert facts_of(metrics(10)) in shown
+    assert step_line(metrics(10)) in shown
     assert shown.count("\n") < 12  # drawn again in its place
 
 

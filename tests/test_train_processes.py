@@ -18,8 +18,7 @@ from click.testing import CliRunner
 from fullshard.cli.commands import fullshard
 from fullshard.testing import Rank, pool
 from fullshard.training.config_file import config_of
-from fullshard.training.debugging import DEBUG
-from fullshard.training.leaving import Leaving
+from fullshard.training.control import DEBUG, StopRequest
 from fullshard.training.run import Run
 from fullshard.training.world import World
 from tests.programs import free_port, has_ended
@@ -53,7 +52,7 @@ def train_on(rank: Rank, file: Path) -> None:
     is_there = Path(config.run.out).exists()
     config = replace(config, run=replace(config.run, resume=is_there))
     world = World(rank.rank, rank.size, rank.rank, rank.size, rank.device)
-    assert Run(config, world).run(Leaving()) is True
+    assert Run(config, world).run(StopRequest()) is True
     dist.barrier()  # the first rank writes when the others are done
 
 
@@ -116,7 +115,7 @@ def test_a_run_that_is_killed_left_and_resumed_has_the_losses_of_an_undisturbed_
     with started(options(text, folder)) as process:
         wait_for_step(process, 5, folder / "checkpoints" / "step_3")
         os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
-        wait_for(process, "going on from step")
+        wait_for(process, "resuming from step")
         wait_for_step(process, 10)
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=TIMEOUT_S)
@@ -154,7 +153,7 @@ def test_a_rank_that_dies_without_restarts_left_ends_the_run(text: str, tmp_path
         os.kill(ranks[0], signal.SIGKILL)
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
-    assert "rank 0 failed (SIGKILL); what it said is above" in errors.splitlines()[-1]
+    assert "rank 0 failed (SIGKILL); its output is above" in errors.splitlines()[-1]
     assert all(has_ended(pid, within_s=20) for pid in ranks)
 
 

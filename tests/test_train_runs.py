@@ -14,7 +14,7 @@ from fullshard.report import read_record
 from fullshard.state import checkpoints, verify
 from fullshard.testing import Rank, on_ranks
 from fullshard.training.config import TrainConfig
-from fullshard.training.leaving import Leaving
+from fullshard.training.control import StopRequest
 from fullshard.training.run import Run
 from fullshard.training.world import World
 from tests.tiny_run import TEXT, configured, losses
@@ -29,7 +29,7 @@ def written(folder: Path) -> str:
 
 def trained(rank: Rank, config: TrainConfig) -> list[float]:
     world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    assert Run(config, world).run(Leaving()) is True
+    assert Run(config, world).run(StopRequest()) is True
     dist.barrier()  # the first rank writes when the others are done
     return losses(Path(config.run.out))
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_model_is_refused(rank: Rank, tmp_path: Path) ->
     other = {"model": {"name": "10m", "sequence": 32}, "run": {"resume": True}}
     world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
     with pytest.raises(FullshardError, match="found") as refusal:
-        Run(configured(tmp_path, "run", **other), world).run(Leaving())
+        Run(configured(tmp_path, "run", **other), world).run(StopRequest())
     assert len(str(refusal.value).splitlines()) == 1
 
 
@@ -121,19 +121,19 @@ def test_a_run_that_was_resumed_has_the_losses_of_one_that_was_not(
     whole = trained(rank, configured(tmp_path, "whole"))
     config = configured(tmp_path, "parts", run={"save_every": 2})
 
-    class LeavesAfterTheThirdStep(Leaving):
+    class StopsAfterTheThirdStep(StopRequest):
         num_asked = 0
 
         @property
-        def is_wanted(self) -> bool:
+        def is_requested(self) -> bool:
             self.num_asked += 1
             return self.num_asked >= 3 and rank.rank == 1
 
-        @is_wanted.setter
-        def is_wanted(self, value: bool) -> None: ...
+        @is_requested.setter
+        def is_requested(self, value: bool) -> None: ...
 
     world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    assert Run(config, world).run(LeavesAfterTheThirdStep()) is False
+    assert Run(config, world).run(StopsAfterTheThirdStep()) is False
     folder = Path(config.run.out)
     assert losses(folder) == whole[:3]
     resumed = trained(rank, replace(config, run=replace(config.run, resume=True)))
@@ -210,8 +210,8 @@ def test_a_folder_with_a_run_is_not_written_over(rank: Rank, tmp_path: Path) -> 
     config = configured(tmp_path, "run")
     before = trained(rank, config)
     world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    with pytest.raises(Exception, match="pass --resume to go on with it"):
-        Run(config, world).run(Leaving())
+    with pytest.raises(Exception, match="pass --resume to continue it"):
+        Run(config, world).run(StopRequest())
     assert losses(Path(config.run.out)) == before
 
 
@@ -221,5 +221,5 @@ def test_a_unit_that_is_no_class_of_the_model_is_refused(rank: Rank, tmp_path: P
         written(tmp_path)
     config = configured(tmp_path, "run", sharding={"units": ("Blok",)})
     world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    with pytest.raises((ConfigError, RuntimeError), match=r"found .Blok.; choose of .*Block"):
-        Run(config, world).run(Leaving())
+    with pytest.raises((ConfigError, RuntimeError), match=r"found .Blok.; choose one of .*Block"):
+        Run(config, world).run(StopRequest())

@@ -11,7 +11,7 @@ from fullshard.errors import ConfigError
 from fullshard.training.batches import Batches, Permutation
 from fullshard.training.config import OptimizerSection
 from fullshard.training.corpus import Corpus
-from fullshard.training.learning_rate import learning_rate
+from fullshard.training.optimizer import learning_rate
 
 SEQUENCE = 3
 
@@ -149,7 +149,9 @@ def test_a_run_that_is_resumed_on_other_ranks_repeats_and_skips_nothing(
 def test_another_corpus_seed_or_length_cannot_go_on():
     corpus = corpus_of(8)
     state = batches_of(corpus, batch=1).state_dict()
-    with pytest.raises(ConfigError, match="the corpus that it was begun with, 'corpus', found 'o'"):
+    with pytest.raises(
+        ConfigError, match="the corpus of the resumed run is expected, 'corpus', found 'o'"
+    ):
         batches_of(corpus_of(8, "o"), batch=1).load_state_dict(state)
     with pytest.raises(ConfigError, match="--seed"):
         batches_of(corpus, batch=1, seed=1).load_state_dict(state)

@@ -9,7 +9,7 @@ from fullshard.errors import ConfigError
 from fullshard.state.shards import tensor_shards
 from fullshard.testing import Rank, on_ranks
 from fullshard.training.config import OptimizerSection
-from fullshard.training.optimizing import build_optimizer
+from fullshard.training.optimizer import build_optimizer
 from fullshard.wrap import ModuleWrapPolicy
 
 CPU = torch.device("cpu")

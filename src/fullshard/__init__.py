@@ -43,6 +43,8 @@ from fullshard.optim.by_unit import by_unit
 from fullshard.runtime.hooks import UnshardHandle
 from fullshard.unit.flat_param import FlatParameter
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AllGather",
     "BackwardPrefetch",

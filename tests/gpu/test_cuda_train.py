@@ -12,11 +12,11 @@ import torch
 from fullshard.report import read_record
 from fullshard.testing import Rank, on_ranks
 from fullshard.trace import Activity, Span, Timeline
-from fullshard.training.assembling import architecture_for
 from fullshard.training.config import TrainConfig
-from fullshard.training.fitting import predicted
-from fullshard.training.leaving import Leaving
+from fullshard.training.control import StopRequest
+from fullshard.training.memory import predict_memory
 from fullshard.training.run import Run
+from fullshard.training.sharding import architecture_for
 from fullshard.training.world import World
 from tests import tiny_run
 
@@ -38,7 +38,7 @@ def trained(rank: Rank, config: TrainConfig) -> list[float]:
     if rank.rank == 0:
         Path(config.data.paths[0]).write_text(tiny_run.TEXT)
     world = World(rank.rank, rank.size, rank.rank, rank.size, rank.device)
-    assert Run(config, world).run(Leaving()) is True
+    assert Run(config, world).run(StopRequest()) is True
     torch.distributed.barrier()
     return tiny_run.losses(folder)
 
@@ -140,7 +140,7 @@ def test_the_memory_that_a_run_takes_was_predicted(
         optimizer={"batch": 8, "steps": 3},
         run={"sample_tokens": 0},
     )
-    plan = predicted(config, architecture_for(config.model), 2, rank.device)
+    plan = predict_memory(config, architecture_for(config.model), 2, rank.device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

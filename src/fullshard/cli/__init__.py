@@ -1,1 +1,1 @@
-"""The `fullshard` command. Its dependencies are the extra `cli`; the library needs none of them."""
+"""The `fullshard` command. Its dependencies are the extra `cli`; the library does not need them."""

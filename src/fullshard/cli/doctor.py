@@ -1,4 +1,4 @@
-"""`fullshard doctor`: what the machine has, how fast it is, and what is wrong with it."""
+"""`fullshard doctor`: facts, speeds and problems of a machine."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fullshard.cli.screen import counted, say, say_facts, say_table
+from fullshard.cli.console import counted, say, say_facts, say_table
 from fullshard.errors import TopologyError
 from fullshard.plan.memory import readable
 
 if TYPE_CHECKING:
-    from fullshard.training.diagnosing import Finding
+    from fullshard.training.bandwidth import Speeds
+    from fullshard.training.doctor import Finding
     from fullshard.training.machine import MachineFacts
-    from fullshard.training.measuring import Speeds
 
 
-@click.command(short_help="What this machine has, how fast it is, what is wrong with it.")
-@click.option("--quick", is_flag=True, help="Look only; measure nothing.")
+@click.command(short_help="Show facts, speeds and problems of this machine.")
+@click.option("--quick", is_flag=True, help="Do not measure speeds.")
 def doctor(quick: bool) -> None:
-    """Show what was found on this machine, how fast its ranks are, and what is wrong with it.
+    """Show the devices and limits of this machine, measure its speed and list its problems.
 
-    Speeds are measured on real ranks: one per GPU, or two on the CPU. That takes some seconds.
+    Speeds are measured on real ranks, one per GPU or two on the CPU, which takes a few seconds.
 
-    Exit codes: 0 nothing serious, 1 runs will fail, or may at any time.
+    Exit status: 0 no serious problem, 1 runs will fail, or may at any time.
     """
-    # Imported here: the help of all commands needs none of it.
-    from fullshard.training.diagnosing import Finding, findings
+    # Imported here, because printing help does not need it.
+    from fullshard.training.doctor import Finding, findings
     from fullshard.training.machine import gather_facts
 
     facts = gather_facts()
     say_facts(_lines(facts))
     found = findings(facts)
     if not quick:
-        from fullshard.training.measuring import measure_speeds
+        from fullshard.training.bandwidth import measure_speeds
 
         say("")
         try:
             _say_speeds(measure_speeds(len(facts.gpus)))
         except TopologyError as error:
             say(f"no speeds: {error}")
-            remedy = "see above what else is wrong; GLOO_SOCKET_IFNAME=lo keeps gloo on this host"
+            remedy = "see the other problems; GLOO_SOCKET_IFNAME=lo keeps gloo on this host"
             found.insert(0, Finding(f"ranks do not work: {error}", remedy, is_serious=True))
     say("")
     _say_findings(found)
@@ -62,7 +62,7 @@ def _lines(facts: MachineFacts) -> Iterator[tuple[str, str]]:
         capability = ".".join(map(str, gpu.capability))
         yield f"GPU {index}", f"{gpu.name}, {free} of {total} free, capability {capability}"
     if len(facts.gpus) > 1:
-        pairs = ", ".join(f"{a}-{b}" for a, b in facts.strangers)
+        pairs = ", ".join(f"{a}-{b}" for a, b in facts.without_peer_access)
         yield "peer access", f"all but {pairs}" if pairs else "all"
     if not facts.gpus:
         yield "GPUs", "none"
@@ -77,7 +77,7 @@ def _lines(facts: MachineFacts) -> Iterator[tuple[str, str]]:
         yield "memory allowed", readable(limits.memory_bytes)
     yield "/dev/shm", readable(facts.shared_memory_bytes)
     yield "disk", f"{readable(facts.free_disk_bytes)} free in this folder"
-    yield "host", f"{network.hostname}, {network.address or 'without an address'}"
+    yield "host", f"{network.hostname}, {network.address or 'no address'}"
     yield "interfaces", ", ".join(network.interfaces)
     yield "open files", _limit(limits.files, str)
     yield "locked memory", _limit(limits.locked_bytes, readable)
@@ -87,26 +87,26 @@ def _lines(facts: MachineFacts) -> Iterator[tuple[str, str]]:
 
 
 def _limit(value: int | None, words: Callable[[int], str]) -> str:
-    return "any" if value is None else words(value)
+    return "unlimited" if value is None else words(value)
 
 
 def _say_speeds(speeds: Speeds) -> None:
     if speeds.links:
-        say(f"{counted(speeds.num_ranks, 'rank')} over {speeds.backend}, GB/s that reach each:")
-        columns = ("size", "gather", "reduce")
+        say(f"{counted(speeds.num_ranks, 'rank')} over {speeds.backend}, GB/s received by each:")
+        columns = ("size", "all-gather", "reduce-scatter")
         rows = [(f"{s.size_mb} MB", f"{s.gather:.2f}", f"{s.reduce:.2f}") for s in speeds.links]
         say_table(columns, rows)
     per_s = (
         f"{speeds.matmul * 1000:.0f} GFLOP" if speeds.matmul < 1 else f"{speeds.matmul:.0f} TFLOP"
     )
-    say(f"on each rank, all at once: copies {speeds.copy:.1f} GB/s, products {per_s}/s")
+    say(f"each rank, all working: copies {speeds.copy:.1f} GB/s, matmuls {per_s}/s")
 
 
 def _say_findings(found: Sequence[Finding]) -> None:
-    """Each in a line, with what to do."""
+    """Print each problem and its remedy on one line."""
     if not found:
-        say("nothing is wrong with it")
+        say("no problems found")
         return
-    say("what is wrong with it:")
+    say("problems:")
     for finding in found:
         say(f"- {'serious: ' if finding.is_serious else ''}{finding.what}; {finding.remedy}")

@@ -1,7 +1,7 @@
-"""A group of commands: how they fail.
+"""Error handling of all commands.
 
-What the library raises on purpose, and what the user typed wrong, is one sentence on standard error
-and exit code 2. `--debug`, before or after the name of any command, shows the traceback as well.
+An error of the library, or invalid arguments, print one sentence to standard error and exit with
+status 2. `--debug`, before or after the name of any command, also shows the traceback.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import click
 
-from fullshard.cli.screen import note
+from fullshard.cli.console import note
 from fullshard.errors import FullshardError
-from fullshard.training.debugging import DEBUG, wants_tracebacks
+from fullshard.training.control import DEBUG, wants_tracebacks
 
 
-class Refusal(click.ClickException):
-    """An error in its own words, with its traceback if that is asked for."""
+class CommandError(click.ClickException):
+    """An error message, with a traceback if `--debug` is set."""
 
     exit_code = 2
 
@@ -34,8 +34,8 @@ class Refusal(click.ClickException):
         note(f"fullshard: {self.message}")
 
 
-def _debugging(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    """Until the command ends; in the environment, so that ranks hear of it as well."""
+def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Set the variable until the command ends; ranks inherit it."""
     if not value:
         return
     before = os.environ.get(DEBUG)
@@ -55,15 +55,15 @@ def debug_option() -> click.Option:
         is_flag=True,
         is_eager=True,
         expose_value=False,
-        callback=_debugging,
-        help=f"Show tracebacks of errors; {DEBUG}=1 does, too.",
+        callback=_set_debug,
+        help=f"Show tracebacks of errors, as {DEBUG}=1 does.",
     )
 
 
 class Commands(click.Group):
-    """Shows what the library raises on purpose as a line, and everything else as it is."""
+    """A group that shows errors of the library as one line; other exceptions propagate."""
 
-    group_class = type  # groups within are of this class, too
+    group_class = type  # subgroups are of this class as well
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,54 +86,50 @@ class Commands(click.Group):
         except click.exceptions.NoArgsIsHelpError:
             raise
         except click.UsageError as error:
-            raise Refusal(_in_a_sentence(error, self.name or "")) from error
+            raise CommandError(_usage_message(error, self.name or "")) from error
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
             known = self.list_commands(ctx)
-            raise click.UsageError(f"no command {args[0]!r}{meant(args[0], known)}", ctx)
+            raise click.UsageError(f"no command {args[0]!r}{suggestion(args[0], known)}", ctx)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # `| head` has seen enough: click ends quietly
+            raise  # the reader, such as `head`, has finished; click exits quietly
         except click.exceptions.NoArgsIsHelpError:
             raise
         except click.UsageError as error:
             command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
-            raise Refusal(_in_a_sentence(error, command)) from error
+            raise CommandError(_usage_message(error, command)) from error
         except FullshardError as error:
-            raise Refusal(str(error), error) from error
+            raise CommandError(str(error), error) from error
         except OSError as error:
-            raise Refusal(_of_the_system(error), error) from error
+            is_about_file = error.filename is not None and error.strerror is not None
+            message = f"{error.filename}: {error.strerror}." if is_about_file else str(error)
+            raise CommandError(message, error) from error
         except KeyboardInterrupt:
-            ctx.exit(130)  # 1 would say that something is damaged or different
+            ctx.exit(130)  # status 1 would mean damaged or different
 
 
-def _of_the_system(error: OSError) -> str:
-    if error.filename is None or error.strerror is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}."
-
-
-def _in_a_sentence(error: click.UsageError, command: str) -> str:
-    """What was typed wrong, and where to read what can be."""
+def _usage_message(error: click.UsageError, command: str) -> str:
+    """Say what is wrong with the arguments, and refer to the help."""
     if error.ctx is not None:
         command = error.ctx.command_path
     if isinstance(error, click.NoSuchOption):
         ctx = error.ctx
         known = [] if ctx is None else [o for p in ctx.command.get_params(ctx) for o in p.opts]
-        what = f"no option {error.option_name!r}{meant(error.option_name, known)}"
+        what = f"no option {error.option_name!r}{suggestion(error.option_name, known)}"
     else:
         what = " ".join(error.format_message().split()).removesuffix(".")
     return f"{what}{'' if what.endswith('?') else '.'} See {command} --help."
 
 
-def meant(name: str, known: Sequence[str]) -> str:
-    """A question at the end of a sentence, if something is known that is nearly called so."""
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """Return "; did you mean ...?" if a known name is similar, otherwise nothing."""
     found = get_close_matches(name, [each for each in known if len(each) > 2], n=1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""

@@ -1,4 +1,4 @@
-"""Where the `fullshard` command begins."""
+"""The entry point of the `fullshard` command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Run the command; without what it needs, say what to install."""
+    """Run the command, or say what to install if a dependency is missing."""
     try:
         from fullshard.cli.commands import fullshard
     except ModuleNotFoundError as error:

@@ -1,3 +1,20 @@
-"""WHAT IS TRAINED: built-in transformers and folders in Hugging Face's layout, their tokenizers,
-adapters and samples. `choosing_model.architecture_of` is the way in.
-"""
+"""Models that `fullshard train` can train: built-in transformers and Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fullshard.models.adapters import LoraSettings
+from fullshard.models.architecture import Architecture
+from fullshard.models.huggingface import FolderArchitecture
+from fullshard.models.transformer import SIZES, BuiltinArchitecture, size_named
+
+
+def architecture_of(name: str, lora: LoraSettings | None = None) -> Architecture:
+    """Return the architecture of a built-in size, or of a folder in Hugging Face's layout.
+
+    A built-in size takes precedence over a folder of the same name; `./10m` selects the folder.
+    """
+    if name not in SIZES and Path(name).is_dir():
+        return FolderArchitecture(Path(name), lora)
+    return BuiltinArchitecture(size_named(name), lora)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) beside the frozen weights of a model, through peft."""
+"""Low-rank adapters (LoRA) for the linear layers of a frozen model, with peft."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.models.drawing import draw_into, uniform, zeros
+from fullshard.models.initialization import draw_into, uniform, zeros
 from fullshard.models.optional import optional
 from fullshard.state.shards import TensorShard
 
-# Peft's names: a module that gets an adapter becomes the `base_layer` of one that adds to it.
+# Names that peft gives: a module with an adapter becomes the `base_layer` of its replacement.
 _BASE = ".base_layer."
 _DOWN, _UP = ".lora_A.", ".lora_B."
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """Adapters of a rank, scaled by alpha / rank.
+    """The options of LoRA; the output of an adapter is scaled by alpha / rank.
 
-    `targets` are the ends of the names of the modules that get one; every linear layer but the
-    output head if there are none.
+    A module gets an adapter if its name ends with one of `targets`. Without targets, every linear
+    layer except the output head gets one.
     """
 
     rank: int
@@ -32,9 +32,9 @@ class LoraSettings:
 
 
 def add_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
-    """Freeze a model on meta and put adapters, on meta too, beside its linear layers.
+    """Freeze a model on the meta device and add adapters, which are on the meta device as well.
 
-    Modules and parameters get peft's names for them.
+    Modules and parameters are named as peft names them.
     """
     peft = optional("peft", "adapters", "lora")
     if settings.rank < 1:
@@ -51,12 +51,12 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
 
 
 def base_name(name: str) -> str:
-    """What a parameter is called in the model without adapters."""
+    """Return the name that a parameter has in the model without adapters."""
     return name.replace(_BASE, ".")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return _DOWN in name or _UP in name
 
 
@@ -77,7 +77,7 @@ def fill_adapters(shards: Iterable[TensorShard], seed: int) -> list[TensorShard]
 
 
 def _targeted(model: nn.Module, targets: tuple[str, ...]) -> set[str]:
-    """The full names of the layers that get an adapter."""
+    """Return the full names of the layers that get an adapter."""
     linear = {name for name, module in model.named_modules() if _is_linear(module)}
     if not targets:
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -100,5 +100,5 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """A linear layer of GPT-2 and its kin, with the input's dim first."""
+    """Return whether a module is a linear layer of GPT-2, whose weight is transposed."""
     return type(module).__name__ == "Conv1D"

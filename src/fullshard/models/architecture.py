@@ -1,4 +1,4 @@
-"""What training needs to know of a model before and while it is sharded."""
+"""The interface between training and a kind of model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fullshard.models.tokenizers import Tokenizer
 
 
 class Architecture(ABC):
-    """A kind of model: how it is built without memory, filled once it is sharded, and called.
+    """How a model is built on the meta device, initialized once it is sharded, and called.
 
-    `max_sequence` is the longest sequence that it was made for, None if it does not say.
+    `max_sequence` is the longest sequence that the model supports, or None if it is unknown.
     """
 
     name: str
@@ -22,32 +22,36 @@ class Architecture(ABC):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """The model on meta, ties tied, with its adapters if there are to be any."""
+        """Return the model on the meta device, with tied parameters and with its adapters."""
 
     @abstractmethod
     def block_classes(self) -> tuple[type[nn.Module], ...]:
-        """The classes of the blocks that it repeats: units, unless others are asked for."""
+        """Return the classes of the repeated blocks, which become units by default."""
 
     @abstractmethod
     def fill(self, model: nn.Module, seed: int) -> None:
-        """Give every parameter and buffer its first value; all ranks call it.
+        """Initialize every parameter and buffer. All ranks must call this method.
 
-        The model is sharded by either door, or not, and has memory without values. The values are
-        the same on any number of ranks; each rank makes or reads those of its shards only.
+        The model may be sharded with either API, or not at all, and its memory is uninitialized.
+        The values do not depend on the number of ranks; each rank computes or reads only its
+        shards.
         """
 
     @abstractmethod
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """[batch, length] tokens -> [batch, length, vocabulary]."""
+        """Map [batch, length] tokens to [batch, length, vocabulary] logits."""
 
-    def reader(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """What gives the logits [vocabulary] of the token after a sequence [1, length].
+    def next_token_logits(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Return a function from a sequence [1, length] to the logits [vocabulary] after it.
 
-        It is called with sequences that begin like the one before, or with a window that moves on
-        and has the same length; a model may keep what it computed for the beginning.
+        Each call passes the previous sequence with more tokens, or a window of the same length
+        that has moved on. An architecture may cache what it computed for the earlier tokens.
         """
         return lambda tokens: self.logits(model, tokens)[0, -1]
 
     @abstractmethod
     def tokenizer(self, kind: str) -> Tokenizer:
-        """ "bytes", "model" (its own), or "auto": its own if it has one, otherwise bytes."""
+        """Return the tokenizer: "bytes", "model" (the model's own), or "auto".
+
+        "auto" is the model's own tokenizer if it has one, and bytes otherwise.
+        """

@@ -1,4 +1,4 @@
-"""Models of folders in Hugging Face's layout: config.json, safetensors, perhaps a tokenizer."""
+"""Models in Hugging Face's layout: a folder with config.json, safetensors and a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,27 +22,22 @@ from fullshard.models.adapters import (
 )
 from fullshard.models.architecture import Architecture
 from fullshard.models.optional import first_line, optional
-from fullshard.models.tokenizers import (
-    ByteTokenizer,
-    FolderTokenizer,
-    Tokenizer,
-    has_tokenizer,
-)
+from fullshard.models.tokenizers import ByteTokenizer, FolderTokenizer, Tokenizer, has_tokenizer
 from fullshard.runtime.names import clean_name
 from fullshard.state.materialize import LostBuffers
 from fullshard.state.safetensors import LoadedWeights, load_safetensors, open_tensors
 from fullshard.state.shards import tensor_shards
 from fullshard.wrap import repeated_blocks
 
-# Of names in an error.
+# The most names listed in an error.
 _NUM_LISTED = 8
 
 
 class FolderArchitecture(Architecture):
-    """A causal language model of `transformers`, filled from the folder's safetensors files.
+    """A causal language model of `transformers`, loaded from the folder's safetensors files.
 
-    Parameters are float32, whatever the files have: what is computed in is said when sharding.
-    Code in the folder is never run, and nothing is looked for on a network.
+    Parameters are float32 regardless of the files; the mixed precision policy decides the compute
+    dtype. Code in the folder is never run, and the network is never used.
     """
 
     def __init__(self, folder: Path, lora: LoraSettings | None = None) -> None:
@@ -66,7 +61,7 @@ class FolderArchitecture(Architecture):
         return self._block_classes
 
     def fill(self, model: nn.Module, seed: int) -> None:
-        # Not strict: adapters are in no file, and some files have more than their model uses.
+        # Not strict: no file contains adapters, and some contain more than the model uses.
         loaded = load_safetensors(self._folder, model, strict=False, rename=base_name)
         self._require_whole(loaded)
         self._restore_buffers(model)
@@ -106,13 +101,13 @@ class FolderArchitecture(Architecture):
         if not (self._folder / "config.json").is_file():
             raise ConfigError(
                 f"model {self.name}: a folder in Hugging Face's layout was expected, found no "
-                "config.json in it; give the folder that has it."
+                "config.json in it; pass the folder that contains it."
             )
         try:
             config = self._transformers.AutoConfig.from_pretrained(
                 self._folder, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # what it raises depends on the file, and on its version
+        except Exception as error:  # the type depends on the file and on the version
             raise ConfigError(
                 f"model {self.name}: a config.json that transformers can read was expected, found "
                 f"{first_line(error)}"
@@ -132,11 +127,11 @@ class FolderArchitecture(Architecture):
     def _without_adapters(self) -> nn.Module:
         try:
             with torch.device("meta"):
-                # A copy: building writes the dtype into it.
+                # Building the model writes the dtype into the config.
                 model: nn.Module = self._transformers.AutoModelForCausalLM.from_config(
                     copy.deepcopy(self._config), dtype=torch.float32, trust_remote_code=False
                 )
-        except Exception as error:  # what it raises depends on the kind of model
+        except Exception as error:  # the type depends on the kind of model
             raise self._other_kind(first_line(error)) from error
         return model
 
@@ -146,7 +141,7 @@ class FolderArchitecture(Architecture):
         )
 
     def _require_whole(self, loaded: LoadedWeights) -> None:
-        """All that the model has was in the files, and in them nothing but what it ignores."""
+        """Raise unless the files have every parameter, and no other that is not ignored."""
         reference = self._without_adapters()
         ignored = {name for name, _ in reference.named_buffers()}
         patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -169,17 +164,17 @@ class FolderArchitecture(Architecture):
             )
 
     def _restore_buffers(self, model: nn.Module) -> None:
-        """Compute what no file has, such as rotary frequencies, and what was lost on meta.
+        """Recompute buffers that are in no file, such as rotary frequencies.
 
-        On a second model whose parameters stay on meta: what computes buffers may initialise
-        parameters, too.
+        A second model computes them, whose parameters stay on the meta device: the code that
+        computes buffers may also initialize parameters.
         """
         reference = self._without_adapters()
         try:
             LostBuffers(reference, None).recreate()
         except LifecycleError as error:
             raise UnsupportedError(
-                f"model {self.name}: a model that can compute its buffers again was expected, but "
+                f"model {self.name}: a model that can recompute its buffers was expected, but "
                 f"{error}"
             ) from error
         expected = dict(reference.named_buffers(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""Packages that only a part of the models needs, and what they say when something is wrong."""
+"""Imports of optional packages, and their error messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fullshard.errors import ConfigError
 
 
 def optional(package: str, subject: str, extra: str) -> ModuleType:
-    """The package, or an error that says how it is installed."""
+    """Import a package, or raise an error that says how to install it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -20,6 +20,6 @@ def optional(package: str, subject: str, extra: str) -> ModuleType:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the advice and the listings that follow."""
+    """Return an error's message without the advice and listings that follow its first line."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Text from a model, token by token; all ranks of a sharded model together."""
+"""Autoregressive sampling from a sharded model."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def sample(
     end: int | None,
     device: torch.device,
 ) -> list[int]:
-    """The tokens that follow a prompt, at most so many, without `end`, at which it stops.
+    """Sample up to `num_tokens` tokens that follow a prompt. Sampling stops at `end`.
 
-    Every rank calls it with the same arguments and gets the same tokens. The model sees the last
-    `max_sequence` tokens; without a prompt it begins a document. A temperature of 0 takes the
-    likeliest token; a `top_k` of 0 draws from all of them.
+    Every rank must call this function with the same arguments, and gets the same tokens. The
+    model is given the last `max_sequence` tokens. An empty prompt starts a new document. With a
+    temperature of 0 the most likely token is chosen; a `top_k` of 0 samples from all tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     prompt = list(prompt_tokens)
     if not prompt:
         if end is None:
             raise ConfigError(
-                "sample: a prompt of at least one token was expected, found none; give one, or the "
-                "token that ends a document."
+                "sample: a prompt of at least one token was expected, found none; pass a prompt, "
+                "or the token that ends a document."
             )
-        prompt = [end]  # where a document ended another begins
+        prompt = [end]  # the token that precedes a new document
     tokens = list(prompt)
-    with _evaluated(model):
-        read = architecture.reader(model)
+    with _eval_mode(model):
+        next_logits = architecture.next_token_logits(model)
         for _ in range(num_tokens):
             window = tokens[-architecture.max_sequence :] if architecture.max_sequence else tokens
-            logits = read(torch.tensor([window], device=device))
-            token = _agreed(_drawn(logits.float().cpu(), temperature, top_k, generator), device)
+            logits = next_logits(torch.tensor([window], device=device)).float().cpu()
+            token = _broadcast(_draw_token(logits, temperature, top_k, generator), device)
             if token == end:
                 break
             tokens.append(token)
@@ -55,11 +55,8 @@ def sample(
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Without dropout, until the end of the block.
-
-    And without the compiler: every length would be compiled anew.
-    """
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Disable dropout, and torch.compile, which would recompile for every length."""
     was_training = model.training
     model.eval()
     try:
@@ -69,7 +66,7 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _drawn(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def _draw_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
     logits = logits / temperature
@@ -79,10 +76,10 @@ def _drawn(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
 
-def _agreed(token: int, device: torch.device) -> int:
-    """The first rank's token: kernels that were tuned on each rank may round differently."""
+def _broadcast(token: int, device: torch.device) -> int:
+    """Return the token of rank 0: kernels tuned on each rank may round differently."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return token
-    said = torch.tensor(token, device=device)
-    dist.broadcast(said, src=0)
-    return int(said)
+    agreed = torch.tensor(token, device=device)
+    dist.broadcast(agreed, src=0)
+    return int(agreed)

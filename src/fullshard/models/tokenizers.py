@@ -1,4 +1,4 @@
-"""Text to tokens and back."""
+"""Tokenizers: one of bytes, and those of Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.models.optional import first_line, optional
 
-# Any of the first is enough; the others change what they mean.
+# One of the vocabularies is enough for a tokenizer; the settings change its tokens. The order is
+# part of the fingerprint.
 _VOCABULARIES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -21,42 +22,37 @@ _VOCABULARIES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
-_SETTINGS = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-)
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 
 
 class Tokenizer(ABC):
-    """Text to tokens and back; `end` is the token that ends a document."""
+    """Converts text to tokens and back; `end` is the token that ends a document."""
 
     vocabulary: int
     end: int
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without `end`."""
+        """Return the tokens of a text, without `end`."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; those that stand for no text are left out."""
+        """Return the text of tokens; special tokens are skipped."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A short text that changes when the tokens of a text would."""
+        """A short string that differs between tokenizers that encode differently."""
 
 
 class ByteTokenizer(Tokenizer):
-    """A token for each byte of UTF-8."""
+    """One token per byte of UTF-8."""
 
     vocabulary = 257
     end = 256
 
     def encode(self, text: str) -> list[int]:
-        # Half of a surrogate pair, which files may have, has no bytes.
+        # A lone surrogate, which files may contain, cannot be encoded.
         return list(text.encode(errors="replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -76,7 +72,7 @@ class FolderTokenizer(Tokenizer):
             self._own: Any = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # what it raises depends on the files, and on its version
+        except Exception as error:  # the type depends on the files and on the version
             raise ConfigError(
                 f"{folder}: tokenizer files that transformers can read were expected, found "
                 f"{first_line(error)}; choose the tokenizer 'bytes', or repair the folder."
@@ -84,16 +80,15 @@ class FolderTokenizer(Tokenizer):
         if self._own.eos_token_id is None:
             raise ConfigError(
                 f"{folder}: a tokenizer with a token that ends a text (eos_token) was expected, "
-                "found one without; name it in tokenizer_config.json, or choose the tokenizer "
-                "'bytes'."
+                "found none; set it in tokenizer_config.json, or choose the tokenizer 'bytes'."
             )
         self.end: int = self._own.eos_token_id
-        # Added tokens may leave gaps: what counts is how far the numbers go.
+        # Added tokens may leave gaps, so the largest token counts, not their number.
         self.vocabulary: int = max(self._own.get_vocab().values()) + 1
         self._fingerprint = _fingerprint(folder)
 
     def encode(self, text: str) -> list[int]:
-        # Not verbose: it warns of texts that are longer than a sequence, as all are here.
+        # verbose=False: the tokenizer warns of texts that are longer than a sequence.
         tokens: list[int] = self._own.encode(text, add_special_tokens=False, verbose=False)
         return tokens
 
@@ -107,7 +102,7 @@ class FolderTokenizer(Tokenizer):
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has the files of a tokenizer."""
+    """Return whether a folder contains the files of a tokenizer."""
     return any((folder / name).is_file() for name in _VOCABULARIES)
 
 

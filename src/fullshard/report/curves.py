@@ -1,6 +1,6 @@
-"""Metrics over steps, as figures that plotly draws.
+"""Curves of metrics over steps, as plotly figures.
 
-A colour is written as "$" and its name in the palette: the page fills it in, for light or dark.
+A colour is "$" and its name in the palette; the page replaces it, for the light or dark scheme.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from fullshard.report.formatting import shown_number
 from fullshard.report.record import StepMetrics
-from fullshard.report.thinning import smoothed, thinned
-from fullshard.report.wording import shown_number
 
-_FEW_POINTS = 60  # so few that each has a mark of its own
-_SMOOTHED_FROM = 100  # steps; of fewer, each one counts
+MOST_POINTS = 2000
+_FEW_POINTS = 60  # each point has a marker up to this number
+_SMOOTHED_FROM = 100  # steps
 _SMOOTHED_PART = 25
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One figure. `summary` says in words what it shows, `figure` is plotly's data and layout."""
+    """One figure: `figure` is plotly's data and layout, `summary` describes it in words."""
 
     key: str
     title: str
@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What is drawn, and how its numbers are written."""
+    """A metric, and how its numbers are formatted."""
 
     key: str
     title: str
@@ -49,7 +49,7 @@ _EXPOSED = _Kind("exposed", "Exposed communication", "% of the step", hover=".1f
 
 
 def curves_of(metrics: Sequence[StepMetrics]) -> list[Curve]:
-    """The figures of a run: the loss first; none without a step."""
+    """Return the figures of a run, the loss first; none if there is no step."""
     if not metrics:
         return []
     steps = [each.step for each in metrics]
@@ -63,12 +63,12 @@ def curves_of(metrics: Sequence[StepMetrics]) -> list[Curve]:
 
 
 def tokens_per_s(step: StepMetrics) -> float:
-    """Not a number where no time was measured."""
+    """Return the throughput, or NaN if no time was measured."""
     return step.tokens_per_s if step.step_s > 0 else float("nan")
 
 
 def exposed_share(step: StepMetrics) -> float:
-    """Of the step's time; not a number where no time was measured."""
+    """Return exposed communication as a fraction of the step, or NaN if no time was measured."""
     return step.exposed_s / step.step_s if step.step_s > 0 else float("nan")
 
 
@@ -81,10 +81,10 @@ def _curve(kind: _Kind, steps: Sequence[int], values: Sequence[float]) -> Curve:
         traces.append(_smooth_line(kind, steps, smoothed(values, window)))
         if kind is _LOSS:
             note = f"thin: each step; thick: mean of {window:,} steps"
-    lost = [index for index, value in enumerate(values) if not isfinite(value)]
-    if lost:
-        traces.append(_marks_of_lost(steps, values, lost))
-        crosses = f"crosses: not finite ({len(lost):,} of {len(values):,} steps)"
+    not_finite = [index for index, value in enumerate(values) if not isfinite(value)]
+    if not_finite:
+        traces.append(_crosses(steps, values, not_finite))
+        crosses = f"crosses: not finite ({len(not_finite):,} of {len(values):,} steps)"
         note = f"{note}; {crosses}" if note else crosses
     return Curve(
         kind.key,
@@ -98,13 +98,14 @@ def _curve(kind: _Kind, steps: Sequence[int], values: Sequence[float]) -> Curve:
 def _line(
     kind: _Kind, steps: Sequence[int], values: Sequence[float], *, is_soft: bool
 ) -> dict[str, Any]:
-    kept = thinned(values)
+    kept = downsampled(values)
     few = len(kept) <= _FEW_POINTS
     return {
         "type": "scatter",
         "mode": "lines+markers" if few else "lines",
         "x": [steps[index] for index in kept],
-        "y": [_drawn(values[index]) for index in kept],
+        # JSON has no NaN; null leaves a gap.
+        "y": [values[index] if isfinite(values[index]) else None for index in kept],
         "line": {"color": "$accent-soft" if is_soft else "$accent", "width": 1 if is_soft else 2},
         "marker": {"color": "$accent", "size": 5},
         "connectgaps": False,
@@ -118,17 +119,15 @@ def _smooth_line(kind: _Kind, steps: Sequence[int], values: Sequence[float]) -> 
     return line | {"mode": "lines", "hoverinfo": "skip", "hovertemplate": None}
 
 
-def _marks_of_lost(
-    steps: Sequence[int], values: Sequence[float], lost: Sequence[int]
-) -> dict[str, Any]:
-    """A cross at the foot of the figure for each step whose value is no number."""
-    foot = min((value for value in values if isfinite(value)), default=0.0)
-    kept = [lost[index] for index in thinned([float(index) for index in lost])]
+def _crosses(steps: Sequence[int], values: Sequence[float], at: Sequence[int]) -> dict[str, Any]:
+    """Mark the steps at these indices, whose value is not finite, at the bottom of the figure."""
+    bottom = min((value for value in values if isfinite(value)), default=0.0)
+    kept = [at[index] for index in downsampled([float(index) for index in at])]
     return {
         "type": "scatter",
         "mode": "markers",
         "x": [steps[index] for index in kept],
-        "y": [foot] * len(kept),
+        "y": [bottom] * len(kept),
         "text": [shown_number(values[index]) for index in kept],
         "marker": {"symbol": "x-thin", "size": 8, "line": {"color": "$alarm", "width": 2}},
         "name": "not finite",
@@ -142,7 +141,7 @@ def _layout(kind: _Kind, steps: Sequence[int]) -> dict[str, Any]:
         "title": {"text": "step"},
         "tickformat": "~s" if is_long else ",d",
     }
-    if steps[-1] - steps[0] <= 8:  # or ticks would stand between steps
+    if steps[-1] - steps[0] <= 8:  # otherwise ticks would appear between steps
         steps_axis |= {"dtick": 1, "range": [steps[0] - 0.5, steps[-1] + 0.5]}
     return {
         "xaxis": steps_axis,
@@ -167,6 +166,41 @@ def _unit(kind: _Kind) -> str:
     return {"tokens-per-s": "tokens/s", "exposed": "%"}.get(kind.key, "")
 
 
-def _drawn(value: float) -> float | None:
-    """JSON has no word for what is not finite: a gap."""
-    return value if isfinite(value) else None
+def downsampled(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+    """Return the indices of at most `most` values, in order.
+
+    The first and last value are kept and, of every interval in between, the lowest, the highest
+    and one value that is not finite: a spike or gap of a single step stays visible.
+    """
+    if len(values) <= most:
+        return list(range(len(values)))
+    num_intervals = max(1, (most - 2) // 3)
+    kept = {0, len(values) - 1}
+    for index in range(num_intervals):
+        start = index * len(values) // num_intervals
+        end = (index + 1) * len(values) // num_intervals
+        finite = [each for each in range(start, end) if isfinite(values[each])]
+        if finite:
+            kept.add(min(finite, key=values.__getitem__))
+            kept.add(max(finite, key=values.__getitem__))
+        if len(finite) < end - start:
+            kept.add(next(each for each in range(start, end) if not isfinite(values[each])))
+    return sorted(kept)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Return a moving average of the finite values; NaN where a window has none.
+
+    The window is cut off at both ends.
+    """
+    sums, counts = [0.0], [0]
+    for value in values:
+        sums.append(sums[-1] + (value if isfinite(value) else 0.0))
+        counts.append(counts[-1] + isfinite(value))
+    found = []
+    for index in range(len(values)):
+        start = max(0, index - window // 2)
+        end = min(len(values), index + window // 2 + 1)
+        count = counts[end] - counts[start]
+        found.append((sums[end] - sums[start]) / count if count else float("nan"))
+    return found

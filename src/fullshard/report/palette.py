@@ -1,8 +1,8 @@
-"""The colours of a page, by light and dark: for its style sheet and for its figures.
+"""The colours of a report, for the light and the dark scheme.
 
-Activities are told apart by people who see colours differently: sky, blue, green, pink and orange
-of Okabe and Ito's set, and what waits is hatched, too. Each activity has two tones for units that
-follow each other, and an ink that can be read on both.
+The colours of activities, from the palette of Okabe and Ito, can be told apart with colour
+blindness; waiting is also hatched. Each activity has two tones, for alternating units, and a text
+colour that is legible on both.
 """
 
 from __future__ import annotations
@@ -19,28 +19,20 @@ KEYS = {
     Activity.REDUCE: "reduce",
 }
 
+# The first tone, the second tone and the text of each activity.
 _ACTIVITIES = {
-    "forward": "#5aa9dd",
-    "forward-next": "#82c0e8",
-    "forward-ink": "#08202f",
-    "backward": "#1f69a6",
-    "backward-next": "#2c77b4",
-    "backward-ink": "#ffffff",
-    "optimizer": "#868d98",
-    "optimizer-next": "#868d98",
-    "optimizer-ink": "#0d0f12",
-    "gather": "#16a07a",
-    "gather-next": "#4cb996",
-    "gather-ink": "#03150f",
-    "reduce": "#cb78a6",
-    "reduce-next": "#dc9cc0",
-    "reduce-ink": "#2a0a1c",
-    "await-gather": "#d55e00",
-    "await-gather-next": "#d55e00",
-    "await-gather-ink": "#d55e00",
-    "await-reduce": "#d55e00",
-    "await-reduce-next": "#d55e00",
-    "await-reduce-ink": "#d55e00",
+    "forward": ("#5aa9dd", "#82c0e8", "#08202f"),
+    "backward": ("#1f69a6", "#2c77b4", "#ffffff"),
+    "optimizer": ("#868d98", "#868d98", "#0d0f12"),
+    "gather": ("#16a07a", "#4cb996", "#03150f"),
+    "reduce": ("#cb78a6", "#dc9cc0", "#2a0a1c"),
+    "await-gather": ("#d55e00", "#d55e00", "#d55e00"),
+    "await-reduce": ("#d55e00", "#d55e00", "#d55e00"),
+}
+_TONES = {
+    f"{key}{suffix}": colour
+    for key, colours in _ACTIVITIES.items()
+    for suffix, colour in zip(("", "-next", "-ink"), colours, strict=True)
 }
 
 PALETTES = {
@@ -54,7 +46,7 @@ PALETTES = {
         "accent": "#0b62a4",
         "accent-soft": "#a8cbe6",
         "alarm": "#b34700",
-        **_ACTIVITIES,
+        **_TONES,
     },
     "dark": {
         "page": "#101216",
@@ -66,6 +58,6 @@ PALETTES = {
         "accent": "#74b9f2",
         "accent-soft": "#33597b",
         "alarm": "#ff9d57",
-        **_ACTIVITIES,
+        **_TONES,
     },
 }

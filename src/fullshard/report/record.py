@@ -1,19 +1,29 @@
-"""What a run leaves to be looked at: metrics of every step, one step in detail, the setting."""
+"""The data of a report: metrics of every step, one traced step, configuration and environment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
+from fullshard.errors import ConfigError
 from fullshard.trace.timeline import Timeline, UnitFacts
+
+METRICS = "metrics.jsonl"
+TIMELINE = "timeline.json"
+CONFIG = "config.toml"
+SAMPLE = "sample.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One step, over all ranks: one line of `metrics.jsonl`.
+    """The metrics of one step over all ranks: one line of `metrics.jsonl`.
 
-    `memory_bytes` is the most that any rank had in use so far (allocated on the device; the
-    process's own memory on a CPU), `exposed_s` the longest that compute stood still for
+    `memory_bytes` is the peak memory of any rank so far: allocated device memory, or the resident
+    memory of the process on a CPU. `exposed_s` is the longest time that compute waited for
     communication on any rank.
     """
 
@@ -33,7 +43,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """All that a report shows."""
+    """Everything that a report shows."""
 
     title: str
     metrics: Sequence[StepMetrics]
@@ -43,3 +53,96 @@ class RunRecord:
     config: Mapping[str, Mapping[str, object]]
     environment: Mapping[str, str]
     sample: str = ""
+
+
+def read_record(folder: Path) -> RunRecord:
+    """Read what the run in `folder` has written so far. Any of its files may be missing.
+
+    A killed run may leave an incomplete line, and a resumed run repeats the steps after its
+    checkpoint: the last occurrence of each step counts.
+    """
+    if not any((folder / name).is_file() for name in (METRICS, TIMELINE, CONFIG)):
+        raise ConfigError(
+            f"{folder}: the folder of a run is expected, found none of {METRICS}, {TIMELINE} and "
+            f"{CONFIG}; pass the folder that fullshard train wrote."
+        )
+    return RunRecord(
+        title=folder.resolve().name,
+        metrics=_read_metrics(folder / METRICS),
+        config=_read_config(folder / CONFIG),
+        sample=_text(folder / SAMPLE),
+        **_read_timeline(folder / TIMELINE),
+    )
+
+
+def _read_metrics(path: Path) -> list[StepMetrics]:
+    lines = [line for line in _text(path).splitlines() if line.strip()]
+    found: list[StepMetrics] = []
+    for step in _complete_steps(lines):
+        while found and found[-1].step >= step.step:
+            found.pop()
+        found.append(step)
+    # One line may be incomplete; if no line can be read, this is another kind of file.
+    if len(lines) > 1 and not found:
+        raise ConfigError(
+            f"{path}: lines of {', '.join(_names_of(StepMetrics))} are expected, found "
+            f"{lines[0][:80]!r}; move the file away to draw the report without it."
+        )
+    return found
+
+
+def _complete_steps(lines: list[str]) -> Iterator[StepMetrics]:
+    for line in lines:
+        try:
+            found = json.loads(line)
+            values = {name: found[name] for name in _names_of(StepMetrics)}
+            counts = {name: int(values.pop(name)) for name in ("step", "tokens", "memory_bytes")}
+            # JSON has no NaN; null stands for it.
+            numbers: dict[str, Any]
+            numbers = {n: float("nan") if v is None else float(v) for n, v in values.items()}
+            yield StepMetrics(**counts, **numbers)
+        except (ValueError, KeyError, TypeError):
+            continue  # incomplete: the run was killed
+
+
+def _read_timeline(path: Path) -> dict[str, Any]:
+    """Return the fields of a `RunRecord` that `timeline.json` holds."""
+    try:
+        found = json.loads(_text(path).strip() or "{}")
+        names = _names_of(UnitFacts)
+        return {
+            "traced_step": found.get("step"),
+            "timelines": tuple(Timeline.from_json(each) for each in found.get("ranks", ())),
+            "units": tuple(
+                UnitFacts(**{name: each[name] for name in names}) for each in found.get("units", ())
+            ),
+            "environment": {str(k): str(v) for k, v in found.get("environment", {}).items()},
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: JSON with the timeline of every rank is expected, found an error in it "
+            f"({type(error).__name__}: {error}); move the file away to draw the report without it."
+        ) from error
+
+
+def _read_config(path: Path) -> Mapping[str, Mapping[str, object]]:
+    try:
+        found = tomllib.loads(_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{path}: valid TOML is expected, found a syntax error ({error}); correct it, or move "
+            "the file away to draw the report without it."
+        ) from error
+    return {name: keys for name, keys in found.items() if isinstance(keys, dict)}
+
+
+def _names_of(kind: type[StepMetrics] | type[UnitFacts]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file, or nothing; invalid UTF-8 is replaced."""
+    try:
+        return path.read_bytes().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""

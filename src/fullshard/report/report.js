@@ -7,7 +7,7 @@
   const PRINTED_PX = 680;
   let printing = false;
 
-  // A colour comes as "$" and its name: filled in for the scheme that is on.
+  // A colour is "$" and its name, replaced by the colour of the current scheme.
   const colour = (name) => content.palettes[dark.matches && !printing ? "dark" : "light"][name];
   const painted = (value) => {
     if (typeof value === "string") return value.startsWith("$") ? colour(value.slice(1)) : value;
@@ -16,7 +16,7 @@
     return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, painted(each)]));
   };
 
-  // A label of plotly knows some tags of HTML: a name shall not.
+  // Plotly interprets some HTML tags in labels; names must be escaped.
   const literal = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
   const axis = (given) => ({
@@ -65,13 +65,13 @@
     }
   };
 
-  // One step: three rows for each rank that is shown, under a line for its name.
+  // The timeline has three rows per rank, below a row with its name.
 
   const step = content.step;
   const ROWS_PER_RANK = 4;
   const ROW_PX = 24;
   const FADED = 0.15;
-  // How wide a bar must be for a hatching or a text to be seen on it.
+  // The smallest width of a bar with hatching, and with a label.
   const HATCHED_PX = 3;
   const LABELLED_PX = 9;
   const MARGINS = { l: 66, r: 22 };
@@ -236,7 +236,7 @@
     followZoom("memory");
   };
 
-  // The table of units: a heading sorts by its column, and again the other way round.
+  // A click on a heading of the table of units sorts by its column; a second click reverses it.
 
   const sortBy = (heading) => {
     const column = heading.cellIndex;

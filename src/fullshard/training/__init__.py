@@ -1,1 +1,1 @@
-"""."""
+"""Implements `fullshard train`, `fullshard generate` and `fullshard doctor`."""

@@ -1,8 +1,8 @@
-"""Which sequences each rank is given, step after step.
+"""The batches of each rank.
 
-All ranks walk one global order of sequences: a permutation of the corpus per epoch. Of each
-micro-batch a rank takes its share. The number of sequences that all ranks have taken is the whole
-state, so a run goes on, on any number of ranks, where another has stopped.
+All ranks follow one global order of sequences, a permutation of the corpus in each epoch, and each
+rank takes its part of every micro-batch. The only state is the number of sequences taken by all
+ranks, so a run can be resumed on any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """Of the numbers below `size`, computed one by one: it takes no memory.
+    """A permutation of the numbers below `size`, computed element by element, without memory.
 
-    A Feistel network permutes the numbers below the next power of four; a result that is not below
-    `size` is permuted again until one is (cycle walking).
+    A Feistel network permutes the numbers below the next power of four; a result of `size` or more
+    is permuted again until it is below (cycle walking).
     """
 
     size: int
@@ -58,18 +58,18 @@ class Permutation:
 
 
 def _mixed(value: int) -> int:
-    """Every bit of the result depends on every bit of the value: the finish of splitmix64."""
+    """Mix the bits of a value, as the final step of splitmix64 does."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
     return value ^ value >> 31
 
 
 class Batches:
-    """This rank's inputs and targets, micro-batch by micro-batch, without an end.
+    """An endless series of micro-batches for this rank.
 
-    `position` counts the sequences that all ranks have taken. Every sequence comes once an epoch;
-    an epoch may end inside a micro-batch. With `batch * num_ranks` the same, the ranks together
-    are given the same sequences in each micro-batch, however many they are.
+    `position` counts the sequences taken by all ranks. Every sequence occurs once per epoch; an
+    epoch may end within a micro-batch. The sequences of a micro-batch depend on
+    `batch * num_ranks`, but not on the number of ranks alone.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Batches:
 
     @property
     def num_sequences(self) -> int:
-        """In an epoch."""
+        """The number of sequences in an epoch."""
         return self._corpus.num_sequences(self._sequence)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, each int64 of `batch` times `sequence`; moves all ranks on."""
+        """Return inputs and targets, [batch, sequence] of int64, and advance the position."""
         first = self.position + self._rank * self._batch
         rows = torch.stack(
             [
@@ -103,24 +103,24 @@ class Batches:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank."""
+        """Return the state, which is the same on every rank."""
         return {"position": self.position, **self._setting()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken, on any number of ranks and with any batch."""
+        """Continue from a state, with any number of ranks and any batch size."""
         expected = self._setting()
         words = {"corpus": "--data or --tokenizer", "sequence": "--sequence", "seed": "--seed"}
         for key, option in words.items():
             if state[key] != expected[key]:
                 raise ConfigError(
-                    f"data: a run goes on with the {key} that it was begun with, {state[key]!r}, "
-                    f"found {expected[key]!r}; pass the same {option} as before, or begin a new "
-                    "run in another folder."
+                    f"data: the {key} of the resumed run is expected, {state[key]!r}, found "
+                    f"{expected[key]!r}; pass the same {option} as before, or start a new run in "
+                    "another folder."
                 )
         self.position = int(state["position"])
 
     def _setting(self) -> dict[str, Any]:
-        """What the order of sequences depends on."""
+        """Return the settings that the order of sequences depends on."""
         return {
             "corpus": self._corpus.fingerprint,
             "sequence": self._sequence,
@@ -128,7 +128,7 @@ class Batches:
         }
 
     def _index(self, place: int) -> int:
-        """The sequence at a place in the global order."""
+        """Return the index of the sequence at a position in the global order."""
         epoch, within = divmod(place, self.num_sequences)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, Permutation.of(self.num_sequences, self._seed, epoch)

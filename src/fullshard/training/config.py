@@ -1,13 +1,19 @@
-"""What a run of `fullshard train` is asked to do: one frozen value.
+"""The configuration of `fullshard train`: its sections, its keys and their validation.
 
-Each field is a key of the configuration file, in the table of its section, and an option of the
-command: `option` says which.
+Each field of a section is a key of the configuration file, in the table of that section, and an
+option of the command. `KEYS` lists them for the file, the command line and the validation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from math import isfinite
+from typing import Any, get_type_hints
+
+from fullshard.errors import ConfigError
 
 DOORS = ("fully_shard", "wrapper")
 STRATEGIES = ("full", "grad-op", "none")
@@ -15,59 +21,100 @@ PRECISIONS = ("auto", "float32", "bf16", "bf16-reduce", "fp16")
 TOKENIZERS = ("auto", "bytes", "model")
 DEVICES = ("auto", "cpu", "cuda")
 
+_MESH = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 
-def _key(default: Any, help: str, *, option: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """A field; `option` where the option's name is not the key's."""
-    return field(default=default, metadata={"help": help, "option": option, "choices": choices})
+# What a value must be, in words and as a predicate; for a list, what each entry must be.
+_Rule = tuple[str, Callable[[Any], bool]]
+_COUNT: _Rule = ("1 or more", lambda value: value >= 1)
+_NATURAL: _Rule = ("0 or more", lambda value: value >= 0)
+_POSITIVE: _Rule = ("a number above 0", lambda value: isfinite(value) and value > 0)
+_NOT_NEGATIVE: _Rule = ("a number of 0 or more", lambda value: isfinite(value) and value >= 0)
+_FRACTION: _Rule = ("0 or more and below 1", lambda value: 0 <= value < 1)
+_UNIT_INTERVAL: _Rule = ("0 to 1", lambda value: 0 <= value <= 1)
+_SEQUENCE: _Rule = ("2 tokens or more", lambda value: value >= 2)
+_PORT: _Rule = ("0 to 65535", lambda value: 0 <= value <= 65535)
+_MESH_SHAPE: _Rule = (
+    "'auto' or replicas x shards, as in 2x4,",
+    lambda value: value == "auto" or _MESH.fullmatch(value) is not None,
+)
+_ANY: _Rule = ("anything", lambda value: True)
+
+
+def _text(words: str) -> _Rule:
+    return words, lambda value: bool(value.strip())
+
+
+def _key(
+    default: Any, help: str, rule: _Rule = _ANY, *, option: str = "", choices: tuple[str, ...] = ()
+) -> Any:
+    """Declare a key; `option` is the name of its option if it differs from the key's."""
+    about = {"help": help, "option": option, "choices": choices, "rule": rule}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """[model]: what is trained."""
+    """[model]: the model to train."""
 
     name: str = _key(
-        "10m", "A built-in size, or a folder in Hugging Face's layout.", option="model"
+        "10m",
+        "A built-in size, or a folder in Hugging Face's layout.",
+        _text("a built-in size or a folder"),
+        option="model",
     )
-    sequence: int = _key(128, "Tokens in a sequence.")
-    lora_rank: int = _key(0, "Train low-rank adapters of this rank; 0 trains all weights.")
-    lora_alpha: float = _key(32.0, "Scale of the adapters.")
+    sequence: int = _key(128, "Tokens in a sequence.", _SEQUENCE)
+    lora_rank: int = _key(
+        0, "Rank of the low-rank adapters to train; 0 trains all weights.", _NATURAL
+    )
+    lora_alpha: float = _key(32.0, "Scale of the adapters.", _POSITIVE)
     lora_targets: tuple[str, ...] = _key(
-        (), "Modules that get adapters, by the end of their names.", option="lora-target"
+        (),
+        "Modules that get adapters, by the end of their names.",
+        _text("the end of a module's name"),
+        option="lora-target",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
-    """[data]: what it learns from."""
+    """[data]: the text to train on."""
 
     paths: tuple[str, ...] = _key(
         (),
-        "Text files, .jsonl files, or folders of them; the source of Python's standard library "
-        "if there are none.",
+        "Text files, .jsonl files, or folders of them; by default the source of Python's standard "
+        "library.",
+        _text("a file or a folder"),
         option="data",
     )
-    tokenizer: str = _key("auto", "How text becomes tokens.", choices=TOKENIZERS)
-    text_field: str = _key("text", "The field of a .jsonl line that is its text.")
+    tokenizer: str = _key("auto", "How text is converted to tokens.", choices=TOKENIZERS)
+    text_field: str = _key(
+        "text", "The field of a .jsonl line that contains the text.", _text("the name of a field")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingSection:
-    """[sharding]: how it is spread over the ranks."""
+    """[sharding]: how the model is distributed over the ranks."""
 
-    door: str = _key("fully_shard", "Which of the two doors shards the model.", choices=DOORS)
+    door: str = _key("fully_shard", "The API that shards the model.", choices=DOORS)
     strategy: str = _key(
         "full",
-        "What is sharded: everything, everything but parameters between forward and backward, "
-        "nothing.",
+        "What to shard: full shards everything, grad-op keeps parameters unsharded from forward "
+        "to backward, none replicates.",
         choices=STRATEGIES,
     )
-    mesh: str = _key("auto", "Ranks as replicas x shards, as in 2x4; by default one replica.")
+    mesh: str = _key(
+        "auto", "Ranks as replicas x shards, as in 2x4; by default one replica.", _MESH_SHAPE
+    )
     units: tuple[str, ...] = _key(
-        (), "Classes of modules that become units; the repeated blocks if none.", option="unit"
+        (),
+        "Module classes that become units; by default the repeated blocks.",
+        _text("the name of a class"),
+        option="unit",
     )
     precision: str = _key(
         "auto",
-        "What is computed in: bf16 reduces in float32, bf16-reduce in bf16; auto is bf16 on a GPU.",
+        "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; auto is bf16 on a GPU.",
         choices=PRECISIONS,
     )
     offload: bool = _key(False, "Keep shards, gradients and optimizer state in host memory.")
@@ -77,46 +124,235 @@ class ShardingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
-    """[optimizer]: AdamW, with a warm-up and a cosine."""
+    """[optimizer]: AdamW with linear warmup and cosine decay."""
 
-    steps: int = _key(200, "Steps in all.")
-    batch: int = _key(2, "Sequences on each rank in a micro-batch.")
-    accumulate: int = _key(1, "Micro-batches in a step.")
-    lr: float = _key(1e-3, "Learning rate after the warm-up.")
-    lr_end: float = _key(0.1, "Learning rate at the end, as a share of lr.")
-    warmup: int = _key(20, "Steps until the learning rate is reached.")
-    weight_decay: float = _key(0.1, "Of matrices; vectors and embeddings take none.")
-    beta1: float = _key(0.9, "Decay of the mean of gradients.")
-    beta2: float = _key(0.95, "Decay of the mean of their squares.")
-    clip: float = _key(1.0, "Largest norm of the gradients; 0 for any.")
+    steps: int = _key(200, "Number of steps.", _COUNT)
+    batch: int = _key(2, "Sequences per rank in a micro-batch.", _COUNT)
+    accumulate: int = _key(1, "Micro-batches per step.", _COUNT)
+    lr: float = _key(1e-3, "Learning rate after the warmup.", _POSITIVE)
+    lr_end: float = _key(0.1, "Final learning rate, as a fraction of lr.", _UNIT_INTERVAL)
+    warmup: int = _key(20, "Steps of the warmup.", _NATURAL)
+    weight_decay: float = _key(
+        0.1, "Weight decay of matrices; vectors and embeddings have none.", _NOT_NEGATIVE
+    )
+    beta1: float = _key(0.9, "Decay of the running mean of gradients.", _FRACTION)
+    beta2: float = _key(0.95, "Decay of the running mean of squared gradients.", _FRACTION)
+    clip: float = _key(1.0, "Largest gradient norm; 0 disables clipping.", _NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
-    """[run]: where and how long, and what is left behind."""
+    """[run]: processes, duration and output."""
 
-    out: str = _key("", "Folder of the run; a new one under runs/ if it is not given.")
-    resume: bool = _key(False, "Go on from the newest checkpoint of the folder.")
-    ranks: int = _key(0, "Processes on this machine; 0: one per GPU, or 2 on a CPU.")
-    device: str = _key("auto", "Where it runs.", choices=DEVICES)
-    port: int = _key(0, "Port on which the ranks find each other; 0: a free one.")
-    max_restarts: int = _key(2, "How often ranks are started again after one died.")
-    seed: int = _key(0, "Of the initial weights and the order of the data.")
-    save_every: int = _key(50, "Steps between checkpoints; 0: one at the end.")
-    keep: int = _key(2, "Checkpoints to keep.")
+    out: str = _key("", "Folder of the run; by default a new one under runs/.")
+    resume: bool = _key(False, "Resume from the newest checkpoint of the folder.")
+    ranks: int = _key(0, "Processes on this machine; 0: one per GPU, or 2 on a CPU.", _NATURAL)
+    device: str = _key("auto", "Device to train on.", choices=DEVICES)
+    port: int = _key(0, "Port of the rendezvous; 0: a free one.", _PORT)
+    max_restarts: int = _key(2, "How often the ranks are restarted after one has died.", _NATURAL)
+    seed: int = _key(0, "Seed of the initial weights and the order of the data.", _NATURAL)
+    save_every: int = _key(50, "Steps between checkpoints; 0: only at the end.", _NATURAL)
+    keep: int = _key(2, "Checkpoints to keep.", _COUNT)
     report: bool = _key(True, "Write report.html.")
-    trace_step: int = _key(0, "Step that the report shows in detail; 0: one in the middle.")
+    trace_step: int = _key(0, "Step that the report shows in detail; 0: an early one.", _NATURAL)
     tensorboard: bool = _key(False, "Write metrics for TensorBoard.")
-    prompt: str = _key("def ", "What the sample at the end begins with.")
-    sample_tokens: int = _key(160, "Tokens of the sample; 0 for none.")
+    prompt: str = _key("def ", "Prompt of the text sampled at the end.")
+    sample_tokens: int = _key(160, "Tokens to sample at the end; 0: none.", _NATURAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """All of it."""
+    """The configuration of a run."""
 
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     run: RunSection = field(default_factory=RunSection)
+
+
+# Keys
+
+Value = str | bool | int | float | tuple[str, ...]
+
+_LARGEST = 2**63 - 1  # the range of TOML, and of torch's seeds
+_MAX_SHOWN = 40
+_KINDS: Mapping[type, str] = {
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    tuple: "a list of strings",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One field of a section. `kind` is str, bool, int, float, or tuple for several strings."""
+
+    section: str
+    name: str
+    kind: type
+    default: Value
+    help: str
+    option: str
+    choices: tuple[str, ...]
+    rule: tuple[str, Callable[[Any], bool]]
+
+    @property
+    def subject(self) -> str:
+        """The key and its option, as errors name them."""
+        return f"{self.section}.{self.name} (--{self.option})"
+
+    def checked(self, value: object, where: str) -> Value:
+        """Return the value as the section stores it; `where` is the beginning of an error."""
+        if not self._has_kind(value):
+            raise ConfigError(
+                f"{where}: {self.name} expects {_KINDS[self.kind]}, found {_shown(value)}."
+            )
+        if self.choices and value not in self.choices:
+            raise ConfigError(
+                f"{where}: {self.name} expects another value, found {value!r}"
+                f"{suggestion(str(value), self.choices)}"
+            )
+        if isinstance(value, list | tuple):
+            return tuple(value)
+        assert isinstance(value, str | int | float)
+        return float(value) if self.kind is float else value
+
+    def _has_kind(self, value: object) -> bool:
+        if self.kind is tuple:
+            return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
+        if type(value) is int and self.kind in (int, float):
+            return -_LARGEST <= value <= _LARGEST
+        return type(value) is self.kind
+
+
+def suggestion(name: str, known: tuple[str, ...]) -> str:
+    """Return the end of an error about an unknown name: the closest match, and all names."""
+    found = get_close_matches(name, known, n=1, cutoff=0.5)
+    meant = f"did you mean {found[0]!r}? " if found else ""
+    return f"; {meant}{'Known' if found else 'known'} are {', '.join(known)}."
+
+
+def _shown(value: object) -> str:
+    """Format a value of the wrong type for an error."""
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value) if abs(value) <= _LARGEST else "one of more than 64 bits"
+    shown = repr(value) if isinstance(value, str | list) else str(value)
+    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+
+
+def _keys() -> dict[tuple[str, str], Key]:
+    found = {}
+    for section in fields(TrainConfig):
+        cls: Any = section.default_factory
+        assert is_dataclass(cls)
+        hints = get_type_hints(cls)
+        for each in fields(cls):
+            kind, default = hints[each.name], each.default
+            assert default is not MISSING
+            found[section.name, each.name] = Key(
+                section=section.name,
+                name=each.name,
+                kind=kind if isinstance(kind, type) and kind in _KINDS else tuple,
+                default=default,
+                help=each.metadata["help"],
+                option=each.metadata["option"] or each.name.replace("_", "-"),
+                choices=each.metadata["choices"],
+                rule=each.metadata["rule"],
+            )
+    return found
+
+
+KEYS: Mapping[tuple[str, str], Key] = _keys()
+SECTIONS = tuple(dict.fromkeys(section for section, _ in KEYS))
+
+
+def keys_of(section: str) -> tuple[Key, ...]:
+    return tuple(key for key in KEYS.values() if key.section == section)
+
+
+def value_of(config: TrainConfig, key: Key) -> Value:
+    value: Value = getattr(getattr(config, key.section), key.name)
+    return value
+
+
+# Validation
+
+
+def validate(config: TrainConfig) -> None:
+    """Raise if no machine could run a configuration.
+
+    Raises:
+        ConfigError: With a message that names the key and the option.
+    """
+    for key in KEYS.values():
+        words, is_met = key.rule
+        value = value_of(config, key)
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, str):
+                _require_utf8(key.subject, each)
+            if not is_met(each):
+                raise ConfigError(f"{key.subject}: {words} is expected, found {each!r}.")
+    for problem in _contradictions(config):
+        raise ConfigError(problem)
+
+
+def parse_mesh(text: str) -> tuple[int, int] | None:
+    """Return replicas and shards, or None for "auto". The text must have passed `validate`."""
+    match = _MESH.fullmatch(text)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def _require_utf8(subject: str, text: str) -> None:
+    """Raise unless the text can be written to a file and passed to other processes."""
+    is_text = "\0" not in text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        is_text = False
+    if not is_text:
+        raise ConfigError(
+            f"{subject}: UTF-8 text without null characters is expected, found {text!r}."
+        )
+
+
+def _contradictions(config: TrainConfig) -> Iterator[str]:
+    """Yield a message for values that are valid alone but not together."""
+    sharding, optimizer, run = config.sharding, config.optimizer, config.run
+
+    def named(section: str, name: str) -> str:
+        return KEYS[section, name].subject
+
+    if sharding.precision == "fp16" and run.device == "cpu":
+        yield (
+            f"{named('sharding', 'precision')}: fp16 needs a GPU, found "
+            f"{named('run', 'device')} 'cpu'; choose bf16 or float32."
+        )
+    if sharding.strategy == "none" and sharding.offload:
+        yield (
+            f"{named('sharding', 'offload')}: sharded parameters are expected, found "
+            f"{named('sharding', 'strategy')} 'none'; choose full or grad-op, or do not offload."
+        )
+    mesh = parse_mesh(sharding.mesh)
+    if mesh is not None and run.ranks and mesh[0] * mesh[1] % run.ranks:
+        yield (
+            f"{named('sharding', 'mesh')}: a multiple of the {run.ranks} ranks per machine is "
+            f"expected, found {mesh[0] * mesh[1]} ranks in {sharding.mesh}; change the mesh or "
+            f"{named('run', 'ranks')}."
+        )
+    if run.trace_step > optimizer.steps:
+        yield (
+            f"{named('run', 'trace_step')}: one of {optimizer.steps} steps is expected, found "
+            f"{run.trace_step}."
+        )
+    if run.resume and not run.out:
+        yield (
+            f"{named('run', 'resume')}: the folder of the run to resume is expected, found none; "
+            f"name it with {named('run', 'out')}."
+        )

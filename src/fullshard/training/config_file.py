@@ -1,31 +1,39 @@
-"""The configuration file, in TOML: read with the line of what is wrong in it, and written whole."""
+"""The configuration file in TOML: reading it, with errors that name the line, and writing it."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.training.config import TrainConfig
-from fullshard.training.keys import KEYS, SECTIONS, Key, Value, keys_of, nearest, value_of
+from fullshard.training.config import (
+    KEYS,
+    SECTIONS,
+    Key,
+    TrainConfig,
+    Value,
+    keys_of,
+    suggestion,
+    value_of,
+)
 
 Given = Mapping[tuple[str, str], Value]
 
 _WIDTH = 88
-_PLACE = re.compile(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|.*)\)")
+_POSITION = re.compile(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|.*)\)")
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def config_of(file: Path | None, given: Given) -> TrainConfig:
-    """The defaults; what the file has instead; what was given on the command line instead.
+    """Return the configuration: options override the file, which overrides the defaults.
 
     Raises:
-        ConfigError: In a sentence, with the line of the file, or the option.
+        ConfigError: With the line of the file, or with the option.
     """
     values: dict[tuple[str, str], Value] = {}
     if file is not None:
@@ -36,16 +44,16 @@ def config_of(file: Path | None, given: Given) -> TrainConfig:
     sections = {}
     for part in fields(TrainConfig):
         cls: Any = part.default_factory
-        own = {name: value for (home, name), value in values.items() if home == part.name}
+        own = {name: value for (section, name), value in values.items() if section == part.name}
         sections[part.name] = cls(**own)
     return TrainConfig(**sections)
 
 
 def read_config(path: Path) -> dict[str, dict[str, Value]]:
-    """The sections that a file has, with the keys that they have, checked.
+    """Return the sections of a file with their keys, checked.
 
     Raises:
-        ConfigError: In a sentence with the line: no TOML, unknown names, values of another type.
+        ConfigError: For a syntax error, an unknown name or a wrong type, with its line.
     """
     text = _text_of(path)
     return {
@@ -75,68 +83,58 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ConfigError(f"{path}: TOML is expected, found it nested too deeply.") from None
-    except ValueError as error:  # tomllib's own, and that of a number with too many digits
-        match = _PLACE.fullmatch(str(error))
+        raise ConfigError(
+            f"{path}: valid TOML is expected, found it nested too deeply; flatten it."
+        ) from None
+    except ValueError as error:  # of tomllib, or of a number with too many digits
+        match = _POSITION.fullmatch(str(error))
         what = match["what"] if match else str(error)
         line, column = (match["line"], match["column"]) if match else (None, None)
         if line is None:
             line = str(text.rstrip("\n").count("\n") + 1)
         where = f"line {line}" if column is None else f"line {line}, column {column}"
         raise ConfigError(
-            f"{path}, {where}: TOML is expected, found something else: {_lowered(what)}."
+            f"{path}, {where}: valid TOML is expected, found a syntax error: "
+            f"{what[:1].lower()}{what[1:]}."
         ) from None
 
 
-def _lowered(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]
-
-
 def _section(path: Path, text: str, name: str, values: object) -> dict[str, Value]:
-    """The keys of one section; whatever is wrong with it says where."""
-
-    def has_section(parsed: dict[str, Any]) -> bool:
-        return name in parsed
-
+    """Check the keys of one section."""
     if name not in SECTIONS:
-        homes = [key.section for key in KEYS.values() if key.name == name]
-        hint = f"; put it under [{homes[0]}]." if homes else nearest(name, SECTIONS)
+        owners = [key.section for key in KEYS.values() if key.name == name]
+        hint = f"; put it under [{owners[0]}]." if owners else suggestion(name, SECTIONS)
         raise ConfigError(
-            f"{path}, line {_line(text, has_section)}: a section is expected, found {name!r}{hint}"
+            f"{path}, line {_line(text, name)}: a section is expected, found {name!r}{hint}"
         )
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path}, line {_line(text, has_section)}: the section [{name}] is expected, found "
-            f"a value of that name."
+            f"{path}, line {_line(text, name)}: the section [{name}] is expected, found a value of "
+            "that name."
         )
     known = tuple(key.name for key in keys_of(name))
     found = {}
     for key, value in values.items():
-
-        def has_key(parsed: dict[str, Any], key: str = key) -> bool:
-            return key in parsed.get(name, ())
-
         if key not in known:
-            homes = [f"[{other.section}]" for other in KEYS.values() if other.name == key]
-            hint = f"; it belongs under {homes[0]}." if homes else nearest(key, known)
+            owners = [f"[{other.section}]" for other in KEYS.values() if other.name == key]
+            hint = f"; it belongs under {owners[0]}." if owners else suggestion(key, known)
             raise ConfigError(
-                f"{path}, line {_line(text, has_key)}: a key of [{name}] is expected, found "
+                f"{path}, line {_line(text, name, key)}: a key of [{name}] is expected, found "
                 f"{key!r}{hint}"
             )
         try:
             found[key] = KEYS[name, key].checked(value, str(path))
         except ConfigError:
-            # The line costs a search, so it is looked for only where it is needed.
-            where = f"{path}, line {_line(text, has_key)}"
-            KEYS[name, key].checked(value, where)
+            # Searching the line is slow, so it is done only for an error.
+            KEYS[name, key].checked(value, f"{path}, line {_line(text, name, key)}")
     return found
 
 
-def _line(text: str, is_there: Callable[[dict[str, Any]], bool]) -> int:
-    """The line on which the statement begins that made `is_there` true.
+def _line(text: str, section: str, key: str | None = None) -> int:
+    """Return the first line of the statement that defines a section, or a key of it.
 
-    Beginnings of a file that end between two statements are TOML themselves: the shortest one
-    that has it ends with the statement, and the longest one that lacks it ends before it.
+    A prefix of the file that ends between two statements is valid TOML. The shortest prefix that
+    contains the name ends with the statement; the longest that does not ends before it.
     """
     lines = text.split("\n")
     before = 0
@@ -145,14 +143,14 @@ def _line(text: str, is_there: Callable[[dict[str, Any]], bool]) -> int:
             parsed = tomllib.loads("\n".join(lines[:end]))
         except ValueError:
             continue
-        if is_there(parsed):
+        if section in parsed and (key is None or key in parsed[section]):
             break
         before = end
     return before + 1
 
 
 def config_as_toml(config: TrainConfig) -> str:
-    """The whole configuration as a file, with what each key means; it reads back as the same."""
+    """Return the configuration as a file with comments, which reads back as the same."""
     parts = []
     for section in SECTIONS:
         about = str(type(getattr(config, section)).__doc__).partition(": ")[2]

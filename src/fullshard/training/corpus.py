@@ -1,30 +1,281 @@
-"""Documents as tokens: written once into a file, and read from there by all ranks."""
+"""The text that a run trains on: documents in files, tokenized once into a file for all ranks."""
 
 from __future__ import annotations
 
 import array
+import codecs
 import contextlib
+import difflib
 import hashlib
 import json
 import os
+import sysconfig
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from fullshard.errors import ConfigError
 from fullshard.models.tokenizers import Tokenizer
-from fullshard.training.documents import Documents
 
-# Of a document that is encoded at a time: a token in a list takes many times its own size.
+# The fingerprint covers all bytes of inputs up to this size, and a part of each file beyond.
+HASHED_BYTES = 256 * 2**20
+_PROBE_BYTES = 2**20
+_LINES = ".jsonl"
+_NOT_LIBRARY = frozenset({"shard-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A text file. `name` starts at the given path, so it is the same on every machine."""
+
+    name: str
+    path: Path
+    num_bytes: int
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether each line is a document, instead of the whole file."""
+        return self.path.suffix.lower() == _LINES
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Text files in the order of their names; iterating yields the text of each document.
+
+    A text file is one document, and so is each line of a `.jsonl` file; empty documents are
+    skipped. `fingerprint` depends on the names, sizes and contents of the files (for inputs beyond
+    `HASHED_BYTES`, on the first and last MiB of each) and on the field, but not on where or when
+    they were written. `num_skipped` counts the files in folders that are not UTF-8 text.
+    """
+
+    files: tuple[TextFile, ...]
+    text_field: str
+    num_skipped: int
+    fingerprint: str
+
+    @classmethod
+    def of(cls, paths: Sequence[str], text_field: str) -> Documents:
+        """Return the documents of files and folders, by default of Python's standard library."""
+        found: dict[Path, TextFile] = {}
+        num_skipped = 0
+        for given in paths:
+            path = Path(given).expanduser()
+            if path.is_dir():
+                inside, skipped = _files_in(path, found)
+                num_skipped += skipped
+            else:
+                inside = [_single_file(path)]
+            found.update((file.path.resolve(), file) for file in inside)
+        if not paths:
+            found = {file.path: file for file in _standard_library()}
+        files = tuple(sorted(found.values(), key=lambda file: (file.name, file.num_bytes)))
+        return cls(files, text_field, num_skipped, _fingerprint(files, text_field))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    def __iter__(self) -> Iterator[str]:
+        for file in self.files:
+            texts = _lines(file.path, self.text_field) if file.has_lines else [_text(file.path)]
+            yield from (text for text in texts if text)
+
+
+# Files
+
+
+def _single_file(path: Path) -> TextFile:
+    """Return a file that was named, which must exist and be text."""
+    if not path.exists():
+        raise ConfigError(
+            f"{path}: a file or folder of text is expected, found nothing there; {_hint(path)}"
+        )
+    if not path.is_file():
+        raise ConfigError(
+            f"{path}: a file or folder of text is expected, found neither a file nor a folder; "
+            "write the text into a file."
+        )
+    num_bytes = path.stat().st_size
+    if num_bytes == 0:
+        raise ConfigError(f"{path}: text is expected, found an empty file; leave it out.")
+    if not _is_text(path):
+        raise ConfigError(
+            f"{path}: UTF-8 text is expected, found other bytes; convert it, or pass another file."
+        )
+    return TextFile(path.name, path, num_bytes)
+
+
+def _hint(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"correct the path: there is no folder {folder} either."
+    siblings = [each.name for each in folder.iterdir()]
+    close = difflib.get_close_matches(path.name, sorted(siblings), n=1)
+    return f"did you mean {folder / close[0]}?" if close else "correct the path."
+
+
+def _files_in(folder: Path, known: dict[Path, TextFile]) -> tuple[list[TextFile], int]:
+    """Return the text files below a folder, and the number of other files."""
+    files, num_skipped, num_known = [], 0, 0
+    base = folder.resolve().name
+    for path in _walk(folder):
+        if path.resolve() in known:
+            num_known += 1
+            continue
+        num_bytes = path.stat().st_size
+        if num_bytes == 0:
+            continue
+        if _is_text(path):
+            name = (Path(base) / path.relative_to(folder)).as_posix()
+            files.append(TextFile(name, path, num_bytes))
+        else:
+            num_skipped += 1
+    if not files and not num_known:
+        found = f"only other files ({num_skipped})" if num_skipped else "no file"
+        raise ConfigError(
+            f"{folder}: a folder that contains UTF-8 text is expected, found {found}; pass another "
+            "folder, or the files themselves."
+        )
+    return files, num_skipped
+
+
+def _standard_library() -> list[TextFile]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = [
+        TextFile(path.relative_to(folder).as_posix(), path, path.stat().st_size)
+        for path in (_walk(folder, _NOT_LIBRARY) if folder.is_dir() else ())
+        if path.suffix == ".py" and path.stat().st_size and _is_text(path)
+    ]
+    if not files:
+        raise ConfigError(
+            f"data: the source of Python's standard library is expected in {folder}, found none; "
+            "pass text to train on with --data."
+        )
+    return files
+
+
+def _walk(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield the files below a folder that are not hidden."""
+
+    def on_error(error: OSError) -> None:
+        raise ConfigError(
+            f"{error.filename}: a readable folder is expected, found: {error.strerror}; change its "
+            "permissions."
+        ) from error
+
+    for parent, folders, names in os.walk(folder, onerror=on_error):
+        folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in excluded)
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _is_text(path: Path) -> bool:
+    """Return whether the beginning of a file is UTF-8 text."""
+    content = _read(path, _PROBE_BYTES)
+    if b"\0" in content:
+        return False
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(content, final=len(content) < _PROBE_BYTES)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _fingerprint(files: Sequence[TextFile], text_field: str) -> str:
+    is_small = sum(file.num_bytes for file in files) <= HASHED_BYTES
+    digest = hashlib.sha256(json.dumps(text_field).encode())
+    for file in files:
+        digest.update(json.dumps([file.name, file.num_bytes]).encode())
+        if is_small:
+            digest.update(_read(file.path))
+        else:
+            digest.update(_read(file.path, _PROBE_BYTES))
+            digest.update(_read(file.path, _PROBE_BYTES, from_end=True))
+    return digest.hexdigest()[:16]
+
+
+# Contents
+
+
+def _read(path: Path, num_bytes: int = -1, *, from_end: bool = False) -> bytes:
+    with _opened(path) as file:
+        if from_end:
+            file.seek(-min(num_bytes, path.stat().st_size), os.SEEK_END)
+        return file.read(num_bytes)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: a readable file is expected, found: {error.strerror}; change its "
+            "permissions, or leave it out."
+        ) from error
+
+
+def _text(path: Path) -> str:
+    content = _read(path)
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: UTF-8 text is expected, found other bytes at {error.start}; convert it, or "
+            "leave it out."
+        ) from error
+
+
+def _lines(path: Path, text_field: str) -> Iterator[str]:
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _text_of_line(f"{path}, line {number}", line, text_field)
+
+
+def _text_of_line(subject: str, line: bytes, text_field: str) -> str:
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:  # invalid JSON or UTF-8
+        raise ConfigError(
+            f"{subject}: a JSON object is expected, found invalid JSON ({error}); correct the line."
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{subject}: a JSON object is expected, found a {type(value).__name__}; write it as "
+            f'{{"{text_field}": ...}}.'
+        )
+    if text_field not in value:
+        fields = ", ".join(map(repr, value)) or "none"
+        raise ConfigError(
+            f"{subject}: a field {text_field!r} is expected, found the fields {fields}; select the "
+            "field that contains the text with --text-field."
+        )
+    text = value[text_field]
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"{subject}: text is expected in the field {text_field!r}, found "
+            f"{type(text).__name__}; select another field with --text-field."
+        )
+    return text
+
+
+# Tokens
+
+# The part of a document that is encoded at once: a list of tokens takes much more memory than text.
 PIECE_CHARS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What the file of tokens must hold: kept beside it, written after it."""
+    """Describes a token file; stored next to it, and written after it."""
 
     num_tokens: int
     num_documents: int
@@ -38,7 +289,7 @@ class _Contents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """All tokens, one document after another, in memory that is mapped from a file."""
+    """The tokens of all documents, memory-mapped from a file."""
 
     fingerprint: str
     tokens: torch.Tensor
@@ -49,11 +300,11 @@ class Corpus:
         return self.tokens.numel()
 
     def num_sequences(self, sequence: int) -> int:
-        """How many sequences there are whose every token has a next one."""
+        """Return the number of sequences in which every token has a next token."""
         return max(0, self.num_tokens - 1) // sequence
 
     def row(self, index: int, sequence: int) -> torch.Tensor:
-        """A sequence and the token after it, as int64: `sequence + 1` tokens."""
+        """Return a sequence and the token after it, `sequence + 1` tokens as int64."""
         start = index * sequence
         return self.tokens[start : start + sequence + 1].to(torch.int64)
 
@@ -61,24 +312,22 @@ class Corpus:
 def prepare_corpus(
     documents: Documents, tokenizer: Tokenizer, folder: Path, *, sequence: int, vocabulary: int
 ) -> Corpus:
-    """The tokens of the documents, from the file in `folder` that holds them; written if missing.
+    """Return the tokens of the documents from their file in `folder`, written if it is missing.
 
-    Let one rank of a machine call it first, and the others when it is done: they find the file.
-    One that is cut short or damaged is written anew.
+    One rank per machine must call this function first; the others then find the file. A truncated
+    or damaged file is written again.
 
     Args:
-        documents: What is encoded; each document is followed by the token that ends one.
-        tokenizer: Turns text into tokens.
-        folder: Where files of tokens are; made if missing.
-        sequence: There must be at least one sequence of this length.
-        vocabulary: The model's; there must be no token beyond it.
+        documents: The documents; the tokenizer's `end` token follows each.
+        tokenizer: Converts text to tokens.
+        folder: The folder of token files, created if it is missing.
+        sequence: The length of a sequence; the text must fill at least one.
+        vocabulary: The vocabulary of the model, which must contain all tokens.
     """
     both = f"{documents.fingerprint}/{tokenizer.fingerprint}"
     fingerprint = hashlib.sha256(both.encode()).hexdigest()[:16]
     path = folder / f"{fingerprint}.bin"
-    contents = _whole(path)
-    if contents is None:
-        contents = _written(path, documents, tokenizer)
+    contents = _read_contents(path) or _write_tokens(path, documents, tokenizer)
     if contents.num_tokens <= sequence:
         raise ConfigError(
             f"data: text of more than {sequence} tokens is expected, to fill a sequence, found "
@@ -100,36 +349,32 @@ _DTYPES = {2: torch.uint16, 4: torch.int32}
 _ARRAY_CODES = {2: "H", 4: "i"}
 
 
-def _beside(path: Path) -> Path:
-    return path.with_suffix(".json")
-
-
-def _whole(path: Path) -> _Contents | None:
-    """What a file of tokens holds, if it is there and as long as it must be."""
+def _read_contents(path: Path) -> _Contents | None:
+    """Return the description of a token file, or None if the file is missing or truncated."""
     try:
-        contents = _Contents(**json.loads(_beside(path).read_bytes()))
-        is_whole = path.stat().st_size == contents.num_bytes and contents.itemsize in _DTYPES
+        contents = _Contents(**json.loads(path.with_suffix(".json").read_bytes()))
+        is_complete = path.stat().st_size == contents.num_bytes and contents.itemsize in _DTYPES
     except (OSError, ValueError, TypeError):
         return None
-    return contents if is_whole else None
+    return contents if is_complete else None
 
 
-def _written(path: Path, documents: Documents, tokenizer: Tokenizer) -> _Contents:
-    """Write a file of tokens beside its place and rename it, then what it must hold."""
+def _write_tokens(path: Path, documents: Documents, tokenizer: Tokenizer) -> _Contents:
+    """Write a token file under a temporary name and rename it, then its description."""
     incoming = path.with_suffix(f".incoming-{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         contents = _encode(incoming, documents, tokenizer)
         os.replace(incoming, path)
         incoming.write_text(json.dumps(asdict(contents)))
-        os.replace(incoming, _beside(path))
+        os.replace(incoming, path.with_suffix(".json"))
     except OSError as error:
         raise ConfigError(
             f"{path.parent}: room for the tokens of {documents.num_bytes:,} bytes of text is "
             f"expected, found: {error.strerror}; choose another folder with --out."
         ) from error
     finally:
-        with contextlib.suppress(OSError):  # what went wrong has been said
+        with contextlib.suppress(OSError):  # the error above is the one to report
             incoming.unlink(missing_ok=True)
     return contents
 
@@ -160,7 +405,7 @@ def _encode(path: Path, documents: Iterable[str], tokenizer: Tokenizer) -> _Cont
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text cut after ends of lines, so that its tokens need not be in memory all at once."""
+    """Split a text at line ends, so that not all of its tokens are in memory at once."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         end = text.rfind("\n", start, start + PIECE_CHARS) + 1

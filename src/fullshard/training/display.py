@@ -1,19 +1,23 @@
-"""What a run shows while it runs: two live lines on a terminal, plain lines anywhere else."""
+"""The output of a run: two live lines on a terminal, plain lines elsewhere, and a summary."""
 
 from __future__ import annotations
 
 import math
+import shlex
 import sys
+from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
-from fullshard.report.record import StepMetrics
+from fullshard.report.record import RunRecord, StepMetrics
+from fullshard.training.output import RunFolder
 
 _NUM_PLAIN_LINES = 20
 _SMOOTHING = 0.9
 
 
 class Display:
-    """Shows steps as they end. A scope: what is live ends with it."""
+    """Shows steps as they finish. A context manager: leaving it ends the live display."""
 
     def __init__(self, num_steps: int, first_step: int, *, is_shown: bool) -> None:
         self._num_steps = num_steps
@@ -34,7 +38,7 @@ class Display:
             self._live = None
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         if not self._is_shown:
             return
         if self._live is not None:
@@ -43,28 +47,22 @@ class Display:
             print(text, flush=True)
 
     def show(self, metrics: StepMetrics) -> None:
-        """One more step has ended."""
+        """Show a step that has finished."""
         if not self._is_shown:
             return
-        is_first = self._step_s == 0.0
-        weight = 0.0 if is_first else _SMOOTHING
+        weight = _SMOOTHING if self._step_s else 0.0
         self._step_s = weight * self._step_s + (1 - weight) * metrics.step_s
-        left = in_words((self._num_steps - metrics.step) * self._step_s)
+        left = shown_duration((self._num_steps - metrics.step) * self._step_s)
+        ends = (self._first_step + 1, self._num_steps)
         if self._live is not None:
-            self._live.show(metrics.step, facts_of(metrics), left)
-        elif metrics.step % self._every == 0 or metrics.step in (
-            self._first_step + 1,
-            self._num_steps,
-        ):
-            print(
-                f"step {metrics.step:>{len(str(self._num_steps))}}/{self._num_steps}  "
-                f"{facts_of(metrics)}  {left} left",
-                flush=True,
-            )
+            self._live.show(metrics.step, step_line(metrics), left)
+        elif metrics.step % self._every == 0 or metrics.step in ends:
+            number = f"{metrics.step:>{len(str(self._num_steps))}}/{self._num_steps}"
+            print(f"step {number}  {step_line(metrics)}  {left} left", flush=True)
 
 
 class _LiveLines:
-    """A progress bar, and the facts of the last step below it: narrow enough for any terminal."""
+    """A progress bar above the metrics of the last step, narrow enough for any terminal."""
 
     def __init__(self, num_steps: int, first_step: int) -> None:
         from rich.console import Console
@@ -79,18 +77,18 @@ class _LiveLines:
             console=console,
         )
         self._task = self._progress.add_task("", total=num_steps, completed=first_step, left="?")
-        self._live = Live(self._shown(""), console=console, refresh_per_second=4)
+        self._live = Live(self._rendered(""), console=console, refresh_per_second=4)
         self._live.start()
 
-    def _shown(self, facts: str) -> Any:
+    def _rendered(self, line: str) -> Any:
         from rich.console import Group
         from rich.text import Text
 
-        return Group(self._progress, Text(facts))
+        return Group(self._progress, Text(line))
 
-    def show(self, step: int, facts: str, left: str) -> None:
+    def show(self, step: int, line: str, left: str) -> None:
         self._progress.update(self._task, completed=step, left=left)
-        self._live.update(self._shown(facts))
+        self._live.update(self._rendered(line))
 
     def say(self, text: str) -> None:
         self._live.console.print(text)
@@ -99,8 +97,8 @@ class _LiveLines:
         self._live.stop()
 
 
-def facts_of(metrics: StepMetrics) -> str:
-    """One step in one line."""
+def step_line(metrics: StepMetrics) -> str:
+    """Format the metrics of a step as one line."""
     share = metrics.exposed_s / metrics.step_s if metrics.step_s else 0.0
     return (
         f"loss {metrics.loss:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  "
@@ -109,8 +107,8 @@ def facts_of(metrics: StepMetrics) -> str:
     )
 
 
-def in_words(seconds: float) -> str:
-    """As in "2 h 05 min", "3 min 20 s", "12 s"."""
+def shown_duration(seconds: float) -> str:
+    """Format seconds as in "2 h 05 min", "3 min 20 s" and "12 s"."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -118,3 +116,26 @@ def in_words(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def closing_lines(folder: RunFolder, record: RunRecord, *, is_done: bool) -> Iterator[str]:
+    """Yield the last lines of a run: its result, its files and the next commands to try."""
+    run = shlex.quote(str(folder.path))
+    metrics = record.metrics
+    if metrics:
+        last = metrics[-1]
+        took = shown_duration(sum(each.step_s for each in metrics))
+        speed = median(each.tokens_per_s for each in metrics)
+        yield f"loss        {last.loss:.3f} after {last.step} steps ({took}, {speed:,.0f} tokens/s)"
+    found = folder.newest()
+    if found is not None:
+        yield f"checkpoint  {found}"
+    if folder.report.exists():
+        yield f"report      {folder.report}"
+    if not is_done:
+        yield f"resume with fullshard train --config {run}/config.toml --resume"
+        return
+    steps = 2 * metrics[-1].step if metrics else 0
+    yield f"next        fullshard generate {run} --prompt 'class '"
+    yield f"            fullshard train --config {run}/config.toml --resume --steps {steps}"
+    yield "            fullshard train --data your/texts --model 30m; fullshard train --help"

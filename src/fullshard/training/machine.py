@@ -1,4 +1,4 @@
-"""What this machine has and how it is set up, as far as training is concerned."""
+"""Facts about this machine that concern training: devices, software, limits and network."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import re
 import resource
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-# Packages that a part of this one needs.
 OPTIONAL = ("click", "rich", "plotly", "transformers", "peft", "tensorboard", "safetensors")
 _PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "FULLSHARD_", "CUDA_", "OMP_", "PYTORCH_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU; `capability` is that of CUDA, as in (9, 0)."""
+    """One GPU; `capability` is its CUDA compute capability, as in (9, 0)."""
 
     name: str
     memory_bytes: int
@@ -33,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Versions; None for what is not there. `wanted` are the ranges that this package takes."""
+    """Versions, or None if missing. `supported` are the version ranges that fullshard requires."""
 
     python: str
     torch: str
@@ -42,12 +43,12 @@ class Software:
     nccl: str | None = None
     backends: tuple[str, ...] = ("gloo",)
     packages: Mapping[str, str | None] = field(default_factory=dict)
-    wanted: Mapping[str, str] = field(default_factory=dict)
+    supported: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a process may use; None where there is no limit."""
+    """The limits of a process; None is unlimited."""
 
     memory_bytes: int | None = None
     cores: float | None = None
@@ -57,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """How ranks find each other. `is_own_address`: whether the host's name leads back to it."""
+    """The network; `is_own_address`: whether the host name resolves to this machine."""
 
     hostname: str
     address: str | None
@@ -68,7 +69,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """All of it. `strangers` are pairs of GPUs that cannot read each other's memory."""
+    """All facts. `without_peer_access` are pairs of GPUs that cannot access each other's memory."""
 
     software: Software
     processor: str
@@ -81,18 +82,18 @@ class MachineFacts:
     limits: Limits
     network: Network
     gpus: tuple[Gpu, ...] = ()
-    strangers: tuple[tuple[int, int], ...] = ()
+    without_peer_access: tuple[tuple[int, int], ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks a run has here by default."""
+        """The number of ranks that a run starts here by default."""
         return len(self.gpus) or 2
 
 
 def gather_facts() -> MachineFacts:
-    """Look at the machine; takes no measurements."""
-    memory = _meminfo()
+    """Collect the facts; measures nothing."""
+    memory = meminfo()
     gpus = tuple(_gpus())
     return MachineFacts(
         software=_software(),
@@ -106,7 +107,11 @@ def gather_facts() -> MachineFacts:
         limits=_limits(),
         network=_network(),
         gpus=gpus,
-        strangers=tuple(_strangers(len(gpus))),
+        without_peer_access=tuple(
+            (a, b)
+            for a, b in combinations(range(len(gpus)), 2)
+            if not torch.cuda.can_device_access_peer(a, b)
+        ),
         variables={
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)
         },
@@ -114,29 +119,24 @@ def gather_facts() -> MachineFacts:
 
 
 def environment() -> dict[str, str]:
-    """What a report says of where a run took place."""
-    software, gpus = _software(), list(_gpus())
-    cores = f"{_processor()}, {_num_cores()} cores"
-    names = [f"{sum(gpu.name == name for gpu in gpus)} x {name}" for name in _names(gpus)]
+    """Describe the environment of a run, for its report."""
+    software = _software()
+    num_gpus = Counter(gpu.name for gpu in _gpus())
     size, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     found = {
-        "fullshard": importlib.metadata.version("fullshard"),
+        "fullshard": _version("fullshard"),
         "torch": software.torch,
         "python": software.python,
         "CUDA": software.cuda,
         "NCCL": software.nccl,
         "driver": software.driver,
-        "GPUs": ", ".join(names),
-        "processor": cores,
-        "memory": f"{_meminfo().get('MemTotal', 0) / 2**30:.1f} GiB",
+        "GPUs": ", ".join(f"{number} x {name}" for name, number in num_gpus.items()),
+        "processor": f"{_processor()}, {_num_cores()} cores",
+        "memory": f"{meminfo().get('MemTotal', 0) / 2**30:.1f} GiB",
         "system": platform.platform(),
         "hosts": str(-(-size // local)),
     }
     return {name: value for name, value in found.items() if value}
-
-
-def _names(gpus: list[Gpu]) -> list[str]:
-    return list(dict.fromkeys(gpu.name for gpu in gpus))
 
 
 def _software() -> Software:
@@ -154,9 +154,9 @@ def _software() -> Software:
         cuda=torch.version.cuda,
         driver=_driver(),
         nccl=nccl,
-        backends=tuple(name for name, is_there in available.items() if is_there),
+        backends=tuple(name for name, is_available in available.items() if is_available),
         packages={name: _version(name) for name in OPTIONAL},
-        wanted=_wanted(),
+        supported=_supported(),
     )
 
 
@@ -167,10 +167,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _wanted() -> dict[str, str]:
-    """The ranges of python and torch that this package declares, as in ">=2.11,<2.14"."""
-    about = importlib.metadata.metadata("fullshard")
-    found = {"python": about["Requires-Python"] or ""}
+def _supported() -> dict[str, str]:
+    """Return the required ranges of python and torch; none if fullshard is not installed."""
+    if _version("fullshard") is None:
+        return {}
+    found = {"python": importlib.metadata.metadata("fullshard")["Requires-Python"] or ""}
     for line in importlib.metadata.requires("fullshard") or ():
         if match := re.fullmatch(r"torch\s*\(?([<>=!~.,\d\s]+)\)?", line):
             found["torch"] = match[1]
@@ -197,13 +198,6 @@ def _gpus() -> Iterator[Gpu]:
         )
 
 
-def _strangers(num_gpus: int) -> Iterator[tuple[int, int]]:
-    for a in range(num_gpus):
-        for b in range(a + 1, num_gpus):
-            if not torch.cuda.can_device_access_peer(a, b):
-                yield a, b
-
-
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -215,7 +209,8 @@ def _processor() -> str:
     return match[1] if match else platform.machine()
 
 
-def _meminfo() -> dict[str, int]:
+def meminfo() -> dict[str, int]:
+    """Return the sizes in /proc/meminfo, in bytes."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     parts = (line.split() for line in lines)
@@ -241,7 +236,7 @@ def _soft(which: int) -> int | None:
 
 
 def _control_values(name: str, old_name: str) -> Iterator[str]:
-    """What the control groups of this process say, in either version of them."""
+    """Yield a value from each control group of this process, in version 1 or 2."""
     root = Path("/sys/fs/cgroup")
     folders = [root]
     own = Path("/proc/self/cgroup")
@@ -253,11 +248,11 @@ def _control_values(name: str, old_name: str) -> Iterator[str]:
         try:
             yield path.read_text().strip()
         except OSError:
-            pass  # not every group has every file, nor may everybody read it
+            pass  # missing in this group, or not readable
 
 
 def _smallest(values: Iterator[str]) -> int | None:
-    # Without a limit, version 1 has the largest number of pages there is.
+    # Version 1 represents "unlimited" as the largest number of pages.
     found = [int(value) for value in values if value.isdigit() and int(value) < 2**60]
     return min(found, default=None)
 
@@ -287,7 +282,7 @@ def _network() -> Network:
 
 
 def _is_own(address: str) -> bool:
-    """Only an address of this machine can be listened on."""
+    """Return whether this machine has the address: only then can it be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family) as listener:

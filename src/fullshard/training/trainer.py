@@ -1,9 +1,10 @@
-"""The loop: steps, checkpoints, and what is measured on the way."""
+"""The training loop: steps, checkpoints, metrics and the traced step."""
 
 from __future__ import annotations
 
 import json
 import math
+import resource
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,29 +21,28 @@ from fullshard.comm.placement import full_tensor
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.optim.grad_scaler import ShardedGradScaler
+from fullshard.report.record import StepMetrics
 from fullshard.runtime.describing import unit_facts
 from fullshard.state.checkpoint import load, save, save_async
 from fullshard.state.rank_group import RankGroup
 from fullshard.trace import seam
-from fullshard.trace.recording import record
+from fullshard.trace.recording import Exposure, Waits, clock_for, record
 from fullshard.trace.seam import Activity
 from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
+from fullshard.training.control import StopRequest
 from fullshard.training.display import Display
-from fullshard.training.figures import Figures, Meter
-from fullshard.training.learning_rate import learning_rate
-from fullshard.training.leaving import Leaving
-from fullshard.training.metrics import MetricsLog
-from fullshard.training.run_folder import RunFolder
+from fullshard.training.optimizer import learning_rate
+from fullshard.training.output import MetricsLog, RunFolder
 from fullshard.training.world import World
 
-# Steps before the one that a report shows: by then orders are known and caches warm.
+# Steps before the traced one: by then the execution order is known and caches are warm.
 _STEPS_BEFORE_TRACE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What is trained, and by what."""
+    """What a run trains, and with what."""
 
     architecture: Architecture
     model: nn.Module
@@ -51,7 +51,7 @@ class Parts:
 
 
 class Trainer:
-    """Trains until the last step or until it is asked to leave, and saves on the way."""
+    """Trains until the last step or until a stop is requested, and saves checkpoints."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Trainer:
     # State
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint."""
+        """Load a checkpoint."""
         parts = self._parts
         self.step = load(path, parts.model, parts.optimizer, extra=self._extra()).step or 0
         self._saved_step = self.step
@@ -104,47 +104,47 @@ class Trainer:
 
     # Steps
 
-    def run(self, log: MetricsLog | None, display: Display, leaving: Leaving) -> bool:
-        """Train to the last step; False if it was left before."""
+    def run(self, log: MetricsLog | None, display: Display, stop: StopRequest) -> bool:
+        """Train to the last step; return False if a stop was requested before."""
         num_steps = self._config.optimizer.steps
         traced_step = self._traced_step()
         meter = Meter(self._world)
-        unread: deque[Figures] = deque()
+        pending: deque[PendingStep] = deque()
 
-        def read(num_unread: int) -> bool:
-            """Whether a step that was read says that some rank wants to leave."""
-            is_leaving = False
-            while len(unread) > num_unread:
-                settled = meter.settled(unread.popleft())
-                is_leaving = is_leaving or settled.is_leaving
-                display.show(settled.metrics)
+        def finish(num_pending: int) -> bool:
+            """Read all but the last `num_pending` steps; return whether any rank must stop."""
+            must_stop = False
+            while len(pending) > num_pending:
+                metrics, is_requested = meter.finish(pending.popleft())
+                must_stop = must_stop or is_requested
+                display.show(metrics)
                 if log is not None:
-                    log.add(settled.metrics)
-            return is_leaving
+                    log.add(metrics)
+            return must_stop
 
         self._parts.model.train()
         with seam.observed(meter.exposure):
             while self.step < num_steps:
                 is_traced = self.step + 1 == traced_step
                 with self._traced(is_traced):
-                    unread.append(self._one_step(meter, leaving))
-                is_due = self._is_save_due()
-                is_leaving = read(0 if is_due or is_traced else meter.num_under_way)
-                if is_leaving:
-                    leaving.answer()
+                    pending.append(self._one_step(meter, stop))
+                is_save_due = self._is_save_due()
+                must_stop = finish(0 if is_save_due or is_traced else meter.max_pending)
+                if must_stop:
+                    stop.acknowledge()
                     break
-                if is_due:
+                if is_save_due:
                     self.save(in_background=True)
-                if is_due or is_traced:
-                    meter.pause()
-            read(0)
+                if is_save_due or is_traced:
+                    meter.restart()
+            finish(0)
         return self.step == num_steps
 
     def _is_save_due(self) -> bool:
         every = self._config.run.save_every
         return bool(every) and self.step % every == 0 and self.step < self._config.optimizer.steps
 
-    def _one_step(self, meter: Meter, leaving: Leaving) -> Figures:
+    def _one_step(self, meter: Meter, stop: StopRequest) -> PendingStep:
         section = self._config.optimizer
         optimizer, batches, scaler = self._parts.optimizer, self._parts.batches, self._scaler
         lr = learning_rate(self.step, section)
@@ -160,7 +160,7 @@ class Trainer:
         with seam.doing(Activity.OPTIMIZER, "optimizer"):
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            norm = self._clipped()
+            norm = self._clip_grad_norm()
             if scaler is not None:
                 scaler.step(optimizer)
                 scaler.update()
@@ -168,7 +168,7 @@ class Trainer:
                 optimizer.step()
             optimizer.zero_grad()
         self.step += 1
-        return meter.taken(self.step, lr, tokens, total, norm, wants_to_leave=leaving.is_wanted)
+        return meter.start(self.step, lr, tokens, total, norm, must_stop=stop.is_requested)
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         device = self._world.device
@@ -178,8 +178,8 @@ class Trainer:
         logits = self._parts.architecture.logits(self._parts.model, inputs)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def _clipped(self) -> torch.Tensor:
-        """The norm of the gradients, which is limited from here on."""
+    def _clip_grad_norm(self) -> torch.Tensor:
+        """Clip the gradients and return their norm before clipping."""
         model, limit = self._parts.model, self._config.optimizer.clip or math.inf
         if isinstance(model, FullyShardedDataParallel):
             norm = model.clip_grad_norm_(limit)
@@ -189,10 +189,9 @@ class Trainer:
             norm = full_tensor(norm)
         return norm.to(self._world.device)
 
-    # One step in detail
+    # The traced step
 
     def _traced_step(self) -> int | None:
-        """The step whose timeline is kept."""
         asked, num_steps = self._config.run.trace_step, self._config.optimizer.steps
         if not self._config.run.report:
             return None
@@ -200,11 +199,12 @@ class Trainer:
 
     @contextmanager
     def _traced(self, is_traced: bool) -> Iterator[None]:
+        """Write the timeline of the step in this context, if it is the traced one."""
         if not is_traced:
             yield
             return
-        ranks = RankGroup.world()
-        ranks.all_gather(None)  # so that the clocks of all ranks begin together
+        ranks = RankGroup()
+        ranks.all_gather(None)  # so that the clocks of all ranks start together
         with record(self._world.device, self._world.rank) as recording:
             yield
         timelines = ranks.all_gather(recording.timeline.as_json())
@@ -216,3 +216,88 @@ class Trainer:
                 "environment": dict(self._environment),
             }
             self._folder.timeline.write_text(json.dumps(found), encoding="utf-8")
+
+
+# Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step of this rank that may still be running on its device."""
+
+    step: int
+    lr: float
+    tokens: int
+    loss_and_norm: torch.Tensor
+    start: Any
+    end: Any
+    waits: Waits
+    must_stop: bool
+
+
+class Meter:
+    """Measures the steps of this rank, and combines them with those of the other ranks.
+
+    On a device with streams, a step is read while the next one runs, so that no stream waits.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._device = world.device
+        self.exposure = Exposure(world.device)
+        self._clock = clock_for(world.device)
+        self._end = self._clock.stamp()
+
+    @property
+    def max_pending(self) -> int:
+        """How many steps may be unread when the next one begins."""
+        return 0 if self._device.type == "cpu" else 1
+
+    def start(
+        self,
+        step: int,
+        lr: float,
+        tokens: int,
+        loss: torch.Tensor,
+        norm: torch.Tensor,
+        *,
+        must_stop: bool,
+    ) -> PendingStep:
+        """Start reading the metrics of a step that has been issued."""
+        both = torch.stack([loss.detach().double(), norm.detach().double()])
+        if self._device.type != "cpu":
+            host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            both = host.copy_(both, non_blocking=True)
+        start, self._end = self._end, self._clock.stamp()
+        waits = self.exposure.taken()
+        return PendingStep(step, lr, tokens, both, start, self._end, waits, must_stop)
+
+    def finish(self, pending: PendingStep) -> tuple[StepMetrics, bool]:
+        """Return the metrics of a step over all ranks, and whether any of them must stop."""
+        if self._device.type != "cpu":
+            pending.end.synchronize()
+        step_s = self._clock.between(pending.start, pending.end)
+        loss, norm = pending.loss_and_norm.tolist()
+        own = [loss, norm, step_s, pending.waits.seconds(), self._memory(), pending.must_stop]
+        columns = zip(*self._world.all_gather(own), strict=True)
+        losses, norms, steps_s, exposed_s, memory, must_stop = columns
+        metrics = StepMetrics(
+            step=pending.step,
+            loss=sum(losses) / len(losses),
+            lr=pending.lr,
+            grad_norm=norms[0],
+            tokens=pending.tokens * self._world.size,
+            step_s=max(steps_s),
+            exposed_s=max(exposed_s),
+            memory_bytes=int(max(memory)),
+        )
+        return metrics, any(must_stop)
+
+    def restart(self) -> None:
+        """Exclude the time since the last step from the next one."""
+        self._end = self._clock.stamp()
+
+    def _memory(self) -> int:
+        if self._device.type == "cpu":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(torch.get_device_module(self._device).max_memory_allocated(self._device))

@@ -1,4 +1,4 @@
-"""The ranks of a run, from joining to leaving."""
+"""The process group of a run and the device of each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.state.rank_group import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Who this rank is among all of them, and where it computes."""
+    """This rank, the number of ranks, and this rank's device."""
 
     rank: int
     size: int
@@ -28,9 +28,9 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def told(self, figures: Sequence[float]) -> list[list[float]]:
-        """The figures of every rank, on every rank; host memory only, so that no device waits."""
-        own = torch.tensor(figures, dtype=torch.float64)
+    def all_gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the values of every rank; uses host memory, so that no device waits."""
+        own = torch.tensor(values, dtype=torch.float64)
         everyone = [own] + [torch.empty_like(own) for _ in range(self.size - 1)]
         if self.size > 1:
             dist.all_gather(everyone, own.clone(), group=RankGroup.world().group)
@@ -38,7 +38,7 @@ class World:
 
 
 def best_device(asked: str) -> str:
-    """`auto` is a GPU where there is one."""
+    """Return the device type; `auto` is a GPU if there is one."""
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():
@@ -50,7 +50,7 @@ def best_device(asked: str) -> str:
 
 
 def require_devices(device_type: str, num_local_ranks: int) -> None:
-    """Raise unless every rank of this machine has a device to itself."""
+    """Raise unless every rank of this machine has its own device."""
     found = torch.cuda.device_count() if device_type == "cuda" else num_local_ranks
     if num_local_ranks > found:
         raise TopologyError(
@@ -61,7 +61,7 @@ def require_devices(device_type: str, num_local_ranks: int) -> None:
 
 @contextmanager
 def joined(asked_device: str) -> Iterator[World]:
-    """The world that a launcher started this process for; left when the block ends."""
+    """Initialize the process group of the launcher that started this process."""
     device_type = best_device(asked_device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -70,9 +70,9 @@ def joined(asked_device: str) -> Iterator[World]:
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    # With offload, norms of gradients are summed over ranks in host memory.
+    # With offload, gradient norms are reduced in host memory.
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device_type == "cuda" else None)
     yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
-    # Not where a rank fails: it exits, and must not wait for ranks that wait for it.
+    # Skipped after an error: the rank exits, and must not wait for ranks that wait for it.
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A model, sharded as a configuration says: built on meta, cut, then given its values."""
+"""Builds a model on the meta device and shards it as the configuration specifies."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fullshard.api import (
 from fullshard.auto_shard import auto_shard
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.models import architecture_of
 from fullshard.models.adapters import LoraSettings
 from fullshard.models.architecture import Architecture
-from fullshard.models.choosing_model import architecture_of
 from fullshard.state.materialize import give_memory
-from fullshard.training.checking import mesh_of
-from fullshard.training.config import ModelSection, ShardingSection
+from fullshard.training.config import ModelSection, ShardingSection, parse_mesh
 from fullshard.training.world import World
 from fullshard.wrap import ModuleWrapPolicy
 
-_WRAPPER_STRATEGIES = {
+# Without replication, and with it.
+STRATEGIES = {
     "full": (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
     "grad-op": (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2),
     "none": (ShardingStrategy.NO_SHARD, ShardingStrategy.NO_SHARD),
@@ -40,7 +40,7 @@ _WRAPPER_STRATEGIES = {
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """What parameters are computed in and gradients reduced in; None: as they are kept."""
+    """The compute and reduce dtypes; None is the original dtype of the parameters."""
 
     param: torch.dtype | None
     reduce: torch.dtype | None
@@ -58,15 +58,17 @@ class Dtypes:
 
 
 def architecture_for(section: ModelSection) -> Architecture:
-    """The architecture that a configuration names, with the adapters that it asks for."""
+    """Return the architecture that the configuration names, with its adapters."""
     lora = None
     if section.lora_rank:
         lora = LoraSettings(section.lora_rank, section.lora_alpha, section.lora_targets)
     return architecture_of(section.name, lora)
 
 
-def assembled(architecture: Architecture, section: ShardingSection, world: World) -> nn.Module:
-    """The model, sharded, with memory but without values."""
+def build_sharded_model(
+    architecture: Architecture, section: ShardingSection, world: World
+) -> nn.Module:
+    """Return the sharded model; its memory is allocated but not initialized."""
     model = architecture.build()
     classes = unit_classes(model, architecture, section)
     prepare_blocks(model, architecture, section)
@@ -78,7 +80,7 @@ def assembled(architecture: Architecture, section: ShardingSection, world: World
         model,
         policy,
         mesh=mesh_for(section, world),
-        # By default all but the root: backward begins where forward ended.
+        # None reshards all units but the root, whose parameters backward needs first.
         reshard_after_forward=None if section.strategy == "full" else False,
         mp_policy=MixedPrecisionPolicy(dtypes.param, dtypes.reduce),
         offload_policy=CPUOffloadPolicy() if section.offload else OffloadPolicy(),
@@ -91,14 +93,14 @@ def _wrapped(
     model: nn.Module, policy: ModuleWrapPolicy, section: ShardingSection, world: World
 ) -> nn.Module:
     mesh = mesh_for(section, world)
-    strategy = _WRAPPER_STRATEGIES[section.strategy][mesh.ndim - 1]
+    strategy = STRATEGIES[section.strategy][mesh.ndim - 1]
     if strategy is ShardingStrategy.NO_SHARD and mesh.ndim == 2:
         mesh = init_device_mesh(world.device.type, (world.size,))
     dtypes = Dtypes.of(section.precision, world.device)
-    memory_of = torch.device("cpu") if section.offload else world.device
+    param_device = torch.device("cpu") if section.offload else world.device
 
-    def give_own_memory(module: nn.Module) -> None:
-        module.to_empty(device=memory_of, recurse=False)
+    def allocate(module: nn.Module) -> None:
+        module.to_empty(device=param_device, recurse=False)
 
     return FullyShardedDataParallel(
         model,
@@ -107,7 +109,7 @@ def _wrapped(
         auto_wrap_policy=policy,
         mixed_precision=MixedPrecision(dtypes.param, dtypes.reduce),
         cpu_offload=CPUOffload(offload_params=section.offload),
-        param_init_fn=give_own_memory,
+        param_init_fn=allocate,
         device_id=world.device,
         forward_prefetch=True,
         use_orig_params=True,
@@ -115,8 +117,8 @@ def _wrapped(
 
 
 def mesh_shape(section: ShardingSection, num_ranks: int) -> tuple[int, int]:
-    """Replicas, and ranks that share one."""
-    replicas, shards = mesh_of(section.mesh) or (1, num_ranks)
+    """Return the number of replicas, and the number of ranks that share each."""
+    replicas, shards = parse_mesh(section.mesh) or (1, num_ranks)
     if replicas * shards != num_ranks:
         raise TopologyError(
             f"--mesh: {section.mesh} needs {replicas * shards} ranks, found {num_ranks}; pass a "
@@ -126,7 +128,7 @@ def mesh_shape(section: ShardingSection, num_ranks: int) -> tuple[int, int]:
 
 
 def mesh_for(section: ShardingSection, world: World) -> DeviceMesh:
-    """One axis that shards, or two: replicas, and what shards in each."""
+    """Return a mesh with one axis, for sharding, or two, for replication and sharding."""
     replicas, shards = mesh_shape(section, world.size)
     if section.strategy == "none" and section.mesh == "auto":
         replicas, shards = world.size, 1
@@ -139,24 +141,24 @@ def mesh_for(section: ShardingSection, world: World) -> DeviceMesh:
 def unit_classes(
     model: nn.Module, architecture: Architecture, section: ShardingSection
 ) -> tuple[type[nn.Module], ...]:
-    """The classes whose modules become units."""
+    """Return the classes whose modules become units."""
     if not section.units:
         return architecture.block_classes()
     known = {type(module).__name__: type(module) for module in model.modules()}
     for name in section.units:
         if name not in known:
             raise ConfigError(
-                f"--unit: the name of a class of modules in {architecture.name} is expected, found "
-                f"{name!r}; choose of {', '.join(sorted(known))}."
+                f"--unit: the name of a module class of {architecture.name} is expected, found "
+                f"{name!r}; choose one of {', '.join(sorted(known))}."
             )
     return tuple(known[name] for name in section.units)
 
 
 def prepare_blocks(model: nn.Module, architecture: Architecture, section: ShardingSection) -> None:
-    """Let each block compile or recompute what it does.
+    """Apply torch.compile and activation checkpointing to each block.
 
-    It is `forward` that is replaced, so that names stay, and what the engine does around a block
-    is neither compiled nor done again.
+    Replacing `forward` keeps the names of parameters, and keeps the hooks of FSDP out of the
+    compiled and recomputed region.
     """
     for module in model.modules():
         if not isinstance(module, architecture.block_classes()):

@@ -1,4 +1,4 @@
-"""First values of parameters: they follow from a seed and a name, wherever the parameter lies."""
+"""Initial values of parameters, which depend on a seed and a name but not on the sharding."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fullshard.layout.split import Box, intersection, pieces, slices
 from fullshard.state.shards import TensorShard
 
 Draw = Callable[[Tensor, torch.Generator], object]
-"""Gives a tensor values, in place."""
+"""Initializes a tensor in place."""
 
-# What is drawn at once: no rank has a large parameter whole.
+# The most elements drawn at once, so that no rank materializes a large parameter.
 _PIECE_NUMEL = 2**22
 
 
 def normal(deviation: float) -> Draw:
-    """Normally distributed around zero."""
+    """Draw from a normal distribution with mean 0."""
     return lambda values, generator: values.normal_(0.0, deviation, generator=generator)
 
 
 def uniform(bound: float) -> Draw:
-    """Evenly distributed from -bound to bound."""
+    """Draw from a uniform distribution over [-bound, bound]."""
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 
@@ -56,6 +56,6 @@ def draw_into(shard: TensorShard, name: str, seed: int, draw: Draw) -> None:
 
 
 def _mixed(seed: int, name: str, number: int) -> int:
-    """A seed of its own for each piece of each parameter; Python's hash differs between ranks."""
+    """Return a seed for one piece of a parameter; Python's `hash` differs between ranks."""
     digest = hashlib.blake2b(f"{seed} {name} {number}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")  # torch's generator on the CPU takes 32 bits
+    return int.from_bytes(digest, "little")  # torch's CPU generator takes 32 bits

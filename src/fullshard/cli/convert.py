@@ -1,36 +1,55 @@
-"""Checkpoints written anew: in other files, or of weights that other programs wrote."""
+"""Conversion of checkpoints: resharding, import of weights, export as safetensors."""
 
 from __future__ import annotations
 
+import uuid
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fullshard.cli.console import listed
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.layout.split import Box, slices
 from fullshard.runtime.names import clean_name
 from fullshard.state.checkpoint import TensorSource, write_checkpoint
 from fullshard.state.dcp import MODEL
-from fullshard.state.safetensors import INDEX_SUFFIX, TensorFile, open_tensors
-from fullshard.state.store import Manifest, open_checkpoint
+from fullshard.state.safetensors import (
+    INDEX_SUFFIX,
+    ExportedTensor,
+    FilePlan,
+    FileWriter,
+    TensorFile,
+    exported_dtype,
+    install,
+    open_tensors,
+    plan_files,
+    require_export,
+)
+from fullshard.state.store import (
+    Manifest,
+    StoredCheckpoint,
+    discard,
+    open_checkpoint,
+    staging_folder,
+)
 
 Report = Callable[[int, int], None]
 
-_NUM_SHOWN = 5
+_MODEL_PART = MODEL.removesuffix(".")
 
 
 def reshard(path: Path, out: Path, num_files: int, *, tensors_only: bool, progress: Report) -> None:
-    """Write a checkpoint again, with its tensors in `num_files` files."""
+    """Copy a checkpoint, with its tensors in `num_files` files."""
     opened = open_checkpoint(path)
     if opened.object_keys and not tensors_only:
         raise UnsupportedError(
-            f"{path}: tensors alone can be resharded, found entries that are none "
-            f"({_listed(opened.object_keys)}); leave them out with --tensors-only."
+            f"{path}: only tensors can be resharded, found other entries "
+            f"({listed(opened.object_keys)}); drop them with --tensors-only."
         )
     manifest = opened.manifest
     tensors = {key: TensorSource.of_stored(opened, key) for key in opened.keys}
@@ -49,10 +68,13 @@ def reshard(path: Path, out: Path, num_files: int, *, tensors_only: bool, progre
 def import_weights(
     path: Path, out: Path, num_files: int, *, key: str | None, progress: Report
 ) -> None:
-    """Write the weights of safetensors files, or of a state dict, as a checkpoint."""
+    """Import the weights of safetensors files, or of a state dict, as a checkpoint."""
     if path.is_dir() or path.name.endswith((".safetensors", INDEX_SUFFIX)):
         if key is not None:
-            raise ConfigError(f"{path}: --key is for files of torch.save, found safetensors.")
+            raise ConfigError(
+                f"{path}: a file of torch.save is expected with --key, found safetensors; leave "
+                "out --key."
+            )
         tensors, aliases = _of_safetensors(path), dict[str, str]()
     else:
         tensors, aliases = _of_state_dict(path, key)
@@ -65,7 +87,7 @@ def import_weights(
 
 
 def _reported(tensors: Mapping[str, TensorSource], progress: Report) -> dict[str, TensorSource]:
-    """The same tensors; `progress` hears how many bytes of them were read."""
+    """Return the same tensors; reading them reports the number of bytes to `progress`."""
     total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     num_done = 0
 
@@ -112,11 +134,15 @@ def _of_file(path: Path, file: TensorFile, name: str) -> TensorSource:
 
 
 def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, TensorSource], dict[str, str]]:
-    """The tensors of a state dict; tied ones once, and the names that they have beside it."""
+    """Return the tensors of a state dict, and the aliases of tied tensors."""
     state = _loaded(path)
     if key is not None:
         if not isinstance(state, dict) or key not in state:
-            raise ConfigError(f"{path}: {_said(state)} are in it, found no {key!r}; choose one.")
+            keys = listed(map(str, state)) if isinstance(state, dict) else "none"
+            raise ConfigError(
+                f"{path}: one of its keys is expected with --key, found {key!r}; its keys are "
+                f"{keys}."
+            )
         state = state[key]
     if not isinstance(state, dict) or not state:
         raise CheckpointError(
@@ -127,8 +153,8 @@ def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, TensorSource]
              if not _is_dense(name, value)]  # fmt: skip
     if wrong:
         raise CheckpointError(
-            f"{path}: dense tensors by name are expected, found {_listed(wrong)}; say with --key "
-            "under which key the model is, or save its state dict alone."
+            f"{path}: dense tensors by name are expected, found {listed(wrong)}; select the "
+            "model's key with --key, or save only its state dict."
         )
     _require_distinct(path, list(state))
     found: dict[str, TensorSource] = {}
@@ -145,10 +171,10 @@ def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, TensorSource]
 
 
 def _loaded(path: Path) -> Any:
-    """What torch.save wrote; mapped into memory, so that what is not looked at is not read."""
+    """Load a file of torch.save, memory-mapped, so that unused tensors are not read."""
     if not path.is_file():
         raise CheckpointError(
-            f"{path}: safetensors or a file of torch.save are expected, found nothing."
+            f"{path}: safetensors or a file of torch.save is expected, found nothing."
         )
     try:
         return torch.load(
@@ -158,7 +184,7 @@ def _loaded(path: Path) -> Any:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{path}: tensors that torch.save wrote are expected, found a file that cannot be read "
-            f"without running what is in it ({reason}); it is damaged, or has more than tensors."
+            f"without running code in it ({reason}); it is damaged, or contains more than tensors."
         ) from error
 
 
@@ -173,7 +199,7 @@ def _is_dense(name: Any, value: Any) -> bool:
 
 
 def _memory(name: str, values: torch.Tensor) -> tuple[Any, ...]:
-    """The same for names that share their values, as tied parameters do."""
+    """Return a key that is the same for names that share memory, as tied parameters do."""
     if not values.numel():
         return (name,)
     return values.data_ptr(), values.dtype, values.shape, values.stride()
@@ -189,21 +215,101 @@ def _of_memory(values: torch.Tensor) -> TensorSource:
 
 
 def _require_distinct(path: Path, names: list[str]) -> None:
-    """Names lose what wrappers added to them; they must stay different."""
+    """Raise if two names are the same without the prefixes of wrappers."""
     cleaned: dict[str, str] = {}
     for name in names:
         other = cleaned.setdefault(clean_name(name), name)
         if other != name:
             raise CheckpointError(
-                f"{path}: names must differ without what wrappers add to them, found {other} and "
+                f"{path}: names must differ without the prefixes of wrappers, found {other} and "
                 f"{name}; rename one."
             )
 
 
-def _said(state: Any) -> str:
-    return _listed([str(name) for name in state]) if isinstance(state, dict) else "no keys"
+# Export
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    return ", ".join(names[:_NUM_SHOWN]) + more
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The options of an export; `prefix` is the prefix of the model's keys."""
+
+    dtype: torch.dtype | None
+    max_bytes: int
+    prefix: str | None
+
+
+def export(
+    path: Path, out: Path, asked: Export, *, progress: Callable[[int, int], None]
+) -> list[FilePlan]:
+    """Write the model as safetensors to the folder `out`, completely or not at all.
+
+    Tensors are read and written block by block.
+    """
+    require_export(out, asked.dtype, asked.max_bytes)
+    opened = open_checkpoint(path)
+    prefix = _model_prefix(opened) if asked.prefix is None else asked.prefix
+    keys = {key.removeprefix(prefix): key for key in opened.keys if key.startswith(prefix)}
+    if not keys:
+        raise CheckpointError(
+            f"{path}: tensors of a model are expected under {prefix!r}, found {_some(opened)}; "
+            "pass the prefix of the model's keys with --prefix."
+        )
+    plans = plan_files([_described(opened, n, k, asked.dtype) for n, k in keys.items()],
+                       asked.max_bytes)  # fmt: skip
+    staging = staging_folder(out, uuid.uuid4().hex)
+    staging.mkdir(parents=True)
+    try:
+        num_done = 0
+        for plan in plans:
+            writer = FileWriter(staging, plan)
+            try:
+                for name in plan.entries:
+                    _write(writer, opened, name, keys[name], asked.dtype)
+                    num_done += 1
+                    progress(num_done, len(keys))
+                writer.finish()
+            finally:
+                writer.close()
+        install(staging, out, plans)
+    except BaseException:
+        discard(staging)
+        raise
+    return plans
+
+
+def _described(
+    opened: StoredCheckpoint, name: str, key: str, dtype: torch.dtype | None
+) -> ExportedTensor:
+    opened.require_tiled(key)
+    return ExportedTensor(name, exported_dtype(opened.dtype(key), dtype), opened.shape(key))
+
+
+def _write(
+    writer: FileWriter, opened: StoredCheckpoint, name: str, key: str, dtype: torch.dtype | None
+) -> None:
+    for box, values in opened.load_all(key):
+        writer.write(name, box, values.to(exported_dtype(values.dtype, dtype)).contiguous())
+
+
+def _model_prefix(opened: StoredCheckpoint) -> str:
+    """Return the prefix of the model's keys.
+
+    A dot in a key may come from nested dicts or from the name of a parameter. The index of a
+    checkpoint that torch wrote tells which.
+    """
+    if opened.manifest is not None:
+        return MODEL
+    levels = [opened.nesting.get(key) for key in opened.keys]
+    if any(isinstance(p, tuple) and len(p) > 1 and p[0] == _MODEL_PART for p in levels):
+        return MODEL
+    if all(isinstance(path, tuple) and len(path) == 1 for path in levels):
+        return ""
+    raise CheckpointError(
+        f"{opened.path}: a model is expected under {_MODEL_PART!r}, as fullshard writes it, found "
+        f"{_some(opened)}; pass the prefix of its keys with --prefix."
+    )
+
+
+def _some(opened: StoredCheckpoint) -> str:
+    keys = opened.keys[:3]
+    return ", ".join(keys) + (", ..." if len(opened.keys) > len(keys) else "")

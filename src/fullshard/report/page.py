@@ -1,4 +1,4 @@
-"""The page: one file with everything in it."""
+"""The HTML page of a report: a single file that contains everything it needs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.report.curves import curves_of
-from fullshard.report.headline import headline, subtitle
+from fullshard.report.formatting import plain
 from fullshard.report.palette import KEYS, PALETTES
 from fullshard.report.record import RunRecord
-from fullshard.report.stepping import step_picture
-from fullshard.report.unit_rows import unit_table
-from fullshard.report.wording import plain
+from fullshard.report.step_timeline import step_figure
+from fullshard.report.tables import subtitle, summary, unit_table
 
 
 def write_report(record: RunRecord, path: Path) -> Path:
-    """Write `record` as an HTML page to `path`, in place of what is there; say where it is.
+    """Write `record` as an HTML page to `path`, replacing any file there, and return `path`.
 
-    The page needs no network and no other file. It appears under its name when it is whole.
+    The page needs no network and no other file. It is written completely or not at all.
     """
     page = page_of(record)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +38,7 @@ def write_report(record: RunRecord, path: Path) -> Path:
 
 
 def page_of(record: RunRecord) -> str:
-    """The page as text."""
+    """Return the page as text."""
     jinja2, plotly = _needed("jinja2"), _needed("plotly.offline")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fullshard", "report"),
@@ -50,7 +49,7 @@ def page_of(record: RunRecord) -> str:
     )
     environment.filters["plain"] = plain
     curves = curves_of(record.metrics)
-    step = step_picture(record)
+    step = step_figure(record)
     content = {
         "palettes": PALETTES,
         "curves": {curve.key: curve.figure for curve in curves},
@@ -59,7 +58,7 @@ def page_of(record: RunRecord) -> str:
     as_markup = environment.filters["safe"]
     page = environment.get_template("report.html.j2").render(
         record=record,
-        facts=headline(record),
+        facts=summary(record),
         subtitle=subtitle(record),
         curves=curves,
         step=step,
@@ -93,13 +92,13 @@ def _beside(name: str) -> str:
 
 
 def _json_in_html(content: object) -> str:
-    """JSON that cannot end the script element that it stands in."""
+    """Return JSON that cannot close the script element that contains it."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _sample(record: RunRecord) -> tuple[str, str]:
-    """The prompt, as far as the sample begins with it, and what the model wrote."""
+    """Return the prompt, if the sample begins with it, and the text after it."""
     prompt = record.config.get("run", {}).get("prompt", "")
     if isinstance(prompt, str) and record.sample.startswith(prompt):
         return plain(prompt), plain(record.sample.removeprefix(prompt))

@@ -1,4 +1,4 @@
-"""What is wrong with a machine, and what to do about it. Pure: facts in, findings out."""
+"""Diagnoses a machine: from facts to problems and their remedies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LITTLE_MEMORY = 2 * _GIB
 _FEW_FILES = 1024
 _BF16_CAPABILITY = (8, 0)
 
-# What to install for what, by package.
+# The extra and the feature that need a package.
 _EXTRAS = {
     "plotly": ("report", "report.html of a run"),
     "transformers": ("huggingface", "models in Hugging Face's layout"),
@@ -23,18 +23,18 @@ _EXTRAS = {
     "tensorboard": ("tensorboard", "metrics for TensorBoard"),
     "safetensors": ("safetensors", "weights as safetensors"),
 }
-_SLOWING = {
+_SLOW_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": "makes the host wait for every kernel",
-    "NCCL_P2P_DISABLE": "keeps GPUs from reading each other's memory",
-    "NCCL_SHM_DISABLE": "keeps NCCL from using shared memory",
-    "NCCL_IB_DISABLE": "keeps NCCL from using InfiniBand",
+    "NCCL_P2P_DISABLE": "prevents direct access between GPUs",
+    "NCCL_SHM_DISABLE": "prevents NCCL from using shared memory",
+    "NCCL_IB_DISABLE": "prevents NCCL from using InfiniBand",
     "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it should be. Serious: runs fail, or may at any time."""
+    """A problem and its remedy; a serious one makes runs fail, or may at any time."""
 
     what: str
     remedy: str
@@ -42,13 +42,13 @@ class Finding:
 
 
 def findings(facts: MachineFacts) -> list[Finding]:
-    """What is wrong, what is serious first."""
+    """Return the problems, serious ones first."""
     found = [finding for check in _CHECKS for finding in check(facts)]
     return sorted(found, key=lambda finding: not finding.is_serious)
 
 
-def is_within(version: str, wanted: str) -> bool:
-    """Whether a version is in a range such as ">=2.11,<2.14"; of 2.13.0+cpu, 2.13.0 counts."""
+def is_within(version: str, supported: str) -> bool:
+    """Return whether a version, such as 2.13.0+cpu, is in a range such as ">=2.11,<2.14"."""
     own = _numbers(version)
     tests: dict[str, Callable[[tuple[int, ...]], bool]] = {
         ">=": lambda other: own >= other,
@@ -60,7 +60,7 @@ def is_within(version: str, wanted: str) -> bool:
     }
     return all(
         tests[match[1]](_numbers(match[2]))
-        for match in re.finditer(r"(>=|<=|==|!=|<|>)\s*([\d.]+)", wanted)
+        for match in re.finditer(r"(>=|<=|==|!=|<|>)\s*([\d.]+)", supported)
     )
 
 
@@ -71,11 +71,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _versions(facts: MachineFacts) -> Iterator[Finding]:
     for name, found in (("python", facts.software.python), ("torch", facts.software.torch)):
-        wanted = facts.software.wanted.get(name, "")
-        if not is_within(found, wanted):
+        supported = facts.software.supported.get(name, "")
+        if not is_within(found, supported):
             yield Finding(
-                f"{name} {found} is not in the supported range {wanted}",
-                f"install {name} {wanted}",
+                f"{name} {found} is not in the supported range {supported}",
+                f"install {name} {supported}",
                 is_serious=True,
             )
 
@@ -85,8 +85,8 @@ def _gpu_software(facts: MachineFacts) -> Iterator[Finding]:
     if software.driver is not None and software.cuda is None:
         yield Finding(
             f"there is an NVIDIA driver ({software.driver}), but torch {software.torch} was built "
-            "without CUDA, so that runs use the CPU",
-            "install a build of torch for CUDA, from pytorch.org",
+            "without CUDA, so runs use the CPU",
+            "install a CUDA build of torch from pytorch.org",
         )
     elif software.driver is not None and not facts.gpus:
         hidden = facts.variables.get("CUDA_VISIBLE_DEVICES")
@@ -94,14 +94,16 @@ def _gpu_software(facts: MachineFacts) -> Iterator[Finding]:
             f"there is an NVIDIA driver ({software.driver}), but torch sees no GPU",
             "set CUDA_VISIBLE_DEVICES to GPUs that exist, or unset it"
             if hidden is not None
-            else f"install a driver that CUDA {software.cuda} works with; compare nvidia-smi",
+            else f"install a driver for CUDA {software.cuda}; nvidia-smi shows the current one",
             is_serious=hidden is None,
         )
     if "gloo" not in software.backends:
-        yield Finding("torch has no gloo", "install a build of torch with it", is_serious=True)
+        yield Finding(
+            "torch was built without gloo", "install a build of torch with gloo", is_serious=True
+        )
     if facts.gpus and "nccl" not in software.backends:
         yield Finding(
-            "torch has no NCCL for the GPUs", "install a build of torch with it", is_serious=True
+            "torch was built without NCCL", "install a build of torch with NCCL", is_serious=True
         )
 
 
@@ -110,19 +112,19 @@ def _gpus(facts: MachineFacts) -> Iterator[Finding]:
         if gpu.free_bytes < gpu.memory_bytes / 2:
             yield Finding(
                 f"GPU {index} has {_gib(gpu.free_bytes)} of {_gib(gpu.memory_bytes)} free",
-                "end what else runs on it (nvidia-smi shows it), or leave it out with "
+                "stop its other processes (see nvidia-smi), or exclude it with "
                 "CUDA_VISIBLE_DEVICES",
             )
         if gpu.capability < _BF16_CAPABILITY:
             yield Finding(
-                f"GPU {index} ({gpu.name}) has no bf16 in hardware", "train with --precision fp16"
+                f"GPU {index} ({gpu.name}) does not support bf16", "train with --precision fp16"
             )
-    if facts.strangers:
-        pairs = ", ".join(f"{a}-{b}" for a, b in facts.strangers)
+    if facts.without_peer_access:
+        pairs = ", ".join(f"{a}-{b}" for a, b in facts.without_peer_access)
         yield Finding(
-            f"GPUs cannot read each other's memory: {pairs}",
-            "in a virtual machine allow peer-to-peer access; otherwise expect what they exchange "
-            "to go through host memory",
+            f"GPUs cannot access each other's memory: {pairs}",
+            "allow peer-to-peer access in a virtual machine; otherwise collectives go through "
+            "host memory",
         )
 
 
@@ -132,14 +134,13 @@ def _threads(facts: MachineFacts) -> Iterator[Finding]:
     asked = facts.variables.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > for_each:
         yield Finding(
-            f"OMP_NUM_THREADS={asked} gives {facts.num_ranks} ranks more threads than there are "
-            f"cores ({cores:g})",
+            f"OMP_NUM_THREADS={asked} gives {facts.num_ranks} ranks more threads than the machine "
+            f"has cores ({cores:g})",
             f"set OMP_NUM_THREADS={for_each}, or unset it",
         )
     elif not asked and cores < facts.num_cores:
         yield Finding(
-            f"the control group allows {cores:g} of {facts.num_cores} cores, of which torch does "
-            "not know",
+            f"the control group allows {cores:g} of {facts.num_cores} cores, which torch ignores",
             f"set OMP_NUM_THREADS={for_each}",
         )
 
@@ -147,88 +148,82 @@ def _threads(facts: MachineFacts) -> Iterator[Finding]:
 def _space(facts: MachineFacts) -> Iterator[Finding]:
     if facts.shared_memory_bytes < _SMALL_SHARED:
         yield Finding(
-            f"/dev/shm has {facts.shared_memory_bytes // _MIB} MiB, which NCCL exchanges through "
-            "if GPUs cannot reach each other",
+            f"/dev/shm has {facts.shared_memory_bytes // _MIB} MiB; NCCL uses it if GPUs cannot "
+            "access each other's memory",
             "enlarge it: docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm",
             is_serious=len(facts.gpus) > 1,
         )
     if facts.free_disk_bytes < _LITTLE_DISK:
         yield Finding(
             f"the disk of this folder has {_gib(facts.free_disk_bytes)} free",
-            "make room, or train into another folder with --out: a checkpoint has three times "
+            "free some space, or pass another folder with --out: a checkpoint takes three times "
             "the bytes of the parameters",
             is_serious=facts.free_disk_bytes < _NO_DISK,
         )
     limit = min(facts.memory_bytes, facts.limits.memory_bytes or facts.memory_bytes)
     if limit < _LITTLE_MEMORY:
         yield Finding(
-            f"processes have {_gib(limit)} of memory in all",
-            "allow more, or train a small model on few ranks",
+            f"processes may use {_gib(limit)} of memory in total",
+            "raise the limit, or train a small model on few ranks",
         )
 
 
 def _limits(facts: MachineFacts) -> Iterator[Finding]:
     files, locked = facts.limits.files, facts.limits.locked_bytes
     if files is not None and files < _FEW_FILES:
-        yield Finding(
-            f"a process may open {files} files", "raise it with ulimit -n 65536", files < 128
-        )
+        yield Finding(f"a process may open only {files} files", "run ulimit -n 65536", files < 128)
     if facts.network.has_infiniband and locked is not None:
         yield Finding(
-            f"a process may lock {locked // 1024} KiB of memory, which InfiniBand needs more of",
-            "raise it with ulimit -l unlimited",
+            f"a process may lock only {locked // 1024} KiB of memory; InfiniBand needs more",
+            "run ulimit -l unlimited",
             is_serious=True,
         )
 
 
-def _names(facts: MachineFacts) -> Iterator[Finding]:
+def _network(facts: MachineFacts) -> Iterator[Finding]:
     network = facts.network
     remedy = f"add '127.0.0.1 {network.hostname}' to /etc/hosts, or set GLOO_SOCKET_IFNAME"
     if network.address is None:
-        yield Finding(f"the host name {network.hostname!r} leads to no address", remedy)
+        yield Finding(f"the host name {network.hostname!r} does not resolve", remedy)
     elif not network.is_own_address:
         yield Finding(
-            f"the host name {network.hostname!r} leads to {network.address}, which is not an "
+            f"the host name {network.hostname!r} resolves to {network.address}, which is not an "
             "address of this machine",
             remedy,
         )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = facts.variables.get(name, "")
         is_needed = name.startswith("GLOO") or bool(facts.gpus)
-        # NCCL takes beginnings of names, and names to leave out.
+        # NCCL accepts prefixes of names, and names to exclude.
         missing = [
             each
             for each in asked.removeprefix("=").split(",")
-            if each and not each.startswith("^") and not any(map(_begins(each), network.interfaces))
+            if each
+            and not each.startswith("^")
+            and not any(known.startswith(each) for known in network.interfaces)
         ]
         if is_needed and missing and not asked.startswith("^"):
             yield Finding(
                 f"{name}={asked} names no interface of this machine",
-                f"choose of {', '.join(network.interfaces)}, or unset it",
+                f"choose one of {', '.join(network.interfaces)}, or unset it",
                 is_serious=True,
             )
 
 
-def _begins(beginning: str) -> Callable[[str], bool]:
-    return lambda name: name.startswith(beginning)
-
-
 def _variables(facts: MachineFacts) -> Iterator[Finding]:
-    for name, what in _SLOWING.items():
+    remedy = "unset it, unless this is intended"
+    for name, what in _SLOW_VARIABLES.items():
         if facts.variables.get(name, "0") not in ("", "0"):
-            yield Finding(f"{name}={facts.variables[name]} {what}", "unset it, unless it is meant")
+            yield Finding(f"{name}={facts.variables[name]} {what}", remedy)
     if facts.variables.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        yield Finding(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective, which takes time",
-            "unset it, unless it is meant",
-        )
+        yield Finding("TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective", remedy)
 
 
 def _packages(facts: MachineFacts) -> Iterator[Finding]:
     for package, (extra, what) in _EXTRAS.items():
         if facts.software.packages.get(package, "") is None:
             yield Finding(
-                f"there is no {package}, which is needed for {what}",
+                f"{package} is not installed, which is needed for {what}",
                 f"pip install 'fullshard[{extra}]'",
             )
 
@@ -244,7 +239,7 @@ _CHECKS = (
     _threads,
     _space,
     _limits,
-    _names,
+    _network,
     _variables,
     _packages,
 )

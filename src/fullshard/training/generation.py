@@ -1,7 +1,7 @@
-"""Text from the checkpoint of a run, on any number of ranks of this machine.
+"""Generates text from the checkpoint of a run, on any number of ranks of this machine.
 
-One rank is this process; several are started by torch's elastic launcher. Run as a module it is one
-of these.
+A single rank is this process. Several ranks are started by torch's elastic launcher, and run this
+module.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from fullshard.state.checkpoint import load
 from fullshard.state.dcp import MODEL
 from fullshard.state.shards import tensor_shards
 from fullshard.state.store import is_ours, latest, located, open_checkpoint
-from fullshard.training.assembling import architecture_for, assembled
 from fullshard.training.config import ShardingSection, TrainConfig
 from fullshard.training.config_file import config_of
-from fullshard.training.debugging import wants_tracebacks
-from fullshard.training.launching import local_launch, prepare_environment
-from fullshard.training.run_folder import RunFolder
-from fullshard.training.signs import Signs
+from fullshard.training.control import StatusFolder, wants_tracebacks
+from fullshard.training.launcher import local_launch, prepare_environment
+from fullshard.training.output import RunFolder
+from fullshard.training.sharding import architecture_for, build_sharded_model
 from fullshard.training.world import World, best_device, joined, require_devices
 
 _REQUEST, _TEXT = "request.json", "text.json"
@@ -46,9 +45,9 @@ _REQUEST, _TEXT = "request.json", "text.json"
 class GenerateRequest:
     """What to generate.
 
-    `checkpoint` is a checkpoint of a run, the folder of its checkpoints, or the run's own: of
-    several the newest is taken. A temperature of 0 takes the likeliest token, a `top_k` of 0 draws
-    from all.
+    `checkpoint` is a checkpoint of a run, the folder of its checkpoints, or the folder of the run;
+    the newest checkpoint is used. A temperature of 0 chooses the most likely token; a `top_k` of 0
+    samples from all tokens.
     """
 
     checkpoint: Path
@@ -70,24 +69,24 @@ class FoundCheckpoint:
 
 
 def launch_generation(request: GenerateRequest) -> str:
-    """The text that follows the prompt.
+    """Return the text that follows the prompt.
 
     Raises:
-        FullshardError: In a sentence, whichever rank it comes from.
+        FullshardError: For an invalid request, on any rank.
     """
-    _require_sane(request)
-    find_checkpoint(request.checkpoint)  # what is missing need not be found by ranks
+    _validate(request)
+    find_checkpoint(request.checkpoint)  # fail before ranks are started
     require_devices(best_device(request.device), request.ranks)
     if request.ranks == 1:
-        with _alone(best_device(request.device)) as world:
+        with _single_rank(best_device(request.device)) as world:
             return _generated(request, world)
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         return _on_ranks(request, Path(folder))
 
 
 def find_checkpoint(path: Path) -> FoundCheckpoint:
-    """Of a run's folder, the folder of its checkpoints, or one of these."""
-    # Not resolved: a link to a checkpoint stays where it is. But `..` must go.
+    """Find the checkpoint in a run's folder, in the folder of its checkpoints, or at this path."""
+    # abspath removes `..` but, unlike resolve, does not follow a link to a checkpoint.
     path = Path(os.path.abspath(path))
     if not located(path).is_dir():
         raise CheckpointError(
@@ -100,8 +99,8 @@ def find_checkpoint(path: Path) -> FoundCheckpoint:
     newest = latest(folder)
     if newest is None:
         raise CheckpointError(
-            f"{path}: a checkpoint, or a folder with some, is expected, found no whole one; train "
-            "with --save-every to have one before the end."
+            f"{path}: a checkpoint, or a folder of checkpoints, is expected, found no complete "
+            "one; train with --save-every to save before the end."
         )
     return FoundCheckpoint(newest, _config_beside(folder))
 
@@ -110,33 +109,26 @@ def _config_beside(checkpoints: Path) -> TrainConfig:
     file = RunFolder(checkpoints.parent).config
     if not file.is_file():
         raise CheckpointError(
-            f"{file}: the configuration of the run is expected beside the folder of its "
-            "checkpoints, found none; it says what the model is."
+            f"{file}: the configuration of the run is expected next to the folder of its "
+            "checkpoints, found none; it defines the model."
         )
     return config_of(file, {})
 
 
-def _require_sane(request: GenerateRequest) -> None:
-    rules = (
-        ("--tokens", request.tokens, request.tokens >= 1, "1 or more"),
-        ("--top-k", request.top_k, request.top_k >= 0, "0 or more"),
-        ("--seed", request.seed, 0 <= request.seed < 2**63, "0 or more, in 63 bits,"),
-        ("--ranks", request.ranks, request.ranks >= 1, "1 or more"),
-        (
-            "--temperature",
-            request.temperature,
-            isfinite(request.temperature) and request.temperature >= 0,
-            "0 or more",
-        ),
-    )
-    for option, value, is_met, words in rules:
-        if not is_met:
-            raise ConfigError(f"{option}: {words} is expected, found {value}.")
+def _validate(request: GenerateRequest) -> None:
+    least = {"tokens": 1, "top_k": 0, "seed": 0, "ranks": 1, "temperature": 0}
+    for name, minimum in least.items():
+        value = getattr(request, name)
+        if not (isfinite(value) and value >= minimum):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option}: {minimum} or more is expected, found {value}.")
+    if request.seed >= 2**63:
+        raise ConfigError(f"--seed: a number below 2**63 is expected, found {request.seed}.")
 
 
 @contextmanager
-def _alone(device_type: str) -> Iterator[World]:
-    """A world of this process."""
+def _single_rank(device_type: str) -> Iterator[World]:
+    """Initialize a process group that consists of this process."""
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
@@ -151,11 +143,11 @@ def _alone(device_type: str) -> Iterator[World]:
 
 
 def _generated(request: GenerateRequest, world: World) -> str:
-    """On every rank alike."""
+    """Load the model and sample from it, on every rank."""
     found = find_checkpoint(request.checkpoint)
     architecture = architecture_for(found.config.model)
-    model = assembled(architecture, _sharding(found.config.sharding, world), world)
-    # What a checkpoint leaves out: weights under adapters, buffers that are computed.
+    model = build_sharded_model(architecture, _sharding(found.config.sharding, world), world)
+    # A checkpoint may lack the weights below adapters, and buffers that are computed.
     architecture.fill(model, found.config.run.seed)
     _require_same_model(found, architecture.name, model)
     load(found.path, model, random_state=False)
@@ -175,7 +167,7 @@ def _generated(request: GenerateRequest, world: World) -> str:
 
 
 def _require_same_model(found: FoundCheckpoint, name: str, model: nn.Module) -> None:
-    """In fewer words than a load has: it would name every parameter."""
+    """Raise a short error for a checkpoint of another model; `load` would list every parameter."""
     opened = open_checkpoint(found.path)
     stored = {key.removeprefix(MODEL): opened.shape(key) for key in opened.keys}
     is_partial = opened.manifest is not None and opened.manifest.selection != "all"
@@ -184,17 +176,17 @@ def _require_same_model(found: FoundCheckpoint, name: str, model: nn.Module) -> 
         shapes = [stored[each] for each in shard.names if each in stored]
         is_any = is_any or bool(shapes)
         if (not shapes and not is_partial) or any(shape != tuple(shard.shape) for shape in shapes):
-            others.append(f"{shard.name} {list(shapes[0]) if shapes else 'not there'}")
+            others.append(f"{shard.name} {list(shapes[0]) if shapes else 'is missing'}")
     if others or not is_any:
         shown = f"{others[0]} and {len(others) - 1} more" if others else "none of its parameters"
         raise CheckpointError(
-            f"{found.path}: a checkpoint of the model {name!r} is expected, as config.toml of its "
-            f"run says, found another one: {shown}; name a checkpoint where it was written."
+            f"{found.path}: a checkpoint of the model {name!r} is expected, as in config.toml of "
+            f"its run, found another model: {shown}; pass a checkpoint in its original folder."
         )
 
 
 def _sharding(section: ShardingSection, world: World) -> ShardingSection:
-    """The units and the precision of the run; the rest is of training."""
+    """Return the units and the precision of the run; the other settings concern training."""
     is_possible = world.device.type == "cuda" or section.precision != "fp16"
     precision = section.precision if is_possible else "float32"
     return ShardingSection(units=section.units, precision=precision)
@@ -210,19 +202,19 @@ def _on_ranks(request: GenerateRequest, folder: Path) -> str:
     try:
         elastic_launch(local_launch(request.ranks), sys.executable)("-m", __name__, str(folder))
     except ChildFailedError as error:
-        refusal = Signs(folder).refusal
-        if refusal is not None:
-            raise CheckpointError(refusal) from None
+        message = StatusFolder(folder).error
+        if message is not None:
+            raise CheckpointError(message) from None
         rank, failure = error.get_first_failure()
         raise TopologyError(
-            f"rank {rank}: ranks must stay until the text is there, found it ended with "
-            f"status {failure.exitcode}; what it said is above."
+            f"rank {rank}: all ranks must finish, found an exit with status {failure.exitcode}; "
+            "its output is above."
         ) from None
     text: str = json.loads((folder / _TEXT).read_text())
     return text
 
 
-def _be_a_rank(folder: Path) -> int:
+def _run_rank(folder: Path) -> int:
     asked = json.loads((folder / _REQUEST).read_text())
     request = GenerateRequest(**{**asked, "checkpoint": Path(asked["checkpoint"])})
     try:
@@ -233,10 +225,10 @@ def _be_a_rank(folder: Path) -> int:
     except (FullshardError, OSError) as error:
         if wants_tracebacks():
             traceback.print_exc()
-        Signs(folder).refuse(str(error))
+        StatusFolder(folder).report_error(str(error))
         return 2
     return 0
 
 
 if __name__ == "__main__":
-    leave(_be_a_rank(Path(sys.argv[1])))
+    leave(_run_rank(Path(sys.argv[1])))

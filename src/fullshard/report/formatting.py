@@ -1,4 +1,4 @@
-"""Numbers and foreign text as a page shows them."""
+"""Formatting of numbers, and of text from files, for a report."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from math import isfinite
 from statistics import median
 
 DASH = "\N{EN DASH}"
-# Between a number and its unit: no line break.
+# Separates a number from its unit without a line break.
 _NARROW = "\N{NARROW NO-BREAK SPACE}"
 _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti")
 
 
 @dataclass(frozen=True, slots=True)
 class ByteScale:
-    """A unit for many numbers of bytes that stand under each other."""
+    """A common unit for several numbers of bytes."""
 
     name: str
     num_bytes: int
 
     @classmethod
     def fitting(cls, largest: float) -> ByteScale:
-        """The unit in which `largest` is at least 1, and below 1024 if there is such a unit."""
+        """Return the unit in which `largest` is between 1 and 1024, if there is such a unit."""
         power = 0
         while power < len(_PREFIXES) - 1 and largest >= 1024 ** (power + 1):
             power += 1
@@ -30,7 +30,7 @@ class ByteScale:
 
 
 def shown_bytes(num_bytes: float) -> str:
-    """As in "1.50 GiB"."""
+    """Format bytes as in "1.50 GiB"."""
     scale = ByteScale.fitting(abs(num_bytes))
     if scale.num_bytes == 1:
         return f"{num_bytes:,.0f}{_NARROW}bytes"
@@ -38,7 +38,7 @@ def shown_bytes(num_bytes: float) -> str:
 
 
 def shown_time(seconds: float) -> str:
-    """As in "812 ms" and "1.24 s"."""
+    """Format seconds as in "812 ms" and "1.24 s"."""
     if not isfinite(seconds):
         return DASH
     if seconds >= 1:
@@ -49,12 +49,12 @@ def shown_time(seconds: float) -> str:
 
 
 def shown_share(share: float) -> str:
-    """As in "4.2 %"."""
+    """Format a fraction as in "4.2 %"."""
     return f"{share * 100:.1f}{_NARROW}%" if isfinite(share) else DASH
 
 
 def shown_number(value: float) -> str:
-    """A measured number: what is not finite is said as it is."""
+    """Format a measured number; NaN and infinity are shown as such."""
     if not isfinite(value):
         return {"nan": "NaN", "inf": "∞", "-inf": "\N{MINUS SIGN}∞"}[str(float(value))]
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
@@ -63,7 +63,7 @@ def shown_number(value: float) -> str:
 
 
 def shown_count(number: float) -> str:
-    """As in "12.6 M"; below ten thousand to the last digit."""
+    """Format a count as in "12.6 M"; numbers below ten thousand are exact."""
     for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= size:
             return f"{_three_digits(number / (1e3 if name == 'k' else size))}{_NARROW}{name}"
@@ -71,20 +71,20 @@ def shown_count(number: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """As in "1 rank" and "2 ranks"."""
+    """Format a number of things as in "1 rank" and "2 ranks"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def middle(values: Iterable[float]) -> float:
-    """The median of what is finite; not a number if nothing is."""
+def finite_median(values: Iterable[float]) -> float:
+    """Return the median of the finite values, or NaN if there are none."""
     finite = [value for value in values if isfinite(value)]
     return median(finite) if finite else float("nan")
 
 
 def plain(text: object) -> str:
-    """Text that a page can hold: control characters become their pictures.
+    """Make text safe for a page: control characters become visible symbols.
 
-    Line feeds and tabs stay; half of a surrogate pair, which no file can hold, becomes a
+    Line feeds and tabs are kept; a lone surrogate, which UTF-8 cannot encode, becomes a
     replacement character.
     """
     return "".join(_plain_character(each) for each in str(text).replace("\r\n", "\n"))

@@ -1,4 +1,4 @@
-"""One step of every rank, as small numbers from which the page draws bars and lines."""
+"""The timeline and memory of one traced step, as compact JSON that the page draws."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fullshard.report.curves import downsampled
+from fullshard.report.formatting import ByteScale, counted, plain, shown_share, shown_time
 from fullshard.report.palette import KEYS
 from fullshard.report.record import RunRecord
-from fullshard.report.thinning import thinned
-from fullshard.report.wording import ByteScale, counted, plain, shown_share, shown_time
 from fullshard.trace.seam import Activity, Track
 from fullshard.trace.timeline import Timeline
 
 MOST_RANKS = 64
 _SHOWN_AT_ONCE = 4
-_ENDS = 8  # of many ranks, so many of the first and of the slowest are kept in any case
+_ENDS = 8  # with many ranks, this many of the first and of the slowest are always kept
 _MEMORY_POINTS = 600
 
-# Gathers lie over the compute that they run beside, reduces under it.
+# All-gathers are drawn above the compute that they overlap with, reduce-scatters below.
 _ROWS = (Track.GATHER, Track.COMPUTE, Track.REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Ranks that are shown together. `places` count in the ranks that the page has."""
+    """Ranks that are shown together; `places` are indices into the ranks of the page."""
 
     label: str
     places: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class StepPicture:
-    """What the page needs for the time line and the memory of a step.
+class StepFigure:
+    """The timeline and memory of a step.
 
-    `content` is plain JSON; `summary` and `memory_summary` say in words what the figures show.
+    `content` is plain JSON; `summary` and `memory_summary` describe the figures in words.
     """
 
     content: dict[str, Any]
@@ -47,8 +47,8 @@ class StepPicture:
     left_out: str
 
 
-def step_picture(record: RunRecord) -> StepPicture | None:
-    """Nothing where no step was traced."""
+def step_figure(record: RunRecord) -> StepFigure | None:
+    """Return the figure of the traced step, or None if no step was traced."""
     if not record.timelines:
         return None
     timelines = kept_ranks(sorted(record.timelines, key=lambda each: each.rank))
@@ -67,7 +67,7 @@ def step_picture(record: RunRecord) -> StepPicture | None:
         "ranks": [_rank(each, number, full, allocated) for each in timelines],
         "memory_units": [full.name, allocated.name],
     }
-    return StepPicture(
+    return StepFigure(
         content,
         _summary(record, timelines),
         _memory_summary(timelines),
@@ -79,7 +79,7 @@ def step_picture(record: RunRecord) -> StepPicture | None:
 
 
 def kept_ranks(timelines: Sequence[Timeline]) -> list[Timeline]:
-    """All ranks, or of very many the first, the slowest and some of every region."""
+    """Return all ranks or, of very many, the first, the slowest and some in between."""
     if len(timelines) <= MOST_RANKS:
         return list(timelines)
     slowest = sorted(range(len(timelines)), key=lambda index: -timelines[index].duration_s)
@@ -90,7 +90,7 @@ def kept_ranks(timelines: Sequence[Timeline]) -> list[Timeline]:
 
 
 def choices(timelines: Sequence[Timeline]) -> tuple[Choice, ...]:
-    """Which ranks can be seen together; the first choice is what the page opens with."""
+    """Return which ranks can be shown together; the page opens with the first choice."""
     places = tuple(range(len(timelines)))
     if len(timelines) <= _SHOWN_AT_ONCE + 1:
         return (Choice(counted(len(timelines), "rank"), places),)
@@ -111,12 +111,12 @@ def choices(timelines: Sequence[Timeline]) -> tuple[Choice, ...]:
 
 
 def shown_unit(name: str) -> str:
-    """The root's name is empty."""
+    """Return the name of a unit for display; the name of the root is empty."""
     return plain(name) or "(root)"
 
 
 def short_labels(names: Sequence[str]) -> list[str]:
-    """For each name its last parts, as few as no other name ends with."""
+    """Return for each name its shortest suffix that no other name ends with."""
     ends: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")
@@ -131,7 +131,7 @@ def short_labels(names: Sequence[str]) -> list[str]:
 
 
 def _unit_names(record: RunRecord) -> list[str]:
-    """As in the table of units; then what only the time line knows of."""
+    """Return the units in the order of the table, then those that only the timeline has."""
     names = dict.fromkeys(unit.name for unit in record.units)
     for timeline in record.timelines:
         names |= dict.fromkeys(span.unit for span in timeline.spans)
@@ -141,7 +141,7 @@ def _unit_names(record: RunRecord) -> list[str]:
 def _rank(
     timeline: Timeline, number: dict[str, int], full: ByteScale, allocated: ByteScale
 ) -> dict[str, Any]:
-    """Spans are [activity, unit, start, duration], in microseconds."""
+    """Return one rank; spans are [activity, unit, start, duration] in microseconds."""
     order = {activity: index for index, activity in enumerate(KEYS)}
     return {
         "rank": timeline.rank,
@@ -164,8 +164,8 @@ def _memory(timeline: Timeline, full: ByteScale, allocated: ByteScale) -> dict[s
     samples = sorted(timeline.memory, key=lambda sample: sample.at_s)
     kept = sorted(
         {
-            *thinned([float(each.full_bytes) for each in samples], _MEMORY_POINTS // 2),
-            *thinned([float(each.allocated_bytes) for each in samples], _MEMORY_POINTS // 2),
+            *downsampled([float(each.full_bytes) for each in samples], _MEMORY_POINTS // 2),
+            *downsampled([float(each.allocated_bytes) for each in samples], _MEMORY_POINTS // 2),
         }
     )
     return {
@@ -185,8 +185,8 @@ def _summary(record: RunRecord, timelines: Sequence[Timeline]) -> str:
     reduces = sum(span.activity is Activity.REDUCE for span in slowest.spans)
     return (
         f"{step} on {counted(len(record.timelines), 'rank')}. The slowest, rank {slowest.rank}, "
-        f"took {shown_time(slowest.duration_s)} for it, with {counted(gathers, 'gather')} and "
-        f"{counted(reduces, 'reduce')}; its compute stood still for communication for "
+        f"took {shown_time(slowest.duration_s)}, with {counted(gathers, 'all-gather')} and "
+        f"{counted(reduces, 'reduce-scatter')}; its compute waited for communication for "
         f"{shown_time(slowest.exposed_s())}, {shown_share(share)} of the step."
     )
 
@@ -200,8 +200,8 @@ def _memory_summary(timelines: Sequence[Timeline]) -> str:
     full = ByteScale.fitting(most_full.full_bytes)
     allocated = ByteScale.fitting(most.allocated_bytes)
     return (
-        f"Most full parameters at once: {most_full.full_bytes / full.num_bytes:.1f} {full.name}, "
-        f"on rank {full_rank} after {shown_time(most_full.at_s)}. Most memory in use: "
+        f"Peak of unsharded parameters: {most_full.full_bytes / full.num_bytes:.1f} {full.name}, "
+        f"on rank {full_rank} after {shown_time(most_full.at_s)}. Peak memory: "
         f"{most.allocated_bytes / allocated.num_bytes:.1f} {allocated.name}, on rank {rank} after "
         f"{shown_time(most.at_s)}."
     )
@@ -211,6 +211,6 @@ def _left_out(num_ranks: int, num_kept: int) -> str:
     if num_kept == num_ranks:
         return ""
     return (
-        f"Of {num_ranks:,} ranks, {num_kept} are kept on this page: the first, the slowest and "
-        "some in between."
+        f"This page shows {num_kept} of {num_ranks:,} ranks: the first, the slowest and some in "
+        "between."
     )

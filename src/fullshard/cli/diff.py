@@ -1,4 +1,4 @@
-"""Two checkpoints compared, however each of them is cut into blocks."""
+"""Comparison of two checkpoints, regardless of how each is split into blocks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from fullshard.cli.screen import counted
+from fullshard.cli.console import counted
 from fullshard.state.dcp import MODEL
 from fullshard.state.store import StoredCheckpoint, as_text, checksum, joined
 
-# Differences are taken in float64: a few times this much memory, whatever the size of a block.
+# Differences are computed in float64, in pieces of this size.
 _PIECE_NUMEL = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is different: a tensor by its key, or an option of the optimizer."""
+    """A difference in a tensor, named by its key, or in an option of the optimizer."""
 
     subject: str
     what: str
@@ -28,18 +28,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two checkpoints, and how many tensors are the same."""
+    """The differences between two checkpoints, and the number of identical tensors."""
 
     differences: tuple[Difference, ...]
     num_same: int
-
-
-@dataclass(slots=True)
-class _Distance:
-    """How far two tensors lie apart."""
-
-    largest: float = 0.0
-    num_different: int = 0
 
 
 def compare(
@@ -49,12 +41,12 @@ def compare(
     with_values: bool,
     progress: Callable[[int, int], None],
 ) -> Comparison:
-    """Compare tensors in the order of the first checkpoint, then what optimizers keep beside."""
-    of_first, of_second = _Keys(first), _Keys(second)
+    """Compare tensors in the order of the first checkpoint, then the optimizer's other values."""
+    of_first, of_second = _stored_keys(first), _stored_keys(second)
     keys = list(dict.fromkeys([*first.keys, *second.keys]))
     found, num_same = [], 0
     for num_done, key in enumerate(keys, 1):
-        one, other = of_first.stored(key), of_second.stored(key)
+        one, other = of_first.get(key), of_second.get(key)
         if other is None:
             what = "only in the first"
         elif one is None:
@@ -69,18 +61,14 @@ def compare(
     return Comparison((*found, *_optimizer_differences(first, second)), num_same)
 
 
-class _Keys:
-    """Which tensor a key means. A tied one is stored under one of its names, and has them all."""
-
-    def __init__(self, checkpoint: StoredCheckpoint) -> None:
-        self._meant = {key: key for key in checkpoint.keys}
-        aliases = {} if checkpoint.manifest is None else checkpoint.manifest.aliases
-        for name, stored in aliases.items():
-            if MODEL + stored in self._meant:
-                self._meant.setdefault(MODEL + name, MODEL + stored)
-
-    def stored(self, key: str) -> str | None:
-        return self._meant.get(key)
+def _stored_keys(checkpoint: StoredCheckpoint) -> dict[str, str]:
+    """Map all keys, including the aliases of tied tensors, to the keys of stored tensors."""
+    found = {key: key for key in checkpoint.keys}
+    aliases = {} if checkpoint.manifest is None else checkpoint.manifest.aliases
+    for name, stored in aliases.items():
+        if MODEL + stored in found:
+            found.setdefault(MODEL + name, MODEL + stored)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,57 +87,45 @@ class _Tensor:
         return self.checkpoint.dtype(self.key)
 
     def checksum(self) -> str:
-        """As the manifest says; without one, of what is read, a block at a time."""
+        """Return the checksum of the manifest, or that of the blocks if there is none."""
         manifest = self.checkpoint.manifest
         if manifest is not None and self.key in manifest.tensors:
             return manifest.tensors[self.key].checksum
         self.checkpoint.require_tiled(self.key)
         blocks = self.checkpoint.load_all(self.key)
-        return as_text(joined(checksum(self.shape, box, values) for box, values in blocks))
+        return as_text(joined(checksum(self.shape, where, values) for where, values in blocks))
 
 
 def _difference(one: _Tensor, other: _Tensor, with_values: bool) -> str:
-    """What differs of a tensor that both have; nothing if it is the same."""
+    """Describe the difference between two tensors; empty if they are identical."""
     if one.shape != other.shape:
         return f"shape {list(one.shape)} and {list(other.shape)}"
     if one.dtype != other.dtype:
-        what = f"dtype {_name(one.dtype)} and {_name(other.dtype)}"
+        what = f"dtype {one.dtype} and {other.dtype}".replace("torch.", "")
     elif one.checksum() != other.checksum():
         what = "different content"
     else:
         return ""
-    return f"{what}, {_distance_in_words(one, other)}" if with_values else what
+    return f"{what}, {_value_difference(one, other)}" if with_values else what
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _distance_in_words(one: _Tensor, other: _Tensor) -> str:
-    distance = _Distance()
-    for box, values in one.checkpoint.load_all(one.key):
-        _measure(distance, values, other.checkpoint.read(other.key, box))
-    if not distance.num_different:
-        return "equal values in other bits"
-    return (
-        f"max abs difference {distance.largest:.6g}, "
-        f"{distance.num_different:,} of {counted(prod(one.shape), 'element')}"
-    )
-
-
-def _measure(distance: _Distance, one: torch.Tensor, other: torch.Tensor) -> None:
-    one, other = one.reshape(-1), other.reshape(-1)
-    for a, b in zip(one.split(_PIECE_NUMEL), other.split(_PIECE_NUMEL), strict=True):
-        a, b = _widened(a), _widened(b)
-        # Of infinities and nans the difference says nothing: those that agree are no difference.
-        is_same = (a == b) | (a.isnan() & b.isnan())
-        apart = (a - b).abs()[~is_same]
-        if apart.numel():
-            distance.num_different += apart.numel()
-            largest = float(apart.max())
-            # A nan on one side stays, also when it was found in an earlier piece.
-            if not distance.largest >= largest and distance.largest == distance.largest:
-                distance.largest = largest
+def _value_difference(one: _Tensor, other: _Tensor) -> str:
+    largest, num_different = torch.zeros((), dtype=torch.float64), 0
+    for where, values in one.checkpoint.load_all(one.key):
+        others = other.checkpoint.read(other.key, where).reshape(-1).split(_PIECE_NUMEL)
+        for a, b in zip(values.reshape(-1).split(_PIECE_NUMEL), others, strict=True):
+            a, b = _widened(a), _widened(b)
+            # Subtracting equal infinities gives NaN, so equal elements are excluded.
+            is_same = (a == b) | (a.isnan() & b.isnan())
+            differences = (a - b).abs()[~is_same]
+            num_different += differences.numel()
+            # Unlike Python's max, torch.maximum propagates NaN.
+            if differences.numel():
+                largest = torch.maximum(largest, differences.max())
+    if not num_different:
+        return "equal values with different bits"
+    total = counted(prod(one.shape), "element")
+    return f"max abs difference {float(largest):.6g}, {num_different:,} of {total}"
 
 
 def _widened(values: torch.Tensor) -> torch.Tensor:
@@ -157,7 +133,7 @@ def _widened(values: torch.Tensor) -> torch.Tensor:
 
 
 def _optimizer_differences(first: StoredCheckpoint, second: StoredCheckpoint) -> list[Difference]:
-    """Of what an optimizer keeps beside tensors; only manifests have it."""
+    """Compare the optimizer's values that are not tensors, which only manifests have."""
     if first.manifest is None or second.manifest is None:
         return []
     one, other = first.manifest.optimizer, second.manifest.optimizer
@@ -177,7 +153,7 @@ def _optimizer_differences(first: StoredCheckpoint, second: StoredCheckpoint) ->
 
 
 def _flattened(path: str, value: Any) -> dict[str, str]:
-    """Plain values by where they are. As text: nan is like nan, and 1 is unlike 1.0."""
+    """Return plain values by path, as text: NaN equals NaN, and 1 differs from 1.0."""
     if isinstance(value, dict) and value:
         parts = [(f"{path}.{name}", each) for name, each in value.items()]
     elif isinstance(value, list) and value:

@@ -1,13 +1,13 @@
-"""The optimizer of a run."""
+"""The optimizer of a run and its learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from fullshard._torch import BatchNormBase
 from fullshard.errors import ConfigError
 from fullshard.optim.by_unit import by_unit
 from fullshard.runtime.names import clean_name
@@ -15,24 +15,18 @@ from fullshard.state.shards import TensorShard, tensor_shards
 from fullshard.training.config import OptimizerSection
 
 _FUSED_ON = ("cpu", "cuda")
-_UNDECAYED = (
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    BatchNormBase,
-)
+# The weights of other norms, such as batch norm, are vectors, which are never decayed.
+_UNDECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 
 
 def build_optimizer(
     model: nn.Module, section: OptimizerSection, device: torch.device
 ) -> torch.optim.AdamW:
-    """AdamW over what is trained of a model that either door has sharded, or none.
+    """Return fused AdamW over the trainable parameters of a model, stepped unit by unit.
 
-    Two groups: matrices, which decay, and the rest: vectors, biases, embeddings (a head tied to
-    one, too) and norms. It is the shape of the whole parameter that counts. Fused where the device
-    that holds the shards can do it, and stepped unit by unit.
+    The model may be sharded with either API, or not at all. Weight decay applies to matrices, but
+    not to vectors, biases, norms and embeddings, nor to a head that is tied to an embedding. The
+    shape of the unsharded parameter decides.
     """
     decayed: dict[torch.Tensor, None] = {}
     others: dict[torch.Tensor, None] = {}
@@ -41,13 +35,13 @@ def build_optimizer(
         (decayed if _is_decayed(shard, kinds) else others)[shard.tensor] = None
     if decayed.keys() & others.keys():
         raise ConfigError(
-            "optimizer: each parameter of a model is expected to be its own, found some that decay "
-            "and some that do not in one flat parameter; wrap with use_orig_params=True."
+            "optimizer: flat parameters with the same weight decay throughout are expected, found "
+            "one that mixes parameters with and without; wrap with use_orig_params=True."
         )
     if not decayed and not others:
         raise ConfigError(
-            f"{type(model).__name__}: something to train is expected, found no parameter that "
-            "takes a gradient; thaw some with requires_grad_()."
+            f"{type(model).__name__}: trainable parameters are expected, found no parameter that "
+            "takes a gradient; call requires_grad_() on some."
         )
     groups = [(decayed, section.weight_decay), (others, 0.0)]
     optimizer = torch.optim.AdamW(
@@ -66,7 +60,7 @@ def _trained(model: nn.Module) -> Iterator[TensorShard]:
 
 
 def _modules_by_name(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """What a module is, by the name it has in the model as it was written; wrappers share it."""
+    """Return modules by the name they have without wrappers; a wrapper shares its module's."""
     found: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found.setdefault(clean_name(name), []).append(module)
@@ -84,5 +78,22 @@ def _is_decayed(shard: TensorShard, modules: dict[str, list[nn.Module]]) -> bool
 
 
 def _is_undecayed(module: nn.Module) -> bool:
-    # A norm of the model's own, as most large models have one, is known by its name only.
+    # Norms that a model defines itself are recognized by the name of their class.
     return isinstance(module, _UNDECAYED) or type(module).__name__.endswith("Norm")
+
+
+def learning_rate(step: int, section: OptimizerSection) -> float:
+    """Return the learning rate of the step after `step` others: linear warmup, cosine decay.
+
+    The rate is `lr` in the last step of the warmup and `lr * lr_end` in the last step of all. If
+    the warmup is longer than the run, it ends with the last step.
+    """
+    warmup = max(1, min(section.warmup, section.steps))
+    number = step + 1
+    if number <= warmup:
+        return section.lr * number / warmup
+    if number >= section.steps:
+        return section.lr * section.lr_end
+    progress = (number - warmup) / (section.steps - warmup)
+    share = (1 + math.cos(math.pi * progress)) / 2
+    return section.lr * (section.lr_end + (1 - section.lr_end) * share)

@@ -1,9 +1,8 @@
-"""What the command prints: results on standard output, progress on standard error.
+"""Output of the command: results go to standard output, progress goes to standard error.
 
-On a terminal there are tables as wide as it is, and progress bars. Anywhere else each row is one
-line, however long, and progress is a few plain lines: so that `grep`, logs and scripts can read it.
-Names come from files that anybody could have written: what is no printable character is shown as
-its escape, so that a name cannot speak to the terminal.
+On a terminal, tables fit its width and progress is a bar. Elsewhere, each row is one line and
+progress is a few plain lines, for `grep`, logs and scripts. Names come from files of unknown
+origin, so characters that are not printable are escaped: a name cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.plan.memory import readable
+from fullshard.report.formatting import counted as counted
 
 Report = Callable[[int, int], None]
 
@@ -34,12 +34,12 @@ _NUM_PLAIN_LINES = 4
 
 
 def say(text: str) -> None:
-    """One line of a result, as long as it is."""
+    """Print one line of a result."""
     click.echo(printable(text))
 
 
 def note(text: str) -> None:
-    """Beside the result: a line, or the lines of an error."""
+    """Print lines to standard error."""
     for line in text.splitlines():
         click.echo(printable(line), err=True)
 
@@ -51,7 +51,7 @@ def printable(text: str) -> str:
 
 
 def say_facts(facts: Iterable[tuple[str, str]]) -> None:
-    """Lines of a name and what it is."""
+    """Print aligned lines of a name and a value; empty values are skipped."""
     rows = [(name, value) for name, value in facts if value]
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
@@ -59,12 +59,12 @@ def say_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 
 def say_table(columns: Iterable[str], rows: Iterable[tuple[str | int, ...]]) -> None:
-    """A table; numbers stand at the right of their column."""
+    """Print a table; columns of numbers are aligned to the right."""
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _ANY_WIDTH
     table = Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
-    cells = [tuple(rows_) for rows_ in rows]
+    cells = list(rows)
     for index, column in enumerate(columns):
         is_number = bool(cells) and all(isinstance(row[index], int) for row in cells)
         table.add_column(
@@ -74,22 +74,21 @@ def say_table(columns: Iterable[str], rows: Iterable[tuple[str | int, ...]]) -> 
             overflow="fold",
         )
     for row in cells:
-        table.add_row(*(Text(printable(_shown(cell))) for cell in row))
+        shown = (f"{cell:,}" if isinstance(cell, int) else cell for cell in row)
+        table.add_row(*(Text(printable(cell)) for cell in shown))
     console.print(table)
 
 
-def _shown(cell: str | int) -> str:
-    return f"{cell:,}" if isinstance(cell, int) else cell
-
-
-def counted(number: int, what: str) -> str:
-    """As in "1 tensor" and "2 tensors"."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Format the first names and the number of others."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @contextmanager
 def progress(what: str, *, in_bytes: bool = False) -> Iterator[Report]:
-    """A function to be told (done, total) as work goes on."""
+    """Yield a function to call with (done, total) as work proceeds."""
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         yield _PlainProgress(what, readable if in_bytes else str)
@@ -102,7 +101,7 @@ def progress(what: str, *, in_bytes: bool = False) -> Iterator[Report]:
 
 
 class _PlainProgress:
-    """A line for every quarter of the work."""
+    """Prints a line for every quarter of the work."""
 
     def __init__(self, what: str, words: Callable[[int], str]) -> None:
         self._what = what

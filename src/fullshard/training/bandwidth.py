@@ -1,7 +1,4 @@
-"""How fast the links between ranks are, and the ranks themselves: a few seconds on real ranks.
-
-Run as a module it is one of these ranks.
-"""
+"""Measures the speed of collectives, copies and matmuls on real ranks, which run this module."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _MATMUL_WIDTH = {"cpu": 1024, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """GB/s that reach each rank, of a tensor of so many MB in all."""
+    """GB/s received by each rank in an all-gather and a reduce-scatter of `size_mb` MB."""
 
     size_mb: int
     gather: float
@@ -40,7 +37,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of the slowest rank, while all are at work; copies in GB/s, products in TFLOP/s."""
+    """Speeds of the slowest rank while all ranks work: `copy` in GB/s, `matmul` in TFLOP/s."""
 
     num_ranks: int
     backend: str
@@ -52,10 +49,10 @@ class Speeds:
 def measure_speeds(
     num_gpus: int, *, sizes_mb: tuple[int, ...] = SIZES_MB, timeout_s: float = 120.0
 ) -> Speeds:
-    """Measure with a rank per GPU; with two on the CPU if there is none. One has no links.
+    """Measure with one rank per GPU, or two on the CPU. A single rank has no links.
 
     Raises:
-        TopologyError: If the ranks do not come about, or cannot talk to each other.
+        TopologyError: If the ranks do not start, or cannot connect to each other.
     """
     device, num_ranks = ("cuda", num_gpus) if num_gpus else ("cpu", 2)
     if num_ranks == 1:
@@ -85,23 +82,23 @@ def _wait(ranks: list[subprocess.Popen[bytes]], logs: list[Path], until: float) 
             status = process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise TopologyError(
-                f"rank {rank}: the ranks must be done measuring in time, found it still at work: "
+                f"rank {rank}: the ranks must finish measuring in time, found it still running: "
                 f"{_last_line(logs[rank])}"
             ) from None
         if status:
             raise TopologyError(
-                f"rank {rank}: the ranks must be able to talk to each other, found it ended with "
+                f"rank {rank}: the ranks must be able to talk to each other, found an exit with "
                 f"status {status}: {_last_line(logs[rank])}"
             )
 
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing."
+    return lines[-1] if lines else "no output."
 
 
 def _measured(device: torch.device, sizes_mb: list[int]) -> Speeds:
-    """On each rank, all at once."""
+    """Measure on this rank, while all others do the same."""
     links = [LinkSpeed(size, *_link(size * 10**6, device)) for size in sizes_mb]
     source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -120,7 +117,7 @@ def _measured(device: torch.device, sizes_mb: list[int]) -> Speeds:
 
 
 def _link(num_bytes: int, device: torch.device) -> tuple[float, float]:
-    """With the collectives that training uses."""
+    """Return GB/s of all-gather and reduce-scatter, with the collectives that training uses."""
     group = dist.group.WORLD
     assert group is not None
     collectives = collectives_for(group, device)
@@ -136,19 +133,19 @@ def _link(num_bytes: int, device: torch.device) -> tuple[float, float]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """What it takes on the slowest rank, in the middle of several times."""
+    """Return the median time on the slowest rank."""
 
     def once() -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     for _ in range(2):
         first = once()
     num_times = min(max(int(_SPENT_S / max(first, 1e-6)), _MIN_TIMES), _MAX_TIMES)
-    # All ranks have to do it equally often.
+    # Collectives need the same number of calls on all ranks.
     agreed = torch.tensor(num_times, device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN)
     slowest = torch.tensor(median(once() for _ in range(int(agreed))), device=device)
@@ -156,7 +153,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return float(slowest)
 
 
-def _be_a_rank(rank: int, folder: Path, num_ranks: int, device_type: str, sizes: list[int]) -> None:
+def _run_rank(rank: int, folder: Path, num_ranks: int, device_type: str, sizes: list[int]) -> None:
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", rank)
@@ -164,7 +161,7 @@ def _be_a_rank(rank: int, folder: Path, num_ranks: int, device_type: str, sizes:
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
     if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as the ranks of a run here
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as the launcher does
     backend = "gloo" if device_type == "cpu" else "nccl"
     where = f"file://{folder / 'store'}"
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=num_ranks)
@@ -176,10 +173,5 @@ def _be_a_rank(rank: int, folder: Path, num_ranks: int, device_type: str, sizes:
 
 if __name__ == "__main__":
     _rank, _folder, _num_ranks, _device, _sizes = sys.argv[1:]
-    _be_a_rank(
-        int(_rank),
-        Path(_folder),
-        int(_num_ranks),
-        _device,
-        [int(s) for s in _sizes.split(",") if s],
-    )
+    _sizes_mb = [int(size) for size in _sizes.split(",") if size]
+    _run_rank(int(_rank), Path(_folder), int(_num_ranks), _device, _sizes_mb)

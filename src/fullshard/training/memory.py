@@ -1,11 +1,11 @@
-"""Whether a run will fit into memory, and what would make it fit."""
+"""Predicts whether a run fits into memory, and which changes would make it fit."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.api import ShardingStrategy
 from fullshard.errors import ConfigError
 from fullshard.models.architecture import Architecture
 from fullshard.plan import (
@@ -26,31 +25,36 @@ from fullshard.plan import (
     readable,
     saved_activation_bytes,
 )
-from fullshard.training.assembling import (
+from fullshard.training.config import TrainConfig
+from fullshard.training.machine import meminfo
+from fullshard.training.sharding import (
+    STRATEGIES,
     Dtypes,
     mesh_shape,
     prepare_blocks,
     unit_classes,
 )
-from fullshard.training.config import TrainConfig
 from fullshard.wrap import ModuleWrapPolicy, choose
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-_STRATEGIES = {
-    "full": ShardingStrategy.FULL_SHARD,
-    "grad-op": ShardingStrategy.SHARD_GRAD_OP,
-    "none": ShardingStrategy.NO_SHARD,
-}
-# The largest world that is looked at for one that is large enough.
+
+# The largest world that is suggested.
 _MOST_RANKS = 4096
-# The loss takes its log-probabilities and two gradients of them in float32, beside the logits.
+# In addition to the logits, the loss needs log-probabilities and two gradients, in float32.
 _LOSS_BYTES = 3 * 4
+# Changes that reduce the memory of a rank, as options and as changes of the configuration.
+_OFFLOAD = "--offload"
+_CHANGES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    _OFFLOAD: ("sharding", {"offload": True}),
+    "--activation-checkpointing": ("sharding", {"activation_checkpointing": True}),
+    "--batch 1": ("optimizer", {"batch": 1}),
+}
 
 
-def predicted(
+def predict_memory(
     config: TrainConfig, architecture: Architecture, num_ranks: int, device: torch.device
 ) -> MemoryPlan:
-    """What a run will need on each rank. Builds the model on the meta device; starts nothing."""
+    """Return the memory that each rank will need, with the model on the meta device."""
     return plan_memory(
         _units(config, architecture),
         _sharding(config, num_ranks, device),
@@ -65,12 +69,12 @@ def require_fit(
     device: torch.device,
     capacity_bytes: int,
 ) -> MemoryPlan:
-    """What a run will need, if every rank has that much.
+    """Return the memory that each rank will need if it has that much.
 
     Raises:
-        ConfigError: If not; it says what each change that would make it fit would need.
+        ConfigError: If it does not; the message lists changes that would make the run fit.
     """
-    plan = predicted(config, architecture, num_ranks, device)
+    plan = predict_memory(config, architecture, num_ranks, device)
     if plan.device_bytes <= capacity_bytes:
         return plan
     offers = [
@@ -86,13 +90,16 @@ def require_fit(
 
 
 def capacity_of(device: torch.device, num_local_ranks: int) -> int:
-    """Memory that a rank may use: of its GPU, or its share of what this machine has available."""
+    """Return the memory of a rank's GPU, or its share of the available host memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return min(_available_bytes(), _allowed_bytes()) // num_local_ranks
+    available = meminfo().get("MemAvailable")
+    if available is None:
+        raise ConfigError("/proc/meminfo: a line MemAvailable is expected, found none.")
+    return min(available, _allowed_bytes()) // num_local_ranks
 
 
-# What is planned
+# The prediction
 
 
 def _units(config: TrainConfig, architecture: Architecture) -> list[UnitShapes]:
@@ -118,7 +125,7 @@ def _sharding(config: TrainConfig, num_ranks: int, device: torch.device) -> Shar
     return Sharding(
         num_shards=num_shards,
         num_replicas=num_replicas,
-        strategy=_STRATEGIES[section.strategy],
+        strategy=STRATEGIES[section.strategy][0],
         is_flat=section.door == "wrapper",
         is_offloaded=section.offload,
         device_type=device.type,
@@ -128,14 +135,14 @@ def _sharding(config: TrainConfig, num_ranks: int, device: torch.device) -> Shar
 
 
 def _work(config: TrainConfig, architecture: Architecture, device: torch.device) -> Work:
-    """Activations and logits of a micro-batch, from a forward on the meta device."""
+    """Measure activations and logits of a micro-batch in a forward on the meta device."""
     model = architecture.build()
     computed = Dtypes.of(config.sharding.precision, device).param
     for param in model.parameters():
         if computed is not None and param.dtype.is_floating_point:
             param.data = param.data.to(computed)
-    recomputed = _watch_blocks(model, architecture)
-    # Blocks that are compiled save no more than those that are not.
+    recomputed = _record_block_calls(model, architecture)
+    # Compiled blocks save no more activations than others.
     section = replace(config.sharding, compile=False)
     prepare_blocks(model, architecture, section)
     shape = (config.optimizer.batch, config.model.sequence)
@@ -156,29 +163,29 @@ def _work(config: TrainConfig, architecture: Architecture, device: torch.device)
     )
 
 
-def _watch_blocks(model: nn.Module, architecture: Architecture) -> list[Callable[[], Any]]:
-    """What a coming forward will ask of the first block of each class, to be done again."""
-    found: dict[type, Callable[[], Any]] = {}
+def _record_block_calls(model: nn.Module, architecture: Architecture) -> list[Callable[[], Any]]:
+    """Record, during the next forward, the call of the first block of each class."""
+    seen: set[type] = set()
+    calls: list[Callable[[], Any]] = []
 
     def note(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> None:
-        if type(block) not in found:
-            found[type(block)] = partial(forward, *args, **kwargs)
-            calls.append(found[type(block)])
+        if type(block) not in seen:
+            seen.add(type(block))
+            calls.append(partial(forward, *args, **kwargs))
 
-    calls: list[Callable[[], Any]] = []
     for module in model.modules():
         if isinstance(module, architecture.block_classes()):
             module.register_forward_pre_hook(partial(note, module.forward), with_kwargs=True)
     return calls
 
 
-# What would help
+# Suggestions
 
 
 def _remedies(
     config: TrainConfig, architecture: Architecture, plan: MemoryPlan, capacity_bytes: int
 ) -> Iterator[tuple[str, MemoryPlan]]:
-    """Changes that make a run fit, as few as possible, and what it would need then."""
+    """Yield the smallest changes that make a run fit, and the memory it would need then."""
     units = _units(config, architecture)
     sharding, num_ranks = plan.sharding, plan.sharding.num_ranks
     device = torch.device(sharding.device_type)
@@ -191,9 +198,7 @@ def _remedies(
             works[key] = _work(changed, architecture, device)
         return plan_memory(units, _sharding(changed, num_ranks, device), works[key])
 
-    helpful = [
-        words for words, change in _CHANGES.items() if _is_possible(change(config), config, device)
-    ]
+    helpful = [words for words in _CHANGES if _is_possible(words, config, device)]
     for size in range(1, len(helpful) + 1):
         plans = {words: planned(_changed(config, words)) for words in combinations(helpful, size)}
         fitting = {words: p for words, p in plans.items() if p.device_bytes <= capacity_bytes}
@@ -201,7 +206,7 @@ def _remedies(
         if fitting:
             break
     if sharding.is_whole or device.type == "cpu":
-        return  # more ranks would not hold less, or would share the same memory
+        return  # more ranks would need the same memory each, or share the same memory
     by_work = [words for words in helpful if words != _OFFLOAD]
     for words in ((), tuple(by_work)):
         work = planned(_changed(config, words)).work
@@ -214,12 +219,12 @@ def _remedies(
 
 
 def _work_key(config: TrainConfig) -> tuple[bool, int]:
-    """What of the changes below changes the work of a step."""
+    """Return the settings in `_CHANGES` that affect activations."""
     return config.sharding.activation_checkpointing, config.optimizer.batch
 
 
 def _wider(sharding: Sharding) -> Iterator[Sharding]:
-    """With more ranks, by powers of two."""
+    """Yield the same sharding over more ranks, by powers of two."""
     while sharding.num_ranks < _MOST_RANKS:
         num_shards = 2 ** sharding.num_shards.bit_length()
         sharding = replace(sharding, num_shards=num_shards)
@@ -227,34 +232,16 @@ def _wider(sharding: Sharding) -> Iterator[Sharding]:
 
 
 def _changed(config: TrainConfig, words: Iterable[str]) -> TrainConfig:
-    return reduce(lambda changed, each: _CHANGES[each](changed), words, config)
+    for each in words:
+        section, values = _CHANGES[each]
+        config = replace(config, **{section: replace(getattr(config, section), **values)})
+    return config
 
 
-def _offloaded(config: TrainConfig) -> TrainConfig:
-    return replace(config, sharding=replace(config.sharding, offload=True))
-
-
-def _checkpointed(config: TrainConfig) -> TrainConfig:
-    return replace(config, sharding=replace(config.sharding, activation_checkpointing=True))
-
-
-def _in_ones(config: TrainConfig) -> TrainConfig:
-    return replace(config, optimizer=replace(config.optimizer, batch=1))
-
-
-_OFFLOAD = "--offload"
-_CHANGES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
-    _OFFLOAD: _offloaded,
-    "--activation-checkpointing": _checkpointed,
-    "--batch 1": _in_ones,
-}
-
-
-def _is_possible(changed: TrainConfig, config: TrainConfig, device: torch.device) -> bool:
-    """Whether it is a change, and one that the machine and the strategy allow."""
-    is_newly_offloaded = changed.sharding.offload and not config.sharding.offload
-    has_elsewhere = device.type != "cpu" and config.sharding.strategy != "none"
-    return changed != config and (has_elsewhere or not is_newly_offloaded)
+def _is_possible(words: str, config: TrainConfig, device: torch.device) -> bool:
+    """Return whether the change changes something that device and strategy allow to change."""
+    can_offload = device.type != "cpu" and config.sharding.strategy != "none"
+    return _changed(config, [words]) != config and (can_offload or words != _OFFLOAD)
 
 
 def _amount(plan: MemoryPlan) -> str:
@@ -262,20 +249,11 @@ def _amount(plan: MemoryPlan) -> str:
     return readable(plan.device_bytes) + host
 
 
-# What there is
-
-
-def _available_bytes() -> int:
-    """What this machine could give without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise ConfigError("/proc/meminfo: a line MemAvailable is expected, found none.")
+# Host memory
 
 
 def _allowed_bytes() -> int:
-    """What the control group of this process may still take: a container's limit, say."""
+    """Return what the control group, such as a container's, still allows this process."""
     try:
         limit = (CONTROL_GROUP / "memory.max").read_text().strip()
         if limit == "max":
@@ -283,8 +261,8 @@ def _allowed_bytes() -> int:
         stat = dict(
             line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines()
         )
-        # Files that were read and not used for a while make room by themselves.
+        # The page cache of files that are not in use is reclaimed on demand.
         used = int((CONTROL_GROUP / "memory.current").read_text()) - int(stat["inactive_file"])
     except (OSError, ValueError, KeyError):
-        return sys.maxsize  # no such limit is known
+        return sys.maxsize  # there is no known limit
     return max(0, int(limit) - used)

@@ -1,0 +1,128 @@
+"""How a launcher and its ranks communicate: by signals, files and environment variables."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+DEBUG = "FULLSHARD_DEBUG"
+
+_STATUS_FOLDER = "FULLSHARD_STATUS_FOLDER"
+_ERROR, _STOPPED, _READY = "error", "stopped", "ready-"
+# How long a rank may take to answer SIGTERM: it may wait for a rank that has died.
+_GRACE_S = 20.0
+
+
+def wants_tracebacks() -> bool:
+    """Return whether tracebacks are shown; a variable, so that ranks inherit it."""
+    return os.environ.get(DEBUG, "0") not in ("", "0")
+
+
+class StopRequest:
+    """Whether Ctrl-C asked this rank to stop. A context manager, for the main thread.
+
+    The first signal lets the current step finish and saves; the second exits immediately. Python
+    runs signal handlers between bytecode instructions, but a rank that waits for another rank is
+    in native code. A thread therefore reads the signals from the file descriptor to which Python's
+    C handler writes them.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._is_acknowledged = threading.Event()
+        self._readable, self._writable = os.pipe()
+        os.set_blocking(self._writable, False)
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        signal.set_wakeup_fd(self._writable, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, _ignore)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(-1)
+        os.close(self._writable)  # ends the thread
+
+    def _listen(self) -> None:
+        while received := os.read(self._readable, 1):
+            number = received[0]
+            if number not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            if self.is_requested:
+                os._exit(128 + number)
+            self.is_requested = True
+            if number == signal.SIGTERM:
+                threading.Thread(target=self._exit_after_grace, name="grace", daemon=True).start()
+        os.close(self._readable)
+
+    def acknowledge(self) -> None:
+        """The ranks have agreed to stop after this step; saving may take longer than the grace."""
+        self._is_acknowledged.set()
+
+    def _exit_after_grace(self) -> None:
+        if not self._is_acknowledged.wait(_GRACE_S):
+            os._exit(128 + signal.SIGTERM)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The thread handles the signal; this handler keeps Python's own from raising."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusFolder:
+    """A folder of the launcher in which its ranks report their status as small files."""
+
+    path: Path
+
+    @classmethod
+    def of_launcher(cls) -> StatusFolder | None:
+        """Return the folder of the launcher that started this rank; None under torchrun."""
+        found = os.environ.get(_STATUS_FOLDER)
+        return None if found is None else cls(Path(found))
+
+    def export(self) -> None:
+        """Let ranks that this process starts find the folder."""
+        os.environ[_STATUS_FOLDER] = str(self.path)
+
+    # Written by ranks
+
+    def report_ready(self) -> None:
+        """This rank handles signals from now on."""
+        (self.path / f"{_READY}{os.getpid()}").touch()
+
+    def report_error(self, message: str) -> None:
+        """The request is invalid; a restart would not help."""
+        self._write(_ERROR, message)
+
+    def report_stopped(self) -> None:
+        """The run was stopped before its last step, and saved."""
+        self._write(_STOPPED, "")
+
+    # Read by the launcher
+
+    def ready_pids(self) -> Iterator[int]:
+        for path in self.path.glob(f"{_READY}*"):
+            yield int(path.name.removeprefix(_READY))
+
+    @property
+    def error(self) -> str | None:
+        path = self.path / _ERROR
+        return path.read_text(encoding="utf-8") if path.exists() else None
+
+    @property
+    def was_stopped(self) -> bool:
+        return (self.path / _STOPPED).exists()
+
+    def _write(self, name: str, text: str) -> None:
+        incoming = self.path / f".{name}.{os.getpid()}"
+        incoming.write_text(text, encoding="utf-8")
+        incoming.replace(self.path / name)
