@@ -646,13 +646,13 @@ def test_a_rank_without_descriptors_still_reads_what_others_send(rank: Rank) -> 
 @on_ranks(2)
 def test_memory_of_a_collective_that_cannot_be_started_is_free_again(rank: Rank) -> None:
     group, shared = chosen(rank)
-    in_use = [region for region in regions._by_address.values() if region.num_uses]
+    in_use = {region for region in regions._by_address.values() if region.num_uses}
     with (
         patch.object(Link, "begin", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         gather(rank, shared, group, 40_000)
-    assert [region for region in regions._by_address.values() if region.num_uses] == in_use
+    assert {region for region in regions._by_address.values() if region.num_uses} <= in_use
     assert_right(gather(rank, shared, group, 40_000))
 
 
