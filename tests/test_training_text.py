@@ -159,7 +159,7 @@ def test_a_folder_without_text_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="found no file"):
         texts(tmp_path)
     write(tmp_path / "x.bin", b"\0")
-    with pytest.raises(ConfigError, match="found only other files \(1\)"):
+    with pytest.raises(ConfigError, match=r"found only other files \(1\)"):
         texts(tmp_path)
 
 
