@@ -214,7 +214,7 @@ def test_verify_of_a_whole_checkpoint_tells_its_progress_in_plain_lines(made):
 
 
 def test_verify_of_torchs_own_says_what_it_cannot_know(made):
-    assert "without a manifest there is nothing to compare" in run("verify", made / "torch").stdout
+    assert "there is no manifest to compare them with" in run("verify", made / "torch").stdout
 
 
 def test_verify_names_the_tensor_whose_bit_changed(saved):

@@ -139,7 +139,7 @@ def test_nothing_is_found_wrong_with_a_sound_machine(facts):
             "ulimit -l",
             True,
         ),
-        (network(SOUND, address=None), "'here' leads to no address", "/etc/hosts", False),
+        (network(SOUND, address=None), "'here' does not resolve", "/etc/hosts", False),
         (network(SOUND, is_own_address=False), "resolves to 10.0.0.1", "/etc/hosts", False),
         (variables(SOUND, GLOO_SOCKET_IFNAME="eth9"), "eth9", "choose one of lo", True),
         (variables(WITH_GPUS, NCCL_SOCKET_IFNAME="eth"), "=eth", "choose one of lo", True),
