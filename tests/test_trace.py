@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.errors import LifecycleError
-from fullshard.runtime.describing import unit_facts
+from fullshard.runtime.unit_facts import unit_facts
 from fullshard.testing import Rank, on_ranks
 from fullshard.trace import Activity, MemorySample, Span, Timeline, Track, observed, record, seam
 from fullshard.trace.recording import Exposure, Recording

@@ -1,4 +1,4 @@
-"""The first door: `fully_shard` shards a module in place."""
+"""`fully_shard` shards a module in place."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def fully_shard(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a sharded module unshard and reshard as its forward does.
+    """Make another method of a sharded module unshard and reshard as its forward does.
 
     Does nothing on a module that is not sharded, so that a program can call it either way.
     """
@@ -162,7 +162,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots (the chunks of a pipeline, say) move their units on the same streams."""
+    """Share one comm context between several roots, for example the chunks of a pipeline."""
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ConfigError(
@@ -221,7 +221,7 @@ def _checked_reshard_arg(value: bool | int | None, mesh_info: MeshInfo) -> bool 
 
 
 def _sharded_class(original: type) -> type:
-    """A class named after the original that is an FSDPModule too."""
+    """A subclass of the original class that is an FSDPModule, too."""
     if original not in _sharded_classes:
         name = f"FSDP{original.__name__}"
         made = type(name, (FSDPModule, original), {"__module__": original.__module__})
@@ -230,7 +230,7 @@ def _sharded_class(original: type) -> type:
 
 
 class FSDPModule:
-    """What `fully_shard` adds to a module's class: control over its unit.
+    """The methods that `fully_shard` adds to a module.
 
     Setters act on the module and, unless `recurse=False`, on all sharded modules below it. Every
     one that makes sense for a while has a scoped form: `with model.settings(...)`, and
@@ -240,14 +240,14 @@ class FSDPModule:
     _original_class_index = 2  # of [FSDPLinear, FSDPModule, Linear, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an instance of the original class: slicing a container must not shard the slice."""
+        """Make an instance of the original class, so that a slice of a container is not sharded."""
         original: Any = cls.__mro__[cls._original_class_index]
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. Hooks see what it returns, but not all that it may raise."""
+        """Run the module; if it raises, reset the scheduler."""
         return _hooks(self).guarded(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -260,21 +260,21 @@ class FSDPModule:
     # Unshard and reshard
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters (not those of sharded modules below it).
+        """All-gather this module's parameters, but not those of sharded modules below it.
 
         With `async_op`, returns a handle; forward waits by itself for what nobody waited for.
         """
         return _hooks(self).unshard(async_op)
 
     def reshard(self) -> None:
-        """Register the shards of this module and give the full parameters' memory back."""
+        """Register the shards of this module and free the full parameters."""
         hooks = _hooks(self)
         hooks.require_not_computing("reshard")
         for unit in hooks.units:
             unit.reshard_now()
 
     def reset_iter_state(self) -> None:
-        """Drop everything that an aborted step left open.
+        """Reset everything that an aborted step left unfinished.
 
         The next forward does this by itself; call it to free memory at once. Only on the root.
         """
@@ -291,13 +291,13 @@ class FSDPModule:
     # Gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of a step: only then are reductions waited for."""
+        """Set whether the next backward is the last of a step, which waits for all reductions."""
         _scheduler(self).is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients, or keeps them full and unreduced on each rank."""
+        """Set whether backward reduces gradients, or accumulates them unreduced on each rank."""
         self._set(
             recurse,
             requires_gradient_sync=requires_gradient_sync,
@@ -305,7 +305,7 @@ class FSDPModule:
         )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether gradients are also reduced over the replicate axis of a 2D mesh."""
+        """Set whether gradients are also all-reduced over the replicate axis of a 2D mesh."""
         self._set(recurse, requires_all_reduce=requires_all_reduce)
 
     @contextmanager
@@ -317,7 +317,7 @@ class FSDPModule:
             yield
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients by this, instead of by the number of ranks."""
+        """Set what the sum of gradients is divided by, instead of the number of ranks."""
         self._set(False, gradient_divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -325,19 +325,19 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Let collectives only sum, and divide apart from them."""
+        """Set whether collectives only sum, with a separate division."""
         self._set(False, force_sum_reduction_for_comms=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce zeros for parameters without a gradient, where ranks use different ones."""
+        """Set whether zeros are reduced for parameters that got no gradient on this rank."""
         self._set(recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many units' gradients may be under way at once: memory against overlap."""
+        """Set how many units' gradients may be in flight: more overlap, more memory."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
                 "set_reduce_scatter_max_input_buffers: max_input_buffers must be an int, found "
@@ -353,7 +353,7 @@ class FSDPModule:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:
-        """Call `hook(reduced)` on the unit's reduced gradients before they are handed over."""
+        """Call `hook(reduced)` on the unit's reduced gradients before they are assigned."""
         unit = self._only_unit("set_all_reduce_hook")
         if stream is not None and not unit.mesh_info.replicate.is_single:
             raise ConfigError(
@@ -367,23 +367,23 @@ class FSDPModule:
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
     ) -> None:
-        """Change `reshard_after_forward`, from the next forward on."""
+        """Change `reshard_after_forward` from the next forward on."""
         for unit in self._units(recurse):
             unit.set(reshard_after_forward=_checked_reshard(unit, reshard_after_forward))
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether full parameters are freed after backward; False saves the next gather."""
+        """Set whether full parameters are freed after backward; False saves an all-gather."""
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs this module's parameters at all (an embedding's does not)."""
+        """Set whether backward needs this module's parameters; that of an embedding does not."""
         self._set(False, unshard_in_backward=unshard_in_backward)
 
     @contextmanager
     def settings(self, *, recurse: bool = True, **changes: Any) -> Iterator[None]:
-        """Change settings inside a scope; they are put back at its end, also after an error.
+        """Change settings in a scope and restore them at its end, also after an error.
 
         Takes the names of the setters: `reshard_after_forward`, `reshard_after_backward`,
         `requires_gradient_sync`, `requires_all_reduce`, `gradient_divide_factor`,
@@ -409,31 +409,31 @@ class FSDPModule:
     # Order
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Which modules to gather while this one runs forward, instead of the expected next."""
+        """Set the modules to all-gather while this one runs forward, instead of the next."""
         _hooks(self).forward_prefetch = _hooks_of_all(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Which modules to gather while this one runs backward, instead of the one before it."""
+        """Set the modules to all-gather while this one runs backward, instead of the previous."""
         _hooks(self).backward_prefetch = _hooks_of_all(modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the next forward's gathers wait for this event instead of for all of compute."""
+        """Make the next forward's all-gathers wait for this event, not for all of compute."""
         _scheduler(self).post_optim_event = event
 
     # Collectives
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this unit through a collective of the user's, in memory that it allocates."""
+        """All-gather this unit through a custom collective, in memory that it allocates."""
         self._only_unit("set_custom_all_gather").comm.customize(all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this unit through a collective of the user's, in memory that it allocates."""
+        """Reduce-scatter this unit through a custom collective, in memory that it allocates."""
         unit = self._only_unit("set_custom_reduce_scatter")
         require_no_wire_dtype("set_custom_reduce_scatter", unit.name, unit.mesh_info, unit.policy)
         unit.comm.customize(reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let messages travel in memory that the process group's backend allocates, if it can."""
+        """Communicate in memory that the process group's backend allocates, if it can."""
         for unit in self._units(recurse=False):
             _require_own_collectives(unit, "set_allocate_memory_from_process_group_for_comm")
             unit.comm.current = unit.comm.default
@@ -443,7 +443,7 @@ class FSDPModule:
                 unit.comm.customize(all_gather=gather, reduce_scatter=reduce)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Let gathers travel in symmetric memory; needs GPUs that NCCL can register it on."""
+        """All-gather in symmetric memory; needs GPUs on which NCCL can register it."""
         for unit in self._units(recurse=False):
             _require_own_collectives(unit, "set_symm_mem_for_comm")
             gather = symmetric_all_gather(unit.name, unit.mesh_info, backend)
@@ -452,7 +452,7 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Reduce over a process group of its own, so that gathers and reduces run side by side.
+        """Reduce over a separate process group, so that all-gathers and reductions overlap.
 
         A collective call: all ranks of the mesh must make it.
         """
@@ -481,7 +481,7 @@ class FSDPModule:
         return units[0]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or convert the shards, and find them a new home."""
+        """Move or convert the shards, and plan the units again."""
         hooks = _hooks(self)
         for unit in hooks.reads:
             unit.reshard_now()

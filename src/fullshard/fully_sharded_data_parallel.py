@@ -1,4 +1,4 @@
-"""The second door: `FullyShardedDataParallel` wraps a module."""
+"""`FullyShardedDataParallel` wraps a module and shards its parameters."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class FullyShardedDataParallel(nn.Module):
             yield clean_name(name) if self._is_summoned else name, buffer
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or convert the shards, and find them a new home."""
+        """Move or convert the shards, and plan the units again."""
         hooks = _hooks(self)
         for unit in hooks.reads:
             unit.reshard_now()

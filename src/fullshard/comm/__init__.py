@@ -1,1 +1,1 @@
-"""HOW: meshes and process groups, collectives per backend, agreement between ranks."""
+"""How ranks communicate: meshes, collectives per backend, agreement between ranks."""

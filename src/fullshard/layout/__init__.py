@@ -1,4 +1,4 @@
-"""WHERE: which elements of which parameter lie where on which rank. Arithmetic only."""
+"""Where elements lie: splits, buckets and the plan of a unit. Arithmetic only."""
 
 from fullshard.layout.plan import (
     Bucket,

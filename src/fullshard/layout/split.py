@@ -91,9 +91,9 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class FlatSplit:
-    """Where a parameter of `shape` lies in a flat message.
+    """Where a parameter of `shape` lies in a flat bucket.
 
-    The message has `num_ranks` segments of `segment_numel` elements, one per rank; the parameter
+    The bucket has `num_ranks` segments of `segment_numel` elements, one per rank; the parameter
     takes the elements from `start` on, and so may lie in one, several or all segments.
     """
 

@@ -5,6 +5,6 @@ The packages that draw it belong to the extra `report` and are imported when a r
 
 from fullshard.report.page import write_report
 from fullshard.report.record import RunRecord, StepMetrics, read_record
-from fullshard.runtime.describing import unit_facts
+from fullshard.runtime.unit_facts import unit_facts
 
 __all__ = ["RunRecord", "StepMetrics", "read_record", "unit_facts", "write_report"]

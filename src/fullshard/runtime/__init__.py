@@ -1,1 +1,1 @@
-"""WHEN: roots, phases, hooks, order, the end of backward, abort."""
+"""When it happens: hooks, scheduler, and what builds them."""

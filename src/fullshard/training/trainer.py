@@ -22,7 +22,7 @@ from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.report.record import StepMetrics
-from fullshard.runtime.describing import unit_facts
+from fullshard.runtime.unit_facts import unit_facts
 from fullshard.state.checkpoint import load, save, save_async
 from fullshard.state.rank_group import RankGroup
 from fullshard.trace import seam

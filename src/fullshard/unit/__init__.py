@@ -1,1 +1,1 @@
-"""WHAT: one unit, its parameters, its slab, its gradients."""
+"""What is sharded: a unit, its parameters, their all-gather and reduce-scatter."""

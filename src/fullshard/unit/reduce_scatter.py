@@ -525,7 +525,7 @@ class InFlightReduceScatter:
                 for lane in self._lanes:
                     self._reduce_scatter(lane)
                 if seam.observers and not device.has_streams:
-                    futures = [future for lane in self._lanes for future in lane.work.futures]
+                    futures = (future for lane in self._lanes for future in lane.work.futures)
                     seam.end_after(futures, Activity.REDUCE, self._config.unit)
                 if device.has_streams:
                     self._complete()

@@ -408,7 +408,7 @@ class Unit:
         if seam.observers:
             assert self._all_gather is not None
             seam.hold(self.name, self._all_gather.full_bytes)
-            futures = [future for work in self.state.all_gather.works for future in work.futures]
+            futures = (future for work in self.state.all_gather.works for future in work.futures)
             seam.end_after(futures, Activity.GATHER, self.name)
         comm_ctx.all_gather_issued(self)
 

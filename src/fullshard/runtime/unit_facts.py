@@ -1,4 +1,4 @@
-"""The units of a model, as facts for a table."""
+"""The units of a model, for tables and reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.unit.unit import Unit
 
 
 def unit_facts(model: nn.Module) -> list[UnitFacts]:
-    """What units a model was cut into, outer ones first; those without parameters left out."""
+    """The units of a model, outer ones first; units without parameters are left out."""
     hooks_list = dict.fromkeys(hooks_of(module) for module in model.modules())
     units = [unit for hooks in hooks_list if hooks is not None for unit in hooks.units]
     return [_facts(unit) for unit in units if unit.params]
@@ -44,6 +44,6 @@ def _message_bytes(layout: UnitLayout) -> int:
 
 
 def _padding_bytes(layout: UnitLayout) -> int:
-    """What messages carry beyond parameters: uneven splits, and alignment."""
+    """What buckets carry beyond parameters: uneven splits, and alignment."""
     carried = sum(param.split.numel * param.dtypes.computed.itemsize for param in layout.params)
     return max(_message_bytes(layout) - carried, 0)
