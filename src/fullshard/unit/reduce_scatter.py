@@ -451,12 +451,14 @@ class BucketReduce:
 class LaneReduce:
     """One lane's part of a reduce-scatter.
 
-    `buffer` is what the results lie in, if they do, and `sums` what they were cast from.
+    `whole` is the memory of all results, if they lie side by side. `buffer` is what they lie in, if
+    they do, and `sums` what they were cast from.
     """
 
     plan: GradLane
     buckets: list[BucketReduce]
     scaling: Scaling
+    whole: torch.Tensor | None = None
     buffer: GradBuffer | None = None
     sums: list[torch.Tensor] = field(default_factory=list)
     work: CollectiveWork = field(default_factory=CollectiveWork)
@@ -471,6 +473,11 @@ class LaneReduce:
     def outs(self) -> list[torch.Tensor]:
         return [bucket.out for bucket in self.buckets if bucket.out is not None]
 
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """The results in as few tensors as possible: for collectives, hooks and scaling."""
+        return self.outs if self.whole is None else [self.whole]
+
     def slots(self, bucket: BucketReduce) -> list[GradSlot]:
         """What receives a part of a bucket's result."""
         return [(self.plan.target, 0)] if self.plan.target is not None else list(bucket.slots())
@@ -484,7 +491,15 @@ class LaneReduce:
         for bucket in self.buckets:
             places = bucket.plan.shard_range
             bucket.out = result[places.start : places.stop]
+        self.whole = result if len(self.buckets) == len(self.plan.buckets) else None
         return True
+
+    def allocate_results(self, device: torch.device) -> None:
+        sizes = [len(bucket.plan.shard_range) for bucket in self.buckets]
+        dtype = self.plan.lane.dtypes.reduced
+        self.whole = torch.empty(sum(sizes), dtype=dtype, device=device)
+        for bucket, out in zip(self.buckets, self.whole.split(sizes), strict=True):
+            bucket.out = out
 
 
 class InFlightReduceScatter:
@@ -641,18 +656,20 @@ class InFlightReduceScatter:
         return self._ends_in_buffer(dtypes) and lane.acquire_buffer(self._device.torch_device)
 
     def _reduce_scatter(self, lane: LaneReduce) -> None:
-        axis, hook, dtypes = self._config.axis, self._config.comm_hook, lane.plan.lane.dtypes
+        axis, hook = self._config.axis, self._config.comm_hook
         if axis.is_single and len(lane.buckets) == len(lane.plan.buckets) == 1:
             if lane.buffer is None:
-                lane.buckets[0].out = lane.buckets[0].inp  # the sum over one rank
+                # The sum over one rank.
+                lane.whole = lane.buckets[0].out = lane.buckets[0].inp
             return
         if lane.buffer is None and not self._write_to_buffer(lane):
-            for bucket in lane.buckets:
-                numel, device = len(bucket.plan.shard_range), self._device.torch_device
-                bucket.out = torch.empty(numel, dtype=dtypes.reduced, device=device)
+            lane.allocate_results(self._device.torch_device)
+        if hook is not None:
+            # A hook may give the tensor other memory, in another dtype: it must be one tensor.
+            (bucket,) = lane.buckets
+            bucket.out = lane.whole
         for bucket, out in zip(lane.buckets, lane.outs, strict=True):
             if hook is not None:
-                # A hook may give the tensor other memory, in another dtype: it stays this object.
                 hook.function(hook.state, bucket.inp, out)
             elif bucket.inp is None:
                 self._reduce_pieces(lane, bucket, out)
@@ -709,13 +726,13 @@ class InFlightReduceScatter:
             device.wait(device.record(), stream)
             with device.on(stream):
                 for lane in self._lanes:
-                    for out in lane.outs:
+                    for result in lane.results:
                         if config.comm_hook is not None:
-                            config.comm_hook.function(config.comm_hook.state, out)
+                            config.comm_hook.function(config.comm_hook.state, result)
                         elif replicas.group is not None and not replicas.is_single:
-                            all_reduce(out, replicas.group, average=lane.scaling.average)
+                            all_reduce(result, replicas.group, average=lane.scaling.average)
                         if hook is not None:
-                            hook.function(out)
+                            hook.function(result)
                 self._assign_lanes()
                 self._end()
             return
@@ -736,8 +753,8 @@ class InFlightReduceScatter:
         for lane in self._lanes:
             if lane.scaling.after != 1.0:
                 self._has_followed = True
-                for out in lane.outs:
-                    out.div_(lane.scaling.after)
+                for result in lane.results:
+                    result.div_(lane.scaling.after)
             self._assign(lane)
 
     def _assign(self, lane: LaneReduce) -> None:
@@ -745,10 +762,10 @@ class InFlightReduceScatter:
         if lane.buffer is None:
             self._has_followed = True
             if dtypes.reduced != dtypes.stored and self._ends_in_buffer(dtypes):
-                sums = lane.outs
+                sums = lane.results
                 if lane.acquire_buffer(self._device.torch_device):
                     lane.sums = sums
-                    foreach_copy_(lane.outs, lane.sums)
+                    foreach_copy_(lane.results, lane.sums)
         if lane.buffer is not None:
             lane.buffer.assigned()
             places = lane.buffer.places
@@ -758,10 +775,13 @@ class InFlightReduceScatter:
                 places = [(target, target.param, grads[target]) for target in targets]
             if unit_grads.assign_places(places):
                 self._has_followed = True
-        elif plan.buffer is not None and lane.is_complete and plan.buffer.holds_all_grads():
-            for bucket, out in zip(lane.buckets, lane.outs, strict=True):
-                places_of = bucket.plan.shard_range
-                plan.buffer.result[places_of.start : places_of.stop].add_(out)
+        elif (
+            plan.buffer is not None
+            and lane.whole is not None
+            and lane.is_complete
+            and plan.buffer.holds_all_grads()
+        ):
+            plan.buffer.result.add_(lane.whole)
         else:
             dtype = self._config.grad_dtype(dtypes)
             for bucket, out in zip(lane.buckets, lane.outs, strict=True):
