@@ -138,7 +138,7 @@ def test_a_second_ctrl_c_leaves_at_once(text: str, tmp_path: Path) -> None:
         os.kill(ranks[0], signal.SIGSTOP)  # so that it cannot save
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        while "once more to leave at once" not in process.stderr.readline():
+        while "interrupt again to stop immediately" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=TIMEOUT_S)
