@@ -98,8 +98,8 @@ def measure(rank: Rank, sizes_kb: list[int], num_rounds: int) -> list[tuple[str,
             fulls, owns = list(full.chunk(count)), list(own.chunk(count))
             runs: dict[str, Callable[[], object]] = {}
             for name, way in ways.items():
-                reduce = partial(way.reduce, average=False)
-                runs[f"gather, {name}"] = partial(waited_for, way.gather, fulls, owns, group)
+                reduce = partial(way.reduce_scatter, average=False)
+                runs[f"gather, {name}"] = partial(waited_for, way.all_gather, fulls, owns, group)
                 runs[f"reduce, {name}"] = partial(waited_for, reduce, owns, fulls, group)
             if count == 1:
                 runs[COPY] = partial(other.copy_, full)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
@@ -53,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The file
 
 
+@settings(deadline=None)
 @given(GIVEN)
 def test_a_configuration_reads_back_as_the_same(folder, chosen):
     config = config_of(None, chosen)

@@ -25,7 +25,7 @@ from fullshard.models.tokenizers import Tokenizer
 HASHED_BYTES = 256 * 2**20
 _PROBE_BYTES = 2**20
 _LINES = ".jsonl"
-_NOT_LIBRARY = frozenset({"shard-packages", "dist-packages", "test", "tests", "idle_test"})
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True, slots=True)

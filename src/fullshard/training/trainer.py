@@ -203,7 +203,7 @@ class Trainer:
         if not is_traced:
             yield
             return
-        ranks = RankGroup()
+        ranks = RankGroup.world()
         ranks.all_gather(None)  # so that the clocks of all ranks start together
         with record(self._world.device, self._world.rank) as recording:
             yield
