@@ -55,7 +55,7 @@ def main() -> None:
         loss.backward()
 
         pairs = list(zip(accumulated.parameters(), whole.parameters(), strict=True))
-        differences = [(a.grad - b.grad).to_local().abs().max().item() for a, b in pairs]
+        differences = [(a.grad - b.grad).to_local().norm().item() for a, b in pairs]
         difference = max(differences)  # on this rank's shards
         worst = max(worst, difference)
         for optimizer in optimizers:

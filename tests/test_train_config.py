@@ -60,6 +60,7 @@ def test_a_configuration_reads_back_as_the_same(folder, chosen):
     assert config_of(written(folder, config_as_toml(config)), {}) == config
 
 
+@settings(deadline=None)
 @given(GIVEN, GIVEN)
 def test_what_is_typed_wins_over_the_file_and_the_file_over_defaults(folder, in_file, typed):
     file = written(folder, config_as_toml(config_of(None, in_file)))
@@ -138,12 +139,14 @@ def test_a_file_that_is_no_text_or_none_at_all_is_refused(tmp_path):
         read_config(tmp_path)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_is_read_or_refused_in_a_sentence(folder, text):
     message = refusal(written(folder, text))
     assert message == "" or "run.toml" in message
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from([f"[{s}]" for s in SECTIONS] + [f"{k.name} = 1" for k in KEYS.values()]),
@@ -258,6 +261,7 @@ def test_what_is_only_unusual_is_let_through(values):
     validate(config_of(None, values))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 999), st.integers(1, 999))
 def test_a_mesh_is_replicas_by_shards(replicas, shards):
     validate(changed("sharding", mesh=f"{replicas}x{shards}"))

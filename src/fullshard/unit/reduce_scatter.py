@@ -762,10 +762,10 @@ class InFlightReduceScatter:
         if lane.buffer is None:
             self._has_followed = True
             if dtypes.reduced != dtypes.stored and self._ends_in_buffer(dtypes):
-                sums = lane.results
+                sums = lane.outs
                 if lane.acquire_buffer(self._device.torch_device):
                     lane.sums = sums
-                    foreach_copy_(lane.results, lane.sums)
+                    foreach_copy_(lane.outs, lane.sums)
         if lane.buffer is not None:
             lane.buffer.assigned()
             places = lane.buffer.places
