@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 __all__ = ["FakeTensorMode", "backward_hooks", "chunk_cat", "copy_hooks"]
 __all__ += ["disable_torch_function", "foreach_copy_"]
 __all__ += ["foreach_mul_", "foreach_norm", "post_accumulate_grad_hooks", "storage_key"]
-__all__ += ["storage_use_count", "tensor_use_count", "tree_leaves", "tree_map_only"]
+__all__ += ["storage_references", "tensor_references", "tree_leaves", "tree_map_only"]
 __all__ += ["unscale_and_check_finite_", "version_of", "view_base"]
 # DTensors and meshes
 __all__ += ["DTensorSpec", "StridedShard", "TensorMeta", "concatenate_meshes", "flatten_mesh"]
@@ -158,7 +158,7 @@ post_accumulate_grad_hooks: _Hooks = attrgetter("_post_accumulate_grad_hooks")
 
 # How many tensors in Python and C++ share a storage, and how many references a tensor has in C++.
 _use_count_of_data: Callable[[int], int] = torch._C._storage_Use_Count
-tensor_use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+tensor_references: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 # The fused operations that torch.optim and torch.amp use; there are no public forms.
 foreach_copy_ = torch._foreach_copy_
@@ -190,7 +190,7 @@ def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
-def storage_use_count(storage: torch.UntypedStorage) -> int:
+def storage_references(storage: torch.UntypedStorage) -> int:
     return _use_count_of_data(storage._cdata)
 
 

@@ -15,8 +15,8 @@ from fullshard._torch import (
     cuda_current_stream,
     cuda_get_device,
     cuda_set_stream,
-    storage_use_count,
-    tensor_use_count,
+    storage_references,
+    tensor_references,
 )
 
 
@@ -196,7 +196,7 @@ class ResizableBuffer:
     @property
     def use_count(self) -> int:
         """How many tensors share the storage, in Python and in C++, plus this object."""
-        return storage_use_count(self._storage)
+        return storage_references(self._storage)
 
     def view(
         self,
@@ -240,7 +240,7 @@ def _view(
 def reference_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Numbers that change when anyone else takes or drops a reference, in Python or in C++."""
     count = sys.getrefcount
-    return [count(tensor) + (tensor_use_count(tensor) << 32) for tensor in tensors]
+    return [count(tensor) + (tensor_references(tensor) << 32) for tensor in tensors]
 
 
 @dataclass(frozen=True, slots=True)
