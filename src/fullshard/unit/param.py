@@ -212,7 +212,8 @@ class DTensorParam(ShardedParam):
 
     def grad_view(self, reduced: torch.Tensor, offset: int) -> torch.Tensor:
         local = self.local
-        view = reduced.as_strided(local.size(), local.stride(), offset)
+        start = reduced.storage_offset() + offset
+        view = reduced.as_strided(local.size(), local.stride(), start)
         return as_dtensor(view, with_dtype(self.shard_spec, view.dtype))
 
     @property

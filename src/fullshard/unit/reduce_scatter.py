@@ -388,20 +388,20 @@ class GradLane:
         already, or that have a user's hook. The reduce-scatter stream is current: memory is
         allocated there.
         """
-        is_open = bool(self._in_buffer)  # by an earlier reduce-scatter of the same backward
         if any(bucket in self._in_buffer for bucket in buckets):
             return None
+        slots = self.slots
+        if len(buckets) < len(self.buckets):
+            reduced = {param for bucket in buckets for param in bucket.params}
+            slots = [slot for slot in slots if slot[0] in reduced]
+        with disable_torch_function():
+            for target, _ in slots:
+                if target.param.grad is not None or _has_hooks(target.param):
+                    return None
+        is_open = bool(self._in_buffer)  # by an earlier reduce-scatter of the same backward
         if self.buffer is None or not (is_open or self.buffer.is_unused):
             dtype = self.lane.dtypes.stored
             self.buffer = GradBuffer(self.lane.shard_numel, dtype, device, self.slots)
-        places = self.buffer.places
-        if len(buckets) < len(self.buckets):
-            reduced = {param for bucket in buckets for param in bucket.params}
-            places = [place for place in places if place[0] in reduced]
-        with disable_torch_function():
-            for _, param, _ in places:
-                if param.grad is not None or _has_hooks(param):
-                    return None
         self._in_buffer.update(buckets)
         return self.buffer
 
