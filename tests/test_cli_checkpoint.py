@@ -219,7 +219,7 @@ def test_verify_of_torchs_own_says_what_it_cannot_know(made):
 
 def test_verify_names_the_tensor_whose_bit_changed(saved):
     opened = open_checkpoint(saved / "first")
-    where = opened.boxes("model.inner.weight")[1]
+    where = opened.info("model.inner.weight").boxes[1]
     entry = opened.entry("model.inner.weight", where)
     content = bytearray(entry.path.read_bytes())
     values = opened.load("model.inner.weight", where).contiguous().view(torch.uint8).numpy()

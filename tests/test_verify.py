@@ -23,13 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from fullshard.errors import CheckpointError, ConfigError, UnknownNameError
 from fullshard.layout.split import Box
 from fullshard.state.checkpoint import TensorSource, write_checkpoint
-from fullshard.state.dcp import require_bounded
 from fullshard.state.shards import LocalPart
 from fullshard.state.store import Problem, StoredCheckpoint, open_checkpoint, verify
 from tests.stored import content, holds, write
 
 KEYS = sorted(content(0))
-PLAIN = st.none() | st.integers() | st.floats() | st.text() | st.binary()
 many = settings(derandomize=True, deadline=None, max_examples=60)
 
 
@@ -293,9 +291,8 @@ def test_ours_without_its_manifest_is_not_taken_for_torchs(path: Path) -> None:
     assert subjects(verify(path)) == {"manifest.json"}
 
 
-@pytest.mark.parametrize("state", ["incoming", "removed"])
-def test_an_unfinished_one_is_not_opened(path: Path, state: str) -> None:
-    unfinished = path.rename(path.with_name(f".step_1.{state}-{'0' * 32}"))
+def test_an_unfinished_one_is_not_opened(path: Path) -> None:
+    unfinished = path.rename(path.with_name(f".step_1.incoming-{'0' * 32}"))
     with pytest.raises(CheckpointError, match="not written to its end"):
         open_checkpoint(unfinished)
     assert subjects(verify(unfinished)) == {unfinished.name}
@@ -471,7 +468,7 @@ def test_an_index_that_names_a_call_is_refused_without_running_it(
 def test_a_tensor_that_names_a_call_is_refused_without_running_it(path: Path) -> None:
     trace = path.parent / "trace"
     opened = open_checkpoint(path)
-    where = opened.boxes("model.weight")[0]
+    where = opened.info("model.weight").boxes[0]
     entry = opened.entry("model.weight", where)
     torch.save(Call(os.mkdir, str(trace)), path / "own.distcp")
     size = (path / "own.distcp").stat().st_size
@@ -522,18 +519,8 @@ def test_an_index_that_claims_more_than_its_files_allocates_nothing(path: Path) 
 def test_an_index_that_asks_for_more_than_it_is_is_refused(path: Path, content: bytes) -> None:
     believe_sizes(path)
     (path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"exhaust memory|it is cut"):
+    with pytest.raises(CheckpointError, match="an index of torch"):
         open_checkpoint(path)
-
-
-@many
-@given(st.integers(0, 5), st.recursive(PLAIN, lambda inner: st.lists(inner) | st.tuples(inner)))
-def test_what_a_pickle_allocates_is_found_in_all_protocols(protocol: int, value: Any) -> None:
-    content = pickle.dumps([value, torch.Size([1]), "r" * 300, MetadataIndex], protocol)
-    require_bounded(content)
-    require_bounded(content + b"what follows the end is not read")
-    with pytest.raises(CheckpointError):
-        require_bounded(content[:-1])
 
 
 def archive(path: Path, size: int, compression: int) -> None:

@@ -305,7 +305,7 @@ def _line(opened: StoredCheckpoint, key: str) -> TensorLine:
         shape=shape,
         dtype=str(dtype).removeprefix("torch."),
         num_bytes=prod(shape) * dtype.itemsize,
-        num_blocks=len(opened.boxes(key)),
+        num_blocks=len(opened.info(key).boxes),
         checksum=None if stored is None else stored.checksum,
     )
 

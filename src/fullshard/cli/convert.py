@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,12 +19,13 @@ from fullshard.state.checkpoint import TensorSource, write_checkpoint
 from fullshard.state.dcp import MODEL
 from fullshard.state.safetensors import (
     INDEX_SUFFIX,
-    ExportedTensor,
     FilePlan,
     FileWriter,
     TensorFile,
+    TensorSpec,
     exported_dtype,
     install,
+    new_staging,
     open_tensors,
     plan_files,
     require_export,
@@ -35,7 +35,6 @@ from fullshard.state.store import (
     StoredCheckpoint,
     discard,
     open_checkpoint,
-    staging_folder,
 )
 
 Report = Callable[[int, int], None]
@@ -254,9 +253,9 @@ def export(
             f"{path}: tensors of a model are expected under {prefix!r}, found {_some(opened)}; "
             "pass the prefix of the model's keys with --prefix."
         )
-    plans = plan_files([_described(opened, n, k, asked.dtype) for n, k in keys.items()],
-                       asked.max_bytes)  # fmt: skip
-    staging = staging_folder(out, uuid.uuid4().hex)
+    specs = {name: _spec_of(opened, key, asked.dtype) for name, key in keys.items()}
+    plans = plan_files(specs, asked.max_bytes)
+    staging = new_staging(out)
     staging.mkdir(parents=True)
     try:
         num_done = 0
@@ -277,11 +276,9 @@ def export(
     return plans
 
 
-def _described(
-    opened: StoredCheckpoint, name: str, key: str, dtype: torch.dtype | None
-) -> ExportedTensor:
+def _spec_of(opened: StoredCheckpoint, key: str, dtype: torch.dtype | None) -> TensorSpec:
     opened.require_tiled(key)
-    return ExportedTensor(name, exported_dtype(opened.dtype(key), dtype), opened.shape(key))
+    return exported_dtype(opened.dtype(key), dtype), opened.shape(key)
 
 
 def _write(

@@ -24,7 +24,7 @@ from fullshard.models.architecture import Architecture
 from fullshard.models.optional import first_line, optional
 from fullshard.models.tokenizers import ByteTokenizer, FolderTokenizer, Tokenizer, has_tokenizer
 from fullshard.runtime.names import clean_name
-from fullshard.state.materialize import LostBuffers
+from fullshard.state.materialize import recreate_buffers
 from fullshard.state.safetensors import LoadedWeights, load_safetensors, open_tensors
 from fullshard.state.shards import tensor_shards
 from fullshard.wrap import repeated_blocks
@@ -171,7 +171,7 @@ class FolderArchitecture(Architecture):
         """
         reference = self._without_adapters()
         try:
-            LostBuffers(reference, None).recreate()
+            recreate_buffers(reference)
         except LifecycleError as error:
             raise UnsupportedError(
                 f"model {self.name}: a model that can recompute its buffers was expected, but "

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -29,24 +29,19 @@ from fullshard._torch import to_local
 from fullshard.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.layout.split import Box, row_chunks, tiles
 from fullshard.state import store
-from fullshard.state.dcp import (
-    INDEX,
-    MODEL,
-    OPTIMIZER,
-    Entry,
-    TensorInfo,
-    append_entry,
-    encode_index,
-)
+from fullshard.state.dcp import INDEX, MODEL, OPTIMIZER, Entry, append_entry, encode_index
 from fullshard.state.optim_state import OptimParam, optim_params, saved_options
 from fullshard.state.rank_group import RankGroup
 from fullshard.state.shards import LocalPart, TensorShard, tensor_shards
-from fullshard.state.store import Manifest, StoredBlock, StoredCheckpoint, StoredTensor
+from fullshard.state.store import (
+    Manifest,
+    StoredBlock,
+    StoredCheckpoint,
+    StoredOptimizer,
+    StoredTensor,
+)
 
 _RANDOM = "random state"
-
-
-# Saving
 
 
 def save(
@@ -76,10 +71,11 @@ def save(
         shards: How many files each rank writes, in parallel.
         keep: How many checkpoints beside each other to keep; older ones are removed.
     """
-    options = _Options(step, only, shards, keep)
-    ranks = RankGroup.world()
-    BACKGROUND.require_success(ranks, wait=True)
-    _writer(Path(path), model, optimizer, extra or {}, options, ranks).write(ranks)
+    ranks = _ranks_after_saves(wait=True)
+    draft = Manifest(step=step, num_ranks=ranks.size, extra=tuple(extra or {}))
+    writer = _Writer(Path(path), draft, num_threads=shards, keep=keep)
+    writer.add_model(model, optimizer, extra or {}, only, ranks)
+    writer.write(ranks)
     return Path(path)
 
 
@@ -99,109 +95,80 @@ def save_async(
     Takes what `save` takes. A further save queues behind this one. An error is raised by the
     handle's `wait`, and by the next save, on all ranks.
     """
-    options = _Options(step, only, shards, keep)
-    ranks = RankGroup.world()
-    BACKGROUND.require_success(ranks, wait=False)
-    writer = _writer(Path(path), model, optimizer, extra or {}, options, ranks)
-    staged = ranks.run(f"save {path}", writer.staged)
-    return BACKGROUND.submit(staged, RankGroup.world(in_background=True))
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """How a checkpoint is to be saved."""
-
-    step: int | None
-    only: str | Callable[[str], bool] | None
-    shards: int
-    keep: int | None
-
-    def __post_init__(self) -> None:
-        for name, value in (("shards", self.shards), ("keep", self.keep)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(
-                    f"save: {name} must be a number of at least 1, found {value!r}; pass 1 or more."
-                )
+    ranks = _ranks_after_saves(wait=False)
+    draft = Manifest(step=step, num_ranks=ranks.size, extra=tuple(extra or {}))
+    writer = _Writer(Path(path), draft, num_threads=shards, keep=keep)
+    writer.add_model(model, optimizer, extra or {}, only, ranks)
+    ranks.run(f"save {path}", writer.copy_to_host)
+    _BACKGROUND.last = Handle(writer, RankGroup.world(in_background=True), _BACKGROUND.last)
+    return _BACKGROUND.last
 
 
 class Handle:
     """A save in the background."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._done = threading.Event()
+    def __init__(self, writer: _Writer, ranks: RankGroup, before: Handle | None) -> None:
+        self.path = writer.path
         self._error: BaseException | None = None
+        # Not a daemon: the program must not end before the checkpoint is whole.
+        self._thread = threading.Thread(
+            target=self._write, args=(writer, ranks, before), name="fullshard-save"
+        )
+        self._thread.start()
+
+    def _write(self, writer: _Writer, ranks: RankGroup, before: Handle | None) -> None:
+        if before is not None:
+            before._thread.join()
+        try:
+            writer.write(ranks)
+        except BaseException as error:
+            self._error = _BACKGROUND.failure = error
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._done.is_set()
+        return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> Path:
         """Wait for the checkpoint to be whole; raise what went wrong."""
-        if not self._done.wait(timeout_s):
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
             raise TimeoutError(f"{self.path}: not written within {timeout_s} s; it goes on.")
         if self._error is not None:
             raise self._error
         return self.path
 
-    def finish(self, error: BaseException | None) -> None:
-        self._error = error
-        self._done.set()
 
-
+@dataclass(slots=True)
 class _Background:
-    """Writes one save after another, in threads that wait for each other."""
+    """The last save in the background, on all ranks or on none, and what went wrong since then."""
 
-    def __init__(self) -> None:
-        self._last: threading.Thread | None = None  # None on all ranks, or on none of them
-        self._failure: BaseException | None = None
-
-    def submit(self, writer: _Writer, ranks: RankGroup) -> Handle:
-        handle = Handle(writer.path)
-        # Not a daemon: the program must not end before the checkpoint is whole.
-        thread = threading.Thread(
-            target=self._run, args=(self._last, writer, ranks, handle), name="fullshard-save"
-        )
-        self._last = thread
-        thread.start()
-        return handle
-
-    def require_success(self, ranks: RankGroup, *, wait: bool) -> None:
-        """Raise, on all ranks, what went wrong on any of them since the last save.
-
-        All ranks call it. Without `wait`, saves that still go on are left alone.
-        """
-        if self._last is None:
-            return
-        if wait:
-            self._last.join()
-        known = self._failure
-        failed = [text for text in ranks.all_gather("" if known is None else str(known)) if text]
-        if wait or failed:
-            self._last.join()  # where the failure is not known yet, it is about to be
-            self._last, self._failure = None, None
-        if failed:
-            raise CheckpointError(
-                f"save_async: the save before this one failed: {failed[0]}"
-            ) from known
-
-    def _run(
-        self, before: threading.Thread | None, writer: _Writer, ranks: RankGroup, handle: Handle
-    ) -> None:
-        if before is not None:
-            before.join()
-        error: BaseException | None = None
-        try:
-            writer.write(ranks)
-        except BaseException as caught:
-            self._failure = error = caught
-        handle.finish(error)
+    last: Handle | None = None
+    failure: BaseException | None = None
 
 
-BACKGROUND = _Background()
+_BACKGROUND = _Background()
 
 
-# What is saved
+def _ranks_after_saves(*, wait: bool) -> RankGroup:
+    """All ranks. Raises, on all of them, what went wrong on any of them in the background.
+
+    Without `wait`, saves that still go on are left alone.
+    """
+    ranks, last = RankGroup.world(), _BACKGROUND.last
+    if last is None:
+        return ranks
+    if wait:
+        last._thread.join()
+    known = _BACKGROUND.failure
+    failed = [text for text in ranks.all_gather("" if known is None else str(known)) if text]
+    if wait or failed:
+        last._thread.join()  # where the failure is not known yet, it is about to be
+        _BACKGROUND.last, _BACKGROUND.failure = None, None
+    if failed:
+        raise CheckpointError(
+            f"save_async: the save before this one failed: {failed[0]}"
+        ) from known
+    return ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,21 +193,6 @@ class TensorSource:
     @classmethod
     def of_stored(cls, stored: StoredCheckpoint, key: str) -> TensorSource:
         return cls(stored.shape(key), stored.dtype(key), lambda box: stored.read(key, box))
-
-
-@dataclass(slots=True)
-class _Content:
-    """What this rank writes of a model and its optimizer: views of the memory that is trained.
-
-    `values` are optimizer state that is not sharded (a count of steps, a number, a string) by
-    parameter and name, and whether this rank trains a part of the parameter: others may be out of
-    date.
-    """
-
-    sources: dict[str, TensorSource] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    groups: list[dict[str, Any]] | None = None
-    values: dict[tuple[str, str], tuple[Any, bool]] = field(default_factory=dict)
 
 
 def selection(
@@ -268,139 +220,301 @@ def require_values(shard: TensorShard, purpose: str) -> None:
         )
 
 
-def _writer(
-    path: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any],
-    options: _Options,
-    ranks: RankGroup,
-) -> _Writer:
-    subject = f"save {path}"
-    choose, words = selection(options.only)
-    content = ranks.run(subject, lambda: _content_of(model, optimizer, choose, ranks))
-    values = _merged(ranks.all_gather(content.values))
-    sources = dict(content.sources)
-    if ranks.is_first:
-        for (name, state), value in values.items():
+def write_checkpoint(
+    path: str | Path,
+    tensors: Mapping[str, TensorSource],
+    described_by: Manifest | None = None,
+    *,
+    num_files: int = 1,
+    rank_states: Sequence[Mapping[str, Any]] = (),
+    checksums: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Write a checkpoint from this process alone, without a model, one box in memory at a time.
+
+    `tensors` are by key, as in "model.layers.0.weight", and dealt out to `num_files` files.
+    `rank_states` is what each rank of a run had for itself; `described_by` a manifest with the same
+    step, aliases, optimizer and selection. With `checksums`, nothing appears under the name if a
+    tensor has another one.
+    """
+    if type(num_files) is not int or num_files < 1:
+        raise ConfigError(f"num_files: a number of at least 1 is expected, found {num_files!r}.")
+    states = [{"extra": {}, **state} for state in rank_states] or [{"extra": {}}]
+    fresh = Manifest()
+    draft = replace(
+        described_by or fresh,
+        id=fresh.id,
+        created=fresh.created,
+        versions=fresh.versions,
+        num_ranks=len(states),
+        extra=tuple(states[0]["extra"]),
+    )
+    writer = _Writer(Path(path), draft, dict(enumerate(states)), checksums=checksums or {})
+    for key, source in tensors.items():
+        boxes = row_chunks(source.shape, num_files) if source.boxes is None else source.boxes
+        writer.sources[key] = replace(source, boxes=tuple(boxes))
+    writer.file_names = [f"__{number}_0.distcp" for number in range(num_files)]
+    writer.write(RankGroup())
+    return store.read_manifest(Path(path))
+
+
+@dataclass(slots=True)
+class _Writer:
+    """A checkpoint that is to be written.
+
+    Attributes:
+        draft: Its manifest, without what is known only when everything is written.
+        states: What the files of ranks hold: of this rank, or of all if this process is alone.
+        sources: Tensors, with the boxes that this rank writes: views of the memory that is trained.
+        file_names: The files that those boxes are dealt out to, `num_threads` at a time.
+        keep: How many checkpoints beside each other to keep.
+        checksums: What tensors must have.
+    """
+
+    path: Path
+    draft: Manifest
+    states: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    sources: dict[str, TensorSource] = field(default_factory=dict)
+    file_names: Sequence[str] = ()
+    num_threads: int = 1
+    keep: int | None = None
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+    def add_model(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        extra: Mapping[str, Any],
+        only: str | Callable[[str], bool] | None,
+        ranks: RankGroup,
+    ) -> None:
+        """Add what this rank writes of a model and its optimizer; all ranks call it."""
+        for name, number in (
+            ("shards", self.num_threads),
+            ("keep", 1 if self.keep is None else self.keep),
+        ):
+            if type(number) is not int or number < 1:
+                raise ConfigError(f"save: {name} must be a number of at least 1, found {number!r}.")
+        choose, words = selection(only)
+
+        def added() -> tuple[dict[str, str], list[dict[str, Any]] | None, _Values]:
+            shards = tensor_shards(model)
+            chosen = [shard for shard in shards if choose(shard)]
+            for shard in chosen:
+                require_values(shard, "saved")
+                self._add(MODEL + shard.name, shard, shard.tensor, ranks)
+            aliases = {name: shard.name for shard in chosen for name in shard.names[1:]}
+            if optimizer is None:
+                return aliases, None, {}
+            return aliases, *self._add_optimizer(optimizer, shards, choose, ranks)
+
+        subject = f"save {self.path}"
+        aliases, groups, own = ranks.run(subject, added)
+        # Of state that is not sharded, values of ranks that train it count: others may be old.
+        everyone = ranks.all_gather(own)
+        values = {
+            key: value
+            for wanted in (False, True)
+            for some in reversed(everyone)
+            for key, (value, is_trained) in some.items()
+            if is_trained == wanted
+        }
+        for (name, state), value in values.items() if ranks.is_first else ():
             if isinstance(value, torch.Tensor):  # written whole, so that torch's tools find it
                 whole = [LocalPart(Box.whole(value.shape), value)]
-                key = f"{OPTIMIZER}{name}.{state}"
-                sources[key] = TensorSource.of_parts(value.shape, value.dtype, whole)
-    groups = content.groups
-    optimizer_state = ranks.run(
-        subject, lambda: None if groups is None else _plain_optimizer(groups, values)
-    )
-    draft = Manifest(
-        step=options.step,
-        num_ranks=ranks.size,
-        aliases=content.aliases,
-        optimizer=optimizer_state,
-        selection=words,
-        extra=tuple(extra),
-    )
-    boxes = [(key, box) for key, source in sources.items() for box in source.boxes or ()]
-    if options.shards > 1:
-        boxes.sort(key=lambda each: -each[1].numel)  # dealt out to files of about the same size
-    files = {
-        f"__{ranks.rank}_{n}.distcp": boxes[n :: options.shards] for n in range(options.shards)
-    }
-    return _Writer(
-        path,
-        draft,
-        sources,
-        files,
-        {ranks.rank: {_RANDOM: random_state(), "extra": dict(extra)}},
-        keep=options.keep,
-        num_threads=options.shards,
-    )
+                source = TensorSource.of_parts(value.shape, value.dtype, whole)
+                self.sources[f"{OPTIMIZER}{name}.{state}"] = source
+        stored = ranks.run(
+            subject, lambda: None if groups is None else _stored_optimizer(groups, values)
+        )
+        self.draft = replace(self.draft, aliases=aliases, optimizer=stored, selection=words)
+        self.states[ranks.rank] = {_RANDOM: random_state(), "extra": dict(extra)}
+        self.file_names = [f"__{ranks.rank}_{n}.distcp" for n in range(self.num_threads)]
 
+    def _add(self, key: str, shard: TensorShard, tensor: torch.Tensor, ranks: RankGroup) -> None:
+        parts = shard.local_parts(tensor) if shard.is_writer else []
+        if shard.shape.numel() == 0:
+            # No rank has a part; the first one writes that it exists.
+            empty = torch.empty(shard.shape, dtype=tensor.dtype)
+            parts = [LocalPart(Box.whole(shard.shape), empty)] if ranks.is_first else []
+        self.sources[key] = TensorSource.of_parts(shard.shape, tensor.dtype, parts)
 
-def _content_of(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    choose: Callable[[TensorShard], bool],
-    ranks: RankGroup,
-) -> _Content:
-    shards = tensor_shards(model)
-    found = _Content()
-    for shard in filter(choose, shards):
-        require_values(shard, "saved")
-        found.aliases.update(dict.fromkeys(shard.names[1:], shard.name))
-        found.sources[MODEL + shard.name] = _source(shard, shard.tensor, ranks)
-    if optimizer is None:
+    def _add_optimizer(
+        self,
+        optimizer: Optimizer,
+        shards: Sequence[TensorShard],
+        choose: Callable[[TensorShard], bool],
+        ranks: RankGroup,
+    ) -> tuple[list[dict[str, Any]], _Values]:
+        """Add state that is sharded; return parameter groups, and state that is not sharded."""
+        values: _Values = {}
+        groups = []
+        params = optim_params([group["params"] for group in optimizer.param_groups], shards)
+        for group, its_params in zip(optimizer.param_groups, params, strict=True):
+            names = []
+            for each in its_params:
+                if not each.shards:
+                    raise ConfigError(
+                        f"optimizer: its parameters must be the model's, found one of shape "
+                        f"{tuple(each.param.shape)} that is not; pass the optimizer of this model."
+                    )
+                for shard in filter(choose, each.shards):
+                    names.append(shard.name)
+                    for state, value in optimizer.state.get(each.param, {}).items():
+                        if _is_like(value, each.param):
+                            self._add(f"{OPTIMIZER}{shard.name}.{state}", shard, value, ranks)
+                            continue
+                        if isinstance(value, torch.Tensor):
+                            # A DTensor without dims is replicated. An optimizer counts on in place.
+                            value = to_local(value).detach().to("cpu", copy=True)
+                        is_trained = bool(shard.local_parts(shard.tensor))
+                        values[shard.name, state] = (value, is_trained)
+            groups.append({**group, "params": names})
+        return groups, values
+
+    def copy_to_host(self) -> None:
+        """Copy everything, so that nothing changes when training goes on."""
+        is_cuda = False
+        for key, source in self.sources.items():
+            parts = []
+            for box in source.boxes or ():
+                values = source.read(box)
+                host = torch.empty(box.sizes, dtype=source.dtype, pin_memory=values.is_cuda)
+                parts.append(LocalPart(box, host.copy_(values, non_blocking=values.is_cuda)))
+                is_cuda |= values.is_cuda
+            self.sources[key] = TensorSource.of_parts(source.shape, source.dtype, parts)
+        if is_cuda:
+            torch.cuda.synchronize()
+        for rank, state in self.states.items():
+            self.states[rank] = copy.deepcopy({**state, "extra": _plain_extra(state["extra"])})
+
+    def write(self, ranks: RankGroup) -> None:
+        """Write everything under another name, then the manifest, then give it its name."""
+        subject = f"save {self.path}"
+        staging, self.draft = ranks.run_first(subject, lambda: (store.begin(self.path), self.draft))
+        try:
+            everyone = ranks.gather(
+                subject, lambda: self._write_files(staging), "nothing appears under this name."
+            )
+            ranks.run_first(subject, lambda: self._finish(staging, everyone))
+        except BaseException:
+            if ranks.is_first:
+                store.discard(staging)
+            raise
+
+    def _write_files(self, staging: Path) -> dict[str, _Written]:
+        boxes = [(key, box) for key, source in self.sources.items() for box in source.boxes or ()]
+        if self.num_threads > 1:
+            boxes.sort(key=lambda each: -each[1].numel)  # dealt out to files of about the same size
+        found = {key: _Written(source.shape, source.dtype) for key, source in self.sources.items()}
+
+        def write_file(number: int) -> None:
+            path = staging / self.file_names[number]
+            with path.open("xb") as file:
+                for key, box in boxes[number :: len(self.file_names)]:
+                    found[key].add(box, self.sources[key].read(box), file, path)
+                file.flush()
+                os.fsync(file.fileno())
+
+        numbers = range(len(self.file_names))
+        if self.num_threads == 1:
+            list(map(write_file, numbers))
+        else:
+            with ThreadPoolExecutor(self.num_threads) as threads:
+                list(threads.map(write_file, numbers))
+        for rank, state in self.states.items():
+            store.write_synced(staging / store.rank_file(rank), _packed(state, self.draft.id))
         return found
-    found.groups = []
-    groups = optim_params([group["params"] for group in optimizer.param_groups], shards)
-    for group, params in zip(optimizer.param_groups, groups, strict=True):
-        for each in params:
-            if not each.shards:
-                raise ConfigError(
-                    f"optimizer: its parameters must be the model's, found one of shape "
-                    f"{tuple(each.param.shape)} that is not; pass the optimizer of this model."
-                )
-            for shard in filter(choose, each.shards):
-                _add_state(found, shard, each.param, optimizer.state.get(each.param, {}), ranks)
-        names = [s.name for each in params for s in each.shards if choose(s)]
-        found.groups.append({**group, "params": names})
-    return found
+
+    def _finish(self, staging: Path, everyone: Sequence[Mapping[str, _Written]]) -> None:
+        """Write the index and the manifest, once all ranks have written, and give it its name."""
+        written: dict[str, _Written] = {}
+        for own in everyone:
+            for key, each in own.items():
+                known = written.setdefault(key, _Written(each.shape, each.dtype))
+                if (known.shape, known.dtype) != (each.shape, each.dtype):
+                    raise CheckpointError(
+                        f"{key}: all ranks must have the same tensor, found {each.shape} in "
+                        f"{each.dtype} and {known.shape} in {known.dtype}; build the same model."
+                    )
+                known.boxes.extend(each.boxes)
+        tensors = {key: each.stored(key) for key, each in written.items()}
+        wrong = [key for key, value in self.checksums.items() if tensors[key].checksum != value]
+        if wrong:
+            raise CheckpointError(
+                f"{', '.join(wrong[:5])}: the content that the manifest describes is expected, "
+                "found other content; nothing was written. The checkpoint it came from is damaged."
+            )
+        about = {
+            key: (each.shape, each.dtype, [(box, entry) for box, _, entry in each.boxes])
+            for key, each in written.items()
+        }
+        store.write_synced(staging / INDEX, encode_index(self.draft.id, about))
+        files = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
+        manifest = replace(self.draft, tensors=tensors, files=files)
+        store.write_synced(staging / store.MANIFEST, manifest.to_json().encode())
+        store.commit(staging, self.path)
+        if self.keep is not None:
+            store.prune(self.path.parent, self.keep)
 
 
-def _source(shard: TensorShard, tensor: torch.Tensor, ranks: RankGroup) -> TensorSource:
-    parts = shard.local_parts(tensor) if shard.is_writer else []
-    if shard.shape.numel() == 0:
-        # No rank has a part; the first one writes that it exists.
-        empty = torch.empty(shard.shape, dtype=tensor.dtype)
-        parts = [LocalPart(Box.whole(shard.shape), empty)] if ranks.is_first else []
-    return TensorSource.of_parts(shard.shape, tensor.dtype, parts)
+# State that is not sharded, by parameter and name, and whether this rank trains the parameter.
+_Values = dict[tuple[str, str], tuple[Any, bool]]
 
 
-def _add_state(
-    found: _Content,
-    shard: TensorShard,
-    param: torch.Tensor,
-    state: Mapping[str, Any],
-    ranks: RankGroup,
-) -> None:
-    for name, value in state.items():
-        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-        is_alike = isinstance(value, DTensor) == isinstance(param, DTensor)
-        if is_tensor and is_alike and value.shape == param.shape:  # sharded as the parameter is
-            found.sources[f"{OPTIMIZER}{shard.name}.{name}"] = _source(shard, value, ranks)
-            continue
-        if isinstance(value, torch.Tensor):
-            # A DTensor without dims is replicated. An optimizer counts on in place: copy.
-            value = to_local(value).detach().to("cpu", copy=True)
-        found.values[shard.name, name] = (value, bool(shard.local_parts(shard.tensor)))
+@dataclass(slots=True)
+class _Written:
+    """A tensor, and its boxes that are on disk, each with its checksum and where it is."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[tuple[Box, int, Entry]] = field(default_factory=list)
+
+    def add(self, box: Box, values: torch.Tensor, file: BinaryIO, path: Path) -> None:
+        if tuple(values.shape) != box.sizes or values.dtype != self.dtype:
+            raise CheckpointError(
+                f"{path.name}: a block of {box.sizes} in {self.dtype} is expected, found "
+                f"{tuple(values.shape)} in {values.dtype}; nothing appears under the name."
+            )
+        total = store.checksum(self.shape, box, values)
+        self.boxes.append((box, total, append_entry(file, path, values)))
+
+    def stored(self, key: str) -> StoredTensor:
+        """What a manifest says of it; all ranks have written their boxes."""
+        self.boxes.sort(key=lambda each: each[0].offsets)
+        boxes = [box for box, _, _ in self.boxes]
+        if not tiles(self.shape, boxes):
+            raise CheckpointError(
+                f"{key}: the parts of all ranks must cover shape {self.shape} once, found {boxes}; "
+                "nothing was written. Save on all ranks of the model's mesh."
+            )
+        blocks = [
+            StoredBlock(b.offsets, b.sizes, store.as_text(total)) for b, total, _ in self.boxes
+        ]
+        whole = store.as_text(store.joined(total for _, total, _ in self.boxes))
+        return StoredTensor(
+            self.shape, str(self.dtype).removeprefix("torch."), whole, tuple(blocks)
+        )
 
 
-def _merged(
-    everyone: Iterable[Mapping[tuple[str, str], tuple[Any, bool]]],
-) -> dict[tuple[str, str], Any]:
-    """State that is not sharded, of all ranks: values of ranks that train it come first."""
-    merged: dict[tuple[str, str], tuple[Any, bool]] = {}
-    for values in everyone:
-        for key, (value, is_trained) in values.items():
-            if key not in merged or (is_trained and not merged[key][1]):
-                merged[key] = (value, is_trained)
-    return {key: value for key, (value, _) in merged.items()}
+def _is_like(value: Any, param: torch.Tensor) -> bool:
+    """Whether optimizer state is sharded as its parameter is."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() > 0
+        and isinstance(value, DTensor) == isinstance(param, DTensor)
+        and value.shape == param.shape
+    )
 
 
-def _plain_optimizer(
-    groups: Sequence[Mapping[str, Any]], values: Mapping[tuple[str, str], Any]
-) -> dict[str, Any]:
-    """What a manifest has of an optimizer: parameter groups, and state that is no tensor."""
+def _stored_optimizer(
+    groups: Sequence[dict[str, Any]], values: Mapping[tuple[str, str], Any]
+) -> StoredOptimizer:
     plain: dict[str, dict[str, Any]] = {}
     for (name, state), value in values.items():
         if not isinstance(value, torch.Tensor):
             plain.setdefault(name, {})[state] = _as_json(f"{name}.{state}", value)
-    return {
-        "param_groups": [
-            {key: _as_json(f"param_groups[{index}].{key}", value) for key, value in group.items()}
-            for index, group in enumerate(groups)
-        ],
-        "values": plain,
-    }
+    encoded = [_as_json(f"param_groups[{n}]", group)["value"] for n, group in enumerate(groups)]
+    return {"param_groups": encoded, "values": plain}
 
 
 def _as_json(subject: str, value: Any) -> Any:
@@ -424,239 +538,17 @@ def _as_json(subject: str, value: Any) -> Any:
 
 def _from_json(value: Any) -> Any:
     """What `_as_json` was given."""
-    if isinstance(value, list):
-        return [_from_json(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind, inner = value.get("kind"), value.get("value")
-    if kind == "tuple" and isinstance(inner, list):
-        return tuple(_from_json(item) for item in inner)
-    if kind == "dict" and isinstance(inner, dict):
-        return {key: _from_json(item) for key, item in inner.items()}
-    dtype = getattr(torch, str(value.get("dtype")), None)
-    if kind == "tensor" and isinstance(dtype, torch.dtype):
-        return torch.tensor(inner, dtype=dtype)
+    match value:
+        case list():
+            return [_from_json(item) for item in value]
+        case {"kind": "tuple", "value": list(inner)}:
+            return tuple(_from_json(item) for item in inner)
+        case {"kind": "dict", "value": dict(inner)}:
+            return {key: _from_json(item) for key, item in inner.items()}
+        case {"kind": "tensor", "value": inner, "dtype": str(name)}:
+            dtype = getattr(torch, name, None)
+            return torch.tensor(inner, dtype=dtype) if isinstance(dtype, torch.dtype) else value
     return value
-
-
-# Writing
-
-
-def write_checkpoint(
-    path: str | Path,
-    tensors: Mapping[str, TensorSource],
-    described_by: Manifest | None = None,
-    *,
-    num_files: int = 1,
-    rank_states: Sequence[Mapping[str, Any]] = (),
-    checksums: Mapping[str, str] | None = None,
-) -> Manifest:
-    """Write a checkpoint from this process alone, without a model, one box in memory at a time.
-
-    Args:
-        path: The folder that it becomes; one that has the name is replaced once this one is whole.
-        tensors: By key, as in "model.layers.0.weight".
-        described_by: A manifest with the same step, aliases, optimizer and selection.
-        num_files: How many files the tensors are dealt out to.
-        rank_states: What the ranks' own files hold; for each rank of the run one, however many
-            files there are: random state belongs to one rank only.
-        checksums: What tensors must have; nothing appears under the name if one has another.
-
-    Returns:
-        The manifest that was written.
-    """
-    if type(num_files) is not int or num_files < 1:
-        raise ConfigError(f"num_files: a number of at least 1 is expected, found {num_files!r}.")
-    states = [{"extra": {}, **state} for state in rank_states] or [{"extra": {}}]
-    fresh = Manifest(num_ranks=len(states))
-    draft = replace(
-        described_by or fresh,
-        id=fresh.id,
-        created=fresh.created,
-        num_ranks=fresh.num_ranks,
-        versions=fresh.versions,
-        extra=tuple(states[0]["extra"]),
-    )
-    sources = {
-        key: replace(each, boxes=tuple(row_chunks(each.shape, num_files)))
-        if each.boxes is None
-        else each
-        for key, each in tensors.items()
-    }
-    files = {
-        f"__{number}_0.distcp": [
-            (key, box)
-            for key, source in sources.items()
-            for box in (source.boxes or ())[number::num_files]
-        ]
-        for number in range(num_files)
-    }
-    writer = _Writer(
-        Path(path), draft, sources, files, dict(enumerate(states)), checksums=checksums or {}
-    )
-    writer.write(RankGroup())
-    return store.read_manifest(Path(path))
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """A box that is on disk."""
-
-    key: str
-    box: Box
-    checksum: int
-    entry: Entry
-
-
-@dataclass(frozen=True, slots=True)
-class _Writer:
-    """A checkpoint that is ready to be written.
-
-    Attributes:
-        path: The folder that it becomes.
-        draft: Its manifest, without what is known only when everything is written.
-        sources: Tensors, with the boxes that this rank writes.
-        files: Those boxes, by the file that they go to.
-        states: What the files of ranks hold: of this rank, or of all if this process is alone.
-        keep: How many checkpoints beside each other to keep.
-        checksums: What tensors must have.
-        num_threads: How many files are written in parallel.
-    """
-
-    path: Path
-    draft: Manifest
-    sources: Mapping[str, TensorSource]
-    files: Mapping[str, Sequence[tuple[str, Box]]]
-    states: Mapping[int, Mapping[str, Any]]
-    keep: int | None = None
-    checksums: Mapping[str, str] = field(default_factory=dict)
-    num_threads: int = 1
-
-    def staged(self) -> _Writer:
-        """The same checkpoint, of copies in host memory: nothing changes when training goes on."""
-        copies = {}
-        is_cuda = False
-        for key, source in self.sources.items():
-            parts = []
-            for box in source.boxes or ():
-                values = source.read(box)
-                host = torch.empty(box.sizes, dtype=source.dtype, pin_memory=values.is_cuda)
-                parts.append(LocalPart(box, host.copy_(values, non_blocking=values.is_cuda)))
-                is_cuda |= values.is_cuda
-            copies[key] = TensorSource.of_parts(source.shape, source.dtype, parts)
-        if is_cuda:
-            torch.cuda.synchronize()
-        states = {
-            rank: {**state, "extra": copy.deepcopy(_plain_extra(state["extra"]))}
-            for rank, state in self.states.items()
-        }
-        return replace(self, sources=copies, states=states)
-
-    def write(self, ranks: RankGroup) -> None:
-        """Write everything under another name, then the manifest, then give it its name."""
-        subject = f"save {self.path}"
-        own = {k: TensorInfo(s.shape, s.dtype, s.boxes or ()) for k, s in self.sources.items()}
-        everyone = ranks.all_gather((self.draft.id, own))
-        checkpoint_id, infos = everyone[0][0], _joined_infos([infos for _, infos in everyone])
-        staging = store.staging_folder(self.path, checkpoint_id)
-        try:
-            ranks.run_first(subject, lambda: store.begin(self.path, checkpoint_id))
-            written = ranks.gather(
-                subject,
-                lambda: self._write_files(staging, checkpoint_id),
-                "nothing appears under this name.",
-            )
-            boxes = [each for some in written for each in some]
-            ranks.run_first(subject, lambda: self._finish(staging, infos, boxes))
-        except BaseException:
-            if ranks.is_first:
-                store.discard(staging)
-            raise
-
-    def _write_files(self, staging: Path, checkpoint_id: str) -> list[_Written]:
-        def write_file(name: str) -> list[_Written]:
-            with (staging / name).open("xb") as file:
-                written = [
-                    self._write_box(file, staging / name, *each) for each in self.files[name]
-                ]
-                file.flush()
-                os.fsync(file.fileno())
-            return written
-
-        if self.num_threads == 1:
-            written = list(map(write_file, self.files))
-        else:
-            with ThreadPoolExecutor(self.num_threads) as threads:
-                written = list(threads.map(write_file, self.files))
-        for rank, state in self.states.items():
-            store.write_synced(staging / store.rank_file(rank), _packed(state, checkpoint_id))
-        return [each for some in written for each in some]
-
-    def _write_box(self, file: Any, path: Path, key: str, box: Box) -> _Written:
-        source = self.sources[key]
-        values = source.read(box)
-        if tuple(values.shape) != box.sizes or values.dtype != source.dtype:
-            raise CheckpointError(
-                f"{key}: a block of {box.sizes} in {source.dtype} is expected, found "
-                f"{tuple(values.shape)} in {values.dtype}; nothing appears under the name."
-            )
-        total = store.checksum(source.shape, box, values)
-        return _Written(key, box, total, append_entry(file, path, values))
-
-    def _finish(
-        self, staging: Path, infos: Mapping[str, TensorInfo], written: Sequence[_Written]
-    ) -> None:
-        """Write the index and the manifest, once all ranks have written, and give it its name."""
-        sums = {(each.key, each.box): each.checksum for each in written}
-        tensors = {
-            key: StoredTensor(
-                info.shape,
-                str(info.dtype).removeprefix("torch."),
-                store.as_text(store.joined(sums[key, box] for box in info.boxes)),
-                tuple(
-                    StoredBlock(box.offsets, box.sizes, store.as_text(sums[key, box]))
-                    for box in info.boxes
-                ),
-            )
-            for key, info in infos.items()
-        }
-        wrong = [key for key, value in self.checksums.items() if tensors[key].checksum != value]
-        if wrong:
-            raise CheckpointError(
-                f"{wrong[0]}: the content that the manifest describes is expected, found other "
-                f"content (of {len(wrong)} tensors: {', '.join(wrong[:5])}); nothing was written. "
-                "The checkpoint it came from is damaged."
-            )
-        entries = [(each.key, each.box, each.entry) for each in written]
-        store.write_synced(staging / INDEX, encode_index(self.draft.id, infos, entries))
-        files = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
-        manifest = replace(self.draft, tensors=tensors, files=files)
-        store.write_synced(staging / store.MANIFEST, manifest.to_json().encode())
-        store.commit(staging, self.path)
-        if self.keep is not None:
-            store.prune(self.path.parent, self.keep)
-
-
-def _joined_infos(everyone: Sequence[Mapping[str, TensorInfo]]) -> dict[str, TensorInfo]:
-    """The tensors of a checkpoint, of which each rank writes some boxes."""
-    found: dict[str, TensorInfo] = {}
-    for key in dict.fromkeys(key for infos in everyone for key in infos):
-        some = [infos[key] for infos in everyone if key in infos]
-        shape, dtype = some[0].shape, some[0].dtype
-        if any((info.shape, info.dtype) != (shape, dtype) for info in some):
-            raise CheckpointError(
-                f"{key}: all ranks must have the same tensor, found "
-                f"{[(info.shape, info.dtype) for info in some]}; build the same model on every "
-                "rank."
-            )
-        boxes = tuple(box for info in some for box in info.boxes)
-        if not tiles(shape, boxes):
-            raise CheckpointError(
-                f"{key}: the parts of all ranks must cover shape {shape} once, found {boxes}; "
-                "nothing was written. Save on all ranks of the model's mesh."
-            )
-        found[key] = TensorInfo(shape, dtype, boxes)
-    return found
 
 
 # What a run consists of beside its tensors. Each rank writes its own, as plain data in a file that
@@ -674,31 +566,17 @@ def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
 def _packed(state: Mapping[str, Any], checkpoint_id: str) -> bytes:
     """The content of one rank's file."""
     extra = _plain_extra(state["extra"])
+    buffer = io.BytesIO()
     try:
-        return _saved({**state, "id": checkpoint_id, "extra": extra})
+        torch.save({**state, "id": checkpoint_id, "extra": extra}, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
-        names = [name for name, value in extra.items() if not _is_plain(value)] or list(extra)
         raise ConfigError(
-            f"extra: {', '.join(map(repr, names))} must be plain data (numbers, strings, tensors, "
+            f"extra: {', '.join(map(repr, extra))} must be plain data (numbers, strings, tensors, "
             f"lists, dicts) to be loaded without running code, found something else ({error}); "
             "give it a state_dict method that returns plain data."
         ) from error
-
-
-def _saved(value: Any) -> bytes:
-    """What `torch.save` makes of a value that can be loaded without running code."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     return buffer.getvalue()
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        _saved(value)
-    except Exception:
-        return False
-    return True
 
 
 def random_state() -> dict[str, Any]:
@@ -730,10 +608,9 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
         torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
 
 
-# Loading
-
 _MODEL_PREFIXES = (MODEL, "", "app.model.", "state_dict.", "module.")
 _OPTIMIZER_PREFIXES = (OPTIMIZER, "optim.state.", "optimizer.", "optim.")
+_NOT_MODEL = ("optimizer.", "optim.", "optimizers.")
 _OPTION_KEY = re.compile(r"optim(?:izer)?\.param_groups\.(\d+)\.(\w+)(?:\.(\d+))?")
 
 
@@ -778,13 +655,24 @@ def load(
             the work.
         random_state: Whether to restore random generators, on a world of the same size.
     """
-    ranks = RankGroup.world()
-    BACKGROUND.require_success(ranks, wait=True)
+    ranks = _ranks_after_saves(wait=True)
     objects, subject = extra or {}, f"load {store.located(Path(path))}"
-    stored = ranks.run(subject, lambda: store.open_checkpoint(path, check_files=False))
+    wanted: dict[str, list[LocalPart]] = {}
+
+    def planned() -> tuple[StoredCheckpoint, NameMatch, Callable[[], None] | None, dict[str, Any]]:
+        stored = store.open_checkpoint(path, check_files=False)
+        shards = tensor_shards(model)
+        match = _match_model(stored, shards, strict)
+        for shard in shards:
+            if shard.name in match.sources:
+                wanted[match.sources[shard.name]] = shard.local_parts(shard.tensor)
+        install = None
+        if optimizer is not None:
+            install = _plan_optimizer(stored, shards, match, optimizer, strict, wanted)
+        return stored, match, install, _restorable_state(stored, ranks.rank, objects)
+
+    stored, match, install, own = ranks.run(subject, planned)
     manifest = stored.manifest
-    plan = ranks.run(subject, lambda: _LoadPlan.of(stored, model, optimizer, strict))
-    own = ranks.run(subject, lambda: _restorable_state(stored, ranks.rank, objects))
     if verified and manifest is not None:
         share = (ranks.rank, ranks.size)
         everyone = ranks.gather(subject, lambda: store.verify(stored.path, share=share))
@@ -792,14 +680,13 @@ def load(
         if problems:
             raise CheckpointError(
                 f"{subject}: its content must be what was saved, found otherwise; nothing was "
-                f"loaded: {'; '.join(problems)}. Load an older checkpoint (`latest` finds whole "
-                "ones)."
+                f"loaded: {'; '.join(problems)}. Load an older checkpoint."
             )
     consequence = "the model may hold some of it: load again, or another checkpoint."
     with torch.no_grad():
-        ranks.run(subject, lambda: stored.read_into(plan.wanted), consequence)
-    if plan.optimizer is not None:
-        plan.optimizer.install()
+        ranks.run(subject, lambda: stored.read_into(wanted), consequence)
+    if install is not None:
+        install()
     saved = own.get("extra", {})
     for name, value in objects.items():
         value.load_state_dict(saved[name])
@@ -808,7 +695,7 @@ def load(
     if random_state and is_same_world and _RANDOM in own:
         restore_random_state(own[_RANDOM])
     step = None if manifest is None else manifest.step
-    return Loaded(stored.path, step, saved, tuple(plan.missing), tuple(plan.unexpected))
+    return Loaded(stored.path, step, saved, tuple(match.missing), tuple(match.unexpected))
 
 
 def _restorable_state(
@@ -832,163 +719,176 @@ def _restorable_state(
     return own
 
 
-@dataclass(slots=True)
-class _LoadPlan:
-    """What is read into which memory of this rank, and what only one side has."""
+class NameMatch:
+    """Which stored tensor each parameter and buffer is read from.
 
-    stored: StoredCheckpoint
-    shards: list[TensorShard]
-    prefix: str
-    wanted: dict[str, list[LocalPart]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    optimizer: _OptimizerLoad | None = None
+    `key_of` says what a name of the model is among the stored `keys`, and `misfit` why a stored
+    tensor does not fit. `sources` and `mismatched` are by canonical names.
+    """
 
-    @classmethod
-    def of(
-        cls, stored: StoredCheckpoint, model: nn.Module, optimizer: Optimizer | None, strict: bool
-    ) -> _LoadPlan:
-        """Match names and shapes; raise what does not fit."""
-        shards = tensor_shards(model)
-        names = [name for shard in shards for name in shard.names]
-        # Programs of others nest their state dicts as they like.
-        prefix = max(_MODEL_PREFIXES, key=lambda p: sum(p + name in stored for name in names))
-        plan = cls(stored, shards, prefix)
-        plan._match_model(strict)
-        if optimizer is not None:
-            plan.optimizer = _OptimizerLoad.of(plan, optimizer, strict)
-        return plan
-
-    def key_of(self, shard: TensorShard) -> str | None:
-        """The key that a parameter is stored under, by one of its names."""
-        keys = (self.prefix + name for name in shard.names)
-        return next((key for key in keys if key in self.stored), None)
-
-    def _match_model(self, strict: bool) -> None:
-        problems: list[str] = []
-        known: set[str] = set()
-        for shard in self.shards:
-            if shard.tensor.is_meta:
-                raise CheckpointError(
-                    f"{shard.name}: parameters must have memory to be loaded into, found it on "
-                    "meta; call model.to_empty(device=...) first."
-                )
-            known.update(self.prefix + name for name in shard.names)
-            key = self.key_of(shard)
-            if key is None:
+    def __init__(
+        self,
+        shards: Sequence[TensorShard],
+        keys: Iterable[str],
+        key_of: Callable[[str], str],
+        misfit: Callable[[str, TensorShard], str],
+    ) -> None:
+        self.sources: dict[str, str] = {}
+        self.missing: list[str] = []
+        self.mismatched: dict[str, str] = {}
+        stored, known = dict.fromkeys(keys), set[str]()
+        for shard in shards:
+            names = [key_of(name) for name in shard.names]
+            known.update(names)
+            source = next((name for name in names if name in stored), None)
+            if source is None:
                 self.missing.append(shard.name)
-            elif self.stored.shape(key) != tuple(shard.shape):
-                found = list(self.stored.shape(key))
-                problems.append(f"{shard.name}: {list(shard.shape)} is expected, found {found}")
+            elif reason := misfit(source, shard):
+                self.mismatched[shard.name] = reason
             else:
-                self.wanted[key] = shard.local_parts(shard.tensor)
-        others = ("optimizer.", "optim.", "optimizers.")
-        self.unexpected = [
-            key.removeprefix(self.prefix)
-            for key in self.stored.keys
-            if key.startswith(self.prefix) and not key.startswith(others) and key not in known
-        ]
-        manifest = self.stored.manifest
-        is_partial = manifest is not None and manifest.selection != "all"
-        if strict and self.missing and not is_partial:
-            problems.append(f"missing in the checkpoint: {self.missing}")
-        if strict and self.unexpected:
+                self.sources[shard.name] = source
+        self.unexpected = [key for key in stored if key not in known]
+
+    def require(
+        self, subject: str, where: str, *, missing: bool, unexpected: bool, mismatched: bool
+    ) -> None:
+        """Raise for names of the given kinds, if there are any."""
+        problems = []
+        if missing and self.missing:
+            problems.append(f"missing in the {where}: {self.missing}")
+        if unexpected and self.unexpected:
             problems.append(f"not in the model: {self.unexpected}")
-        if not self.wanted:
-            problems.append("nothing in the checkpoint has the name of a parameter of the model")
+        if mismatched:
+            problems += [f"{name}: {reason}" for name, reason in self.mismatched.items()]
+        if not self.sources:
+            problems.append(f"nothing in the {where} fits a parameter of the model")
         if problems:
             raise CheckpointError(
-                f"load {self.stored.path}: the model and the checkpoint must have the same "
-                f"parameters; nothing was loaded: {'; '.join(problems)}. Pass strict=False to load "
-                "what fits."
+                f"{subject}: the model and the {where} must have the same parameters; nothing was "
+                f"loaded: {'; '.join(problems)}. Pass strict=False to load what fits."
             )
 
 
-@dataclass(slots=True)
-class _OptimizerLoad:
-    """Optimizer state in new tensors, which the optimizer is given when all of it is read."""
-
-    optimizer: Optimizer
-    groups: list[list[OptimParam]]
-    options: list[dict[str, Any] | None]
-    states: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, plan: _LoadPlan, optimizer: Optimizer, strict: bool) -> _OptimizerLoad:
-        """Match parameters and groups with what is stored; raise what does not fit."""
-        stored, manifest = plan.stored, plan.stored.manifest
-        starts = _OPTIMIZER_PREFIXES
-        prefix = max(starts, key=lambda p: sum(key.startswith(p) for key in stored.keys))
-        has_state = any(key.startswith(prefix) for key in stored.keys)
-        if not has_state if manifest is None else manifest.optimizer is None:
+def _match_model(
+    stored: StoredCheckpoint, shards: Sequence[TensorShard], strict: bool
+) -> NameMatch:
+    def misfit(key: str, shard: TensorShard) -> str:
+        if shard.tensor.is_meta:
             raise CheckpointError(
-                "optimizer: the checkpoint must hold optimizer state to load it, found a model "
-                "only; leave the optimizer out."
+                f"{shard.name}: parameters must have memory to be loaded into, found it on meta; "
+                "call model.to_empty(device=...) first."
             )
-        by_name: dict[str, dict[str, str]] = {}
-        for key in stored.keys:
-            name, _, state = key.removeprefix(prefix).rpartition(".")
-            if key.startswith(prefix) and name and not name.startswith("param_groups"):
-                by_name.setdefault(name, {})[state] = key
-        groups = optim_params([group["params"] for group in optimizer.param_groups], plan.shards)
-        saved = _saved_groups(stored)
-        if strict:
-            _require_same_params(groups, by_name, saved)
-        found = cls(optimizer, groups, saved_options(groups, saved or [], CheckpointError))
-        found._want_tensors(plan, by_name)
-        values = {} if manifest is None or not manifest.optimizer else manifest.optimizer["values"]
-        for each in found._params():
-            for name, value in values.get(each.names[0] if each.shards else "", {}).items():
-                found.states.setdefault(each.param, {})[name] = _from_json(value)
-        return found
+        found = stored.shape(key)
+        is_same = found == tuple(shard.shape)
+        return "" if is_same else f"{list(shard.shape)} is expected, found {list(found)}"
 
-    def _params(self) -> Iterable[OptimParam]:
-        return (each for group in self.groups for each in group)
+    # Programs of others nest their state dicts as they like.
+    names = [name for shard in shards for name in shard.names]
+    prefix = max(_MODEL_PREFIXES, key=lambda p: sum(p + name in stored for name in names))
+    keys = [k for k in stored.keys if k.startswith(prefix) and not k.startswith(_NOT_MODEL)]
+    match = NameMatch(shards, keys, lambda name: prefix + name, misfit)
+    match.unexpected = [key.removeprefix(prefix) for key in match.unexpected]
+    is_partial = stored.manifest is not None and stored.manifest.selection != "all"
+    match.require(
+        f"load {stored.path}",
+        "checkpoint",
+        missing=strict and not is_partial,
+        unexpected=strict,
+        mismatched=True,
+    )
+    return match
 
-    def _want_tensors(self, plan: _LoadPlan, by_name: Mapping[str, Mapping[str, str]]) -> None:
-        """Make the tensors to read into."""
-        stored = plan.stored
-        keys: dict[OptimParam, dict[str, list[tuple[TensorShard, str]]]] = {}
-        for each in self._params():
-            for shard in each.shards:
-                known = next((by_name[name] for name in shard.names if name in by_name), {})
-                for state, key in known.items():
-                    # Where a shard of a flat parameter has no such state, it stays zero.
-                    keys.setdefault(each, {}).setdefault(state, []).append((shard, key))
-        per_element = _per_element_states(stored, keys.values())
-        for each, states in keys.items():
-            for state, pairs in states.items():
-                shard, key = pairs[0]
-                dtype = stored.dtype(key)
-                if state in per_element:
-                    param_key = plan.key_of(shard)
-                    if param_key is not None and dtype == stored.dtype(param_key):
-                        dtype = each.param.dtype  # it was in the parameter's dtype: so again
-                    tensor = torch.zeros_like(each.param, dtype=dtype, requires_grad=False)
-                    for shard, key in pairs:
-                        _require_shape(stored, key, shard)
-                        plan.wanted[key] = shard.local_parts(tensor)
-                else:
-                    # One count stands for all shards of a flat parameter.
-                    tensor = torch.zeros(stored.shape(key), dtype=dtype)
-                    plan.wanted[key] = [LocalPart(Box.whole(tensor.shape), tensor)]
-                self.states.setdefault(each.param, {})[state] = tensor
 
-    def install(self) -> None:
-        """Give everything to the optimizer."""
-        for group, params, options in zip(
-            self.optimizer.param_groups, self.groups, self.options, strict=True
-        ):
-            group.update(options or {})
+def _plan_optimizer(
+    stored: StoredCheckpoint,
+    shards: Sequence[TensorShard],
+    match: NameMatch,
+    optimizer: Optimizer,
+    strict: bool,
+    wanted: dict[str, list[LocalPart]],
+) -> Callable[[], None]:
+    """Want the state of an optimizer in new tensors; returns what gives it to the optimizer."""
+    manifest = stored.manifest
+    starts = _OPTIMIZER_PREFIXES
+    prefix = max(starts, key=lambda p: sum(key.startswith(p) for key in stored.keys))
+    by_name: dict[str, dict[str, str]] = {}
+    for key in stored.keys:
+        name, _, state = key.removeprefix(prefix).rpartition(".")
+        if key.startswith(prefix) and name and not name.startswith("param_groups"):
+            by_name.setdefault(name, {})[state] = key
+    if not by_name if manifest is None else manifest.optimizer is None:
+        raise CheckpointError(
+            "optimizer: the checkpoint must hold optimizer state to load it, found a model only; "
+            "leave the optimizer out."
+        )
+    groups = optim_params([group["params"] for group in optimizer.param_groups], shards)
+    saved = _saved_groups(stored)
+    if strict:
+        _require_same_params(groups, by_name, saved)
+    options = saved_options(groups, saved or [], CheckpointError)
+    params = [each for group in groups for each in group]
+    states = _wanted_states(stored, params, match, by_name, wanted)
+    values = {} if manifest is None or not manifest.optimizer else manifest.optimizer["values"]
+    for each in params:
+        for name, value in values.get(each.names[0] if each.shards else "", {}).items():
+            states.setdefault(each.param, {})[name] = _from_json(value)
+
+    def install() -> None:
+        for group, changed in zip(optimizer.param_groups, options, strict=True):
+            group.update(changed or {})
             on_device = bool(group.get("fused") or group.get("capturable"))
-            for each in params:
-                if each.param in self.states:
-                    self.optimizer.state[each.param] = {
-                        name: value.to(each.param.device)
-                        if on_device and isinstance(value, torch.Tensor)
-                        else value
-                        for name, value in self.states[each.param].items()
-                    }
+            for param in group["params"]:
+                for name, value in states.get(param, {}).items():
+                    if on_device and isinstance(value, torch.Tensor):
+                        states[param][name] = value.to(param.device)
+                if param in states:
+                    optimizer.state[param] = states[param]
+
+    return install
+
+
+def _wanted_states(
+    stored: StoredCheckpoint,
+    params: Sequence[OptimParam],
+    match: NameMatch,
+    by_name: Mapping[str, Mapping[str, str]],
+    wanted: dict[str, list[LocalPart]],
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Make tensors to read the state of parameters into."""
+    found = [
+        (each, shard, state, key)
+        for each in params
+        for shard in each.shards
+        for state, key in next((by_name[n] for n in shard.names if n in by_name), {}).items()
+    ]
+    # State with one value per element. Without dims every state looks so; the others tell.
+    per_element = {
+        state
+        for _, shard, state, key in found
+        if shard.shape and stored.shape(key) == tuple(shard.shape)
+    }
+    if not any(shard.shape for _, shard, _, _ in found):
+        per_element = {state for _, _, state, _ in found if state != "step"}
+    states: dict[torch.Tensor, dict[str, Any]] = {}
+    for each, shard, state, key in found:
+        own, shape, dtype = states.setdefault(each.param, {}), stored.shape(key), stored.dtype(key)
+        if state not in per_element:
+            if state not in own:  # one count stands for all shards of a flat parameter
+                own[state] = torch.zeros(shape, dtype=dtype)
+                wanted[key] = [LocalPart(Box.whole(shape), own[state])]
+            continue
+        if shape != tuple(shard.shape):
+            raise CheckpointError(
+                f"{key}: {list(shard.shape)} is expected, found {list(shape)}; the optimizer state "
+                "is of another model."
+            )
+        if state not in own:  # where a shard of a flat parameter has no such state, it stays zero
+            source = match.sources.get(shard.name)
+            if source is not None and dtype == stored.dtype(source):
+                dtype = each.param.dtype  # it was in the parameter's dtype: so again
+            own[state] = torch.zeros_like(each.param, dtype=dtype, requires_grad=False)
+        wanted[key] = shard.local_parts(own[state])
+    return states
 
 
 def _require_same_params(
@@ -997,44 +897,14 @@ def _require_same_params(
     saved: Sequence[Mapping[str, Any]] | None,
 ) -> None:
     shards = [shard for group in groups for each in group for shard in each.shards]
-    names = {name for shard in shards for name in shard.names}
-    unknown = sorted(set(by_name) - names)
-    if unknown:
-        raise CheckpointError(
-            f"optimizer: state must be of parameters that it trains, found state of {unknown}; "
-            "nothing was loaded. Pass strict=False to leave it."
-        )
-    if saved is None:
-        return
-    trained = {name for group in saved for name in group["params"]}
-    added = sorted(shard.name for shard in shards if not trained & set(shard.names))
-    removed = sorted(trained - names)
+    trained = {name for group in saved or () for name in group["params"]} | set(by_name)
+    removed = sorted(trained - {name for shard in shards for name in shard.names})
+    added = sorted(shard.name for shard in shards if saved and not trained & set(shard.names))
     if added or removed:
         raise CheckpointError(
             f"optimizer: it must train the parameters that were saved, found {added} added and "
             f"{removed} removed; nothing was loaded. Pass strict=False to load the others."
         )
-
-
-def _require_shape(stored: StoredCheckpoint, key: str, shard: TensorShard) -> None:
-    if stored.shape(key) != tuple(shard.shape):
-        raise CheckpointError(
-            f"{key}: {list(shard.shape)} is expected, found {list(stored.shape(key))}; the "
-            "optimizer state is of another model."
-        )
-
-
-def _per_element_states(
-    stored: StoredCheckpoint, keys: Iterable[Mapping[str, Sequence[tuple[TensorShard, str]]]]
-) -> set[str]:
-    """The names of state that has one value per element of its parameter.
-
-    For a parameter without dims every state looks so; the others tell.
-    """
-    triples = [(n, shard, key) for each in keys for n, its in each.items() for shard, key in its]
-    if not any(shard.shape for _, shard, _ in triples):
-        return {name for name, _, _ in triples if name != "step"}
-    return {n for n, s, key in triples if s.shape and stored.shape(key) == tuple(s.shape)}
 
 
 def _saved_groups(stored: StoredCheckpoint) -> list[dict[str, Any]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -63,93 +63,79 @@ def _all_hooks(model: nn.Module) -> Iterator[ModuleHooks]:
     yield from dict.fromkeys(hooks for hooks in found if hooks is not None)
 
 
-class LostBuffers:
-    """Buffers on meta that are not persistent: no file has them, so they are computed again."""
+def recreate_buffers(
+    model: nn.Module, init_buffers: Callable[[nn.Module], object] | None = None
+) -> tuple[str, ...]:
+    """Compute buffers on meta that are not persistent, and so are in no file; return their names.
 
-    def __init__(
-        self, model: nn.Module, init_buffers: Callable[[nn.Module], object] | None
-    ) -> None:
-        self._device = device_of(model)
-        self._modules = dict(model.named_modules())
-        self._init_buffers = init_buffers
-        self._made: dict[torch.Tensor, torch.Tensor] = {}  # some modules share a buffer
-        self._lost: dict[str, dict[str, torch.Tensor]] = {}  # by the path of their module
-        for path, module in self._modules.items():
-            lost = {
-                name: buffer
-                for name, buffer in module._buffers.items()
-                if buffer is not None
-                and buffer.is_meta
-                and name in module._non_persistent_buffers_set
-            }
-            if lost:
-                self._lost[path] = lost
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(_name(path, name) for path, lost in self._lost.items() for name in lost)
-
-    def recreate(self) -> None:
-        """Compute them, or raise and leave the model as it was.
-
-        Parameters are still on meta, so that what initialises them, too, costs nothing.
-        """
-        try:
-            unknown = [name for path in self._lost for name in self._recreate(path)]
-            if unknown:
-                raise LifecycleError(
-                    f"{', '.join(unknown)}: buffers that are not part of files must be computed "
-                    "again if they were on meta, found nothing that does it; pass init_buffers, "
-                    "or give their module a method reset_non_persistent_buffers()."
-                )
-        except BaseException:
-            for path, lost in self._lost.items():
-                self._modules[path]._buffers.update(lost)
-            raise
-
-    def _recreate(self, path: str) -> list[str]:
-        """Compute the buffers of a module; return the names of those that were not computed."""
-        lost, own = self._lost[path], self._modules[path]._buffers
-        compute = self._compute_of(path)
-        if compute is None:
-            return [_name(path, name) for name in lost]
-        for buffer in lost.values():
-            if buffer not in self._made:
-                self._made[buffer] = torch.empty_like(buffer, device=self._device)
-        made = {name: self._made[buffer] for name, buffer in lost.items()}
-        own.update(made)
-        versions = {name: version_of(buffer) for name, buffer in made.items()}
-        with torch.no_grad(), self._device:
-            compute()
+    Raises, and leaves the model as it was, if nothing computes one. Parameters are still on meta,
+    so that what initialises them, too, costs nothing.
+    """
+    modules = dict(model.named_modules())
+    lost: dict[str, dict[str, torch.Tensor]] = {}  # by the path of their module
+    for path, module in modules.items():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
+                lost.setdefault(path, {})[name] = buffer
+    device = device_of(model)
+    made = {  # some modules share a buffer
+        buffer: torch.empty_like(buffer, device=device)
+        for buffers in lost.values()
+        for buffer in buffers.values()
+    }
+    try:
         unknown = []
-        for name, buffer in made.items():
-            found = own.get(name)
-            is_untouched = found is buffer and version_of(buffer) == versions[name]
-            if found is None or found.is_meta or is_untouched:
-                unknown.append(_name(path, name))
-            elif found.device != buffer.device:
-                own[name] = found.to(self._device)
-        return unknown
+        for path, buffers in lost.items():
+            own, compute = modules[path]._buffers, _compute_of(modules, path, init_buffers)
+            own.update({name: made[buffer] for name, buffer in buffers.items()})
+            versions = {name: version_of(made[buffer]) for name, buffer in buffers.items()}
+            with torch.no_grad(), device:
+                compute()
+            for name, buffer in buffers.items():
+                found = own.get(name)
+                is_same = found is made[buffer] and version_of(found) == versions[name]
+                if found is None or found.is_meta or is_same:
+                    unknown.append(_name(path, name))
+                else:
+                    own[name] = found.to(device)
+        if unknown:
+            raise LifecycleError(
+                f"{', '.join(unknown)}: buffers that are not part of files must be computed again "
+                "if they were on meta, found nothing that does it; pass init_buffers, or give "
+                "their module a method reset_non_persistent_buffers()."
+            )
+    except BaseException:
+        for path, buffers in lost.items():
+            modules[path]._buffers.update(buffers)
+        raise
+    return tuple(_name(path, name) for path, buffers in lost.items() for name in buffers)
 
-    def _compute_of(self, path: str) -> Callable[[], object] | None:
-        """How a module, or one around it, says that its buffers are computed."""
-        module = self._modules[path]
-        if self._init_buffers is not None:
-            return partial(self._init_buffers, module)
-        if callable(getattr(module, "reset_non_persistent_buffers", None)):
-            return partial(module.reset_non_persistent_buffers)
-        # Other ways initialise parameters, too: only if there are none to lose.
-        if any(p is not None and not p.is_meta for p in module._parameters.values()):
-            return None
-        if callable(getattr(module, "reset_parameters", None)):
-            return partial(module.reset_parameters)
-        parts = path.split(".")
-        for length in range(len(parts) - 1, -1, -1):
-            around = self._modules.get(".".join(parts[:length]))
-            initialise = getattr(around, "_init_weights", None)  # as transformers' models have it
-            if callable(initialise):
-                return partial(initialise, module)
-        return None
+
+def _compute_of(
+    modules: Mapping[str, nn.Module],
+    path: str,
+    init_buffers: Callable[[nn.Module], object] | None,
+) -> Callable[[], object]:
+    """How a module, or one around it, says that its buffers are computed."""
+    module = modules[path]
+    if init_buffers is not None:
+        return partial(init_buffers, module)
+    reset: Callable[[], object] | None = getattr(module, "reset_non_persistent_buffers", None)
+    if callable(reset):
+        return reset
+    # Other ways initialise parameters, too: only if there are none to lose.
+    if any(p is not None and not p.is_meta for p in module._parameters.values()):
+        return lambda: None
+    reset_all: Callable[[], object] | None = getattr(module, "reset_parameters", None)
+    if callable(reset_all):
+        return reset_all
+    parts = path.split(".")
+    for length in range(len(parts) - 1, -1, -1):
+        around = modules.get(".".join(parts[:length]))
+        initialise = getattr(around, "_init_weights", None)  # as transformers' models have it
+        if callable(initialise):
+            return partial(initialise, module)
+    return lambda: None
 
 
 def _name(path: str, name: str) -> str:

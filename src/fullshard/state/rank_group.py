@@ -5,7 +5,7 @@ A step that fails on one rank fails on all of them: no rank is left waiting for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -65,52 +65,40 @@ class RankGroup:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def run(self, what: str, step: Callable[[], _T], consequence: str | None = None) -> _T:
-        """Take a step on every rank; return this rank's result.
+    def gather(self, what: str, step: Callable[[], _T], consequence: str = "") -> list[_T]:
+        """Take a step on every rank; return the results of all.
 
         With a `consequence`, an error that is not fullshard's becomes a CheckpointError that names
         the rank and the consequence.
         """
-        result, error = self._attempt(what, step, consequence)
-        self._raise(what, error, self.all_gather(_describe(error)))
-        return result  # type: ignore[return-value]
-
-    def gather(self, what: str, step: Callable[[], _T], consequence: str | None = None) -> list[_T]:
-        """Take a step on every rank; return the results of all."""
-        result, error = self._attempt(what, step, consequence)
+        result: _T | None = None
+        error: Exception | None = None
+        try:
+            result = step()
+        except Exception as caught:
+            error = caught
+            if consequence and not isinstance(caught, FullshardError):
+                text = f"{what}: failed on rank {self.rank}: {_describe(caught)}; {consequence}"
+                error = CheckpointError(text)
+                error.__cause__ = caught
         everyone = self.all_gather((result, _describe(error)))
-        self._raise(what, error, [text for _, text in everyone])
+        if error is not None:
+            raise error
+        for rank, (_, text) in enumerate(everyone):
+            if text:
+                is_told = text.startswith(what)
+                raise OtherRankError(text if is_told else f"{what}: failed on rank {rank}: {text}")
         return [each for each, _ in everyone]  # type: ignore[misc]
+
+    def run(self, what: str, step: Callable[[], _T], consequence: str = "") -> _T:
+        """Take a step on every rank; return this rank's result, of which others are not told."""
+        results: list[_T] = []
+        self.gather(what, lambda: results.append(step()), consequence)
+        return results[0]
 
     def run_first(self, what: str, step: Callable[[], _T]) -> _T:
         """Take a step on the first rank; return its result on all."""
-        result, error = self._attempt(what, step, None) if self.is_first else (None, None)
-        value, text = self.all_gather((result, _describe(error)))[0]
-        self._raise(what, error, [text])
-        return value  # type: ignore[return-value]
-
-    def _attempt(
-        self, what: str, step: Callable[[], _T], consequence: str | None
-    ) -> tuple[_T | None, Exception | None]:
-        try:
-            return step(), None
-        except Exception as error:
-            if consequence is None or isinstance(error, FullshardError):
-                return None, error
-            found = CheckpointError(
-                f"{what}: failed on rank {self.rank}: {_describe(error)}; {consequence}"
-            )
-            found.__cause__ = error
-            return None, found
-
-    def _raise(self, what: str, error: Exception | None, texts: Sequence[str]) -> None:
-        if error is not None:
-            raise error
-        for rank, text in enumerate(texts):
-            if text:
-                raise OtherRankError(
-                    text if text.startswith(what) else f"{what}: failed on rank {rank}: {text}"
-                )
+        return self.gather(what, lambda: step() if self.is_first else None)[0]  # type: ignore[return-value]
 
 
 def _describe(error: BaseException | None) -> str:

@@ -16,24 +16,19 @@ import json
 import mmap
 import os
 import re
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.errors import (
-    CheckpointError,
-    ConfigError,
-    DisagreementError,
-    UnsupportedError,
-)
+from fullshard.errors import CheckpointError, ConfigError, DisagreementError, UnsupportedError
 from fullshard.layout.split import (
     Box,
     element_ranges,
@@ -43,12 +38,19 @@ from fullshard.layout.split import (
     slices,
     tiles,
 )
-from fullshard.state.checkpoint import BACKGROUND, require_values, selection
+from fullshard.state.checkpoint import NameMatch, require_values, selection
 from fullshard.state.dcp import require_inside
-from fullshard.state.materialize import LostBuffers, give_memory
+from fullshard.state.materialize import give_memory, recreate_buffers
 from fullshard.state.rank_group import RankGroup
 from fullshard.state.shards import LocalPart, TensorShard, tensor_shards
-from fullshard.state.store import discard, staging_folder, sync, unique_pairs, write_synced
+from fullshard.state.store import (
+    decode,
+    discard,
+    parse_json,
+    staging_folder,
+    sync,
+    write_synced,
+)
 
 ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -77,7 +79,6 @@ DTYPES: dict[str, torch.dtype] = {
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _MAX_HEADER_BYTES = 100_000_000  # what the format's own library accepts at most
-_MAX_INDEX_BYTES = 1_000_000_000
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 # What is on its way from one rank to another at a time: all the memory that an export takes.
@@ -90,29 +91,44 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.ind
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One tensor of a file: the name of its dtype, its shape, and its bytes in the file."""
+    """One tensor of a file as its header has it: offsets count from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-# Reading files
+    data_offsets: tuple[int, ...]
 
 
 class TensorFile:
     """One file, mapped into memory: what is not looked at is not read."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < _LENGTH_BYTES:
-                raise _damaged(path, "a file that begins with its header", f"{size} bytes")
-            # Private, so that tensors may be made of it; nobody writes to them.
-            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-        self.entries = _decoded_header(path, self._map, size)
+        try:
+            with path.open("rb") as file:
+                # Private, so that tensors may be made of it; nobody writes to them.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self.entries = self._read_header()
+        except (ValueError, RecursionError) as error:
+            raise _damaged(path, f"that {error}") from error
+
+    def _read_header(self) -> dict[str, FileEntry]:
+        length = int.from_bytes(self._map[:_LENGTH_BYTES], "little")
+        self._begin = _LENGTH_BYTES + length
+        num_bytes = len(self._map) - self._begin
+        if length > _MAX_HEADER_BYTES or num_bytes < 0:
+            raise ValueError(f"its header has {length} bytes, and the file {len(self._map)}")
+        table = parse_json(self._map[_LENGTH_BYTES : self._begin])
+        table.pop("__metadata__", None)
+        entries: dict[str, FileEntry] = decode(Mapping[str, FileEntry], table, "its header")
+        end = 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            (begin, last), dtype = entry.data_offsets, DTYPES.get(entry.dtype)
+            size = last - begin if dtype is None else prod(entry.shape) * dtype.itemsize
+            if begin != end or last - begin != size or size < 0:
+                raise ValueError(f"{name!a} must fill the bytes after the one before: {entry}")
+            end = last
+        if end != num_bytes:
+            raise ValueError(f"its tensors have {end} bytes, and the file {num_bytes} for them")
+        return entries
 
     def dtype(self, name: str) -> torch.dtype | None:
         """None if torch has no such dtype."""
@@ -122,19 +138,16 @@ class TensorFile:
         """A box of a tensor, as the file's memory where that is possible."""
         entry, dtype = self.entries[name], self.dtype(name)
         assert dtype is not None  # asked before
-        numel, index = prod(entry.shape), slices(box, Box.whole(entry.shape))
-        if numel == 0:
+        if prod(entry.shape) == 0:
             return torch.empty(box.sizes, dtype=dtype)
-        if dtype is not torch.bool and entry.begin % dtype.itemsize == 0:
-            values = torch.frombuffer(self._map, dtype=dtype, count=numel, offset=entry.begin)
-            return values.view(entry.shape)[index]
-        raw = torch.frombuffer(
-            self._map, dtype=torch.uint8, count=numel * dtype.itemsize, offset=entry.begin
-        )
-        part = raw.view(*entry.shape, dtype.itemsize)[index]
+        begin, num_bytes = self._begin + entry.data_offsets[0], prod(entry.shape) * dtype.itemsize
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=begin)
+        raw = raw.view(*entry.shape, dtype.itemsize)[slices(box, Box.whole(entry.shape))]
         if dtype is torch.bool:
-            return part.squeeze(-1).ne(0)  # a byte may hold anything, a bool must not
-        return part.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
+            return raw.squeeze(-1).ne(0)  # a byte may hold anything, a bool must not
+        if begin % dtype.itemsize:
+            raw = raw.clone(memory_format=torch.contiguous_format)
+        return raw.view(dtype).squeeze(-1)
 
     def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         """A box in pieces. The memory that looking at one took is given back before the next."""
@@ -143,69 +156,17 @@ class TensorFile:
         for piece in pieces(box, _PIECE_NUMEL):
             yield piece, self.view(name, piece)
             elements = element_span(entry.shape, piece)
-            begin = entry.begin + elements.start * dtype.itemsize
-            end = entry.begin + elements.stop * dtype.itemsize
-            begin -= begin % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            begin = self._begin + entry.data_offsets[0] + elements.start * dtype.itemsize
+            rest = begin % mmap.PAGESIZE
+            num_bytes = len(elements) * dtype.itemsize
+            self._map.madvise(mmap.MADV_DONTNEED, begin - rest, num_bytes + rest)
 
 
-def _damaged(path: Path, expected: str, found: str) -> CheckpointError:
+def _damaged(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {expected} is expected, found {found}; the file is damaged, or something else."
+        f"{path}: a safetensors file, or an index of some, is expected, found {found}; it is "
+        "damaged, or something else."
     )
-
-
-def _decoded_header(path: Path, content: mmap.mmap, size: int) -> dict[str, FileEntry]:
-    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
-    begin = _LENGTH_BYTES + length
-    if length > _MAX_HEADER_BYTES or begin > size:
-        found = f"one of {length} bytes in a file of {size}"
-        raise _damaged(path, "a header inside of the file", found)
-    table = _json_object(path, content[_LENGTH_BYTES:begin])
-    table.pop("__metadata__", None)
-    entries = {name: _entry(path, name, said, begin, size) for name, said in table.items()}
-    ordered = sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end))
-    for (one, a), (other, b) in pairwise(ordered):
-        if a.end != b.begin:
-            kind = "overlap" if b.begin < a.end else "leave a gap"
-            raise _damaged(path, "one tensor after another", f"{one!r} and {other!r} that {kind}")
-    first, last = (ordered[0][1].begin, ordered[-1][1].end) if ordered else (begin, begin)
-    if first != begin or last != size:
-        found = f"bytes {first} to {last} of {size} in use, after a header of {begin}"
-        raise _damaged(path, "a file that its tensors fill", found)
-    return entries
-
-
-def _json_object(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        table = json.loads(text, object_pairs_hook=unique_pairs)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, "JSON", f"something else ({error})") from error
-    if not isinstance(table, dict):
-        raise _damaged(path, "a JSON object", type(table).__name__)
-    return table
-
-
-def _entry(path: Path, name: str, said: Any, begin: int, size: int) -> FileEntry:
-    fields = said if isinstance(said, dict) else {}
-    dtype, shape = fields.get("dtype"), _sizes(fields.get("shape"))
-    offsets = _sizes(fields.get("data_offsets"))
-    if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
-        expected = f"{name!r} with a dtype, a shape and two offsets"
-        raise _damaged(path, expected, repr(said)[:200])
-    first, last = begin + offsets[0], begin + offsets[1]
-    if not begin <= first <= last <= size:
-        found = f"offsets {offsets} of {size - begin} bytes"
-        raise _damaged(path, f"{name!r} inside of the file", found)
-    if dtype in DTYPES and last - first != prod(shape) * DTYPES[dtype].itemsize:
-        found = f"{last - first} bytes"
-        raise _damaged(path, f"{name!r} with as many bytes as {dtype} {shape} has", found)
-    return FileEntry(dtype, shape, first, last)
-
-
-def _sizes(value: Any) -> tuple[int, ...] | None:
-    are_sizes = isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-    return tuple(value) if are_sizes else None
 
 
 def open_tensors(path: Path) -> dict[str, TensorFile]:
@@ -234,44 +195,34 @@ def open_tensors(path: Path) -> dict[str, TensorFile]:
 
 
 def _open_index(path: Path) -> dict[str, TensorFile]:
-    size = path.stat().st_size
-    if size > _MAX_INDEX_BYTES:
-        raise _damaged(path, f"an index of at most {_MAX_INDEX_BYTES} bytes", f"{size} bytes")
-    weight_map = _json_object(path, path.read_bytes()).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise _damaged(path, "a weight_map", repr(weight_map)[:200])
+    try:
+        found = parse_json(path.read_bytes()).get("weight_map")
+        weight_map: dict[str, str] = decode(Mapping[str, str], found, "its weight_map")
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"that {error}") from error
     files: dict[str, TensorFile] = {}
-    for name in weight_map.values():
-        if not isinstance(name, str) or name not in files:
-            inside = require_inside(path.parent, name)
-            if not inside.is_file():
-                raise CheckpointError(
-                    f"{path}: its files are expected beside it, found no {name!r}; the folder was "
-                    "not copied to its end."
-                )
-            files[name] = TensorFile(inside)
+    for name in dict.fromkeys(weight_map.values()):
+        inside = require_inside(path.parent, name)
+        if not inside.is_file():
+            raise CheckpointError(
+                f"{path}: its files are expected beside it, found no {name!r}; the folder was not "
+                "copied to its end."
+            )
+        files[name] = TensorFile(inside)
     for name, file_name in weight_map.items():
         if name not in files[file_name].entries:
-            raise _damaged(path, f"{name!r} in {file_name!r}", "a file without it")
+            raise _damaged(path, f"no {name!r} in {file_name!r}")
     # A tensor that the index does not name is there, too: who reads the folder must hear of it.
     everything = {name: file for file in files.values() for name in file.entries}
     return {**everything, **{name: files[file] for name, file in weight_map.items()}}
 
 
-# Writing files
+# The dtype and shape of a tensor.
+TensorSpec: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class ExportedTensor:
-    """A tensor that is to be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+def _num_bytes(spec: TensorSpec) -> int:
+    return prod(spec[1]) * spec[0].itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,57 +234,47 @@ class FilePlan:
     entries: dict[str, FileEntry]
 
     @classmethod
-    def of(cls, file_name: str, tensors: Sequence[ExportedTensor]) -> FilePlan:
+    def of(cls, file_name: str, tensors: Mapping[str, TensorSpec]) -> FilePlan:
         """Wide dtypes come first, so that every tensor is aligned for its dtype."""
-        ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        begin = 0
-        for tensor in ordered:
-            if tensor.dtype not in _DTYPE_NAMES:
+        entries, end = dict[str, FileEntry](), 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda each: -each[1][0].itemsize):
+            if dtype not in _DTYPE_NAMES:
                 raise UnsupportedError(
-                    f"{tensor.name}: safetensors has the dtypes {', '.join(DTYPES)}, found "
-                    f"{tensor.dtype}; convert it, or leave it out."
+                    f"{name}: safetensors has the dtypes {', '.join(DTYPES)}, found {dtype}; "
+                    "convert it, or leave it out."
                 )
-            end = begin + tensor.nbytes
-            table[tensor.name] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [begin, end],
-            }
-            begin = end
+            begin, end = end, end + _num_bytes((dtype, shape))
+            entries[name] = FileEntry(_DTYPE_NAMES[dtype], shape, (begin, end))
+        table = {"__metadata__": {"format": "pt"}, **{n: asdict(e) for n, e in entries.items()}}
         text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
-        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-        entries = {}
-        for tensor in ordered:
-            begin, end = (len(header) + each for each in table[tensor.name]["data_offsets"])
-            entries[tensor.name] = FileEntry(_DTYPE_NAMES[tensor.dtype], tensor.shape, begin, end)
-        return cls(file_name, header, entries)
+        return cls(file_name, len(text).to_bytes(_LENGTH_BYTES, "little") + text, entries)
+
+    @property
+    def num_data_bytes(self) -> int:
+        return max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
 
     @property
     def nbytes(self) -> int:
-        return max((entry.end for entry in self.entries.values()), default=len(self.header))
+        return len(self.header) + self.num_data_bytes
 
 
-def plan_files(tensors: Sequence[ExportedTensor], max_bytes: int) -> list[FilePlan]:
+def plan_files(tensors: Mapping[str, TensorSpec], max_bytes: int) -> list[FilePlan]:
     """Tensors in as many files as are needed, in their order.
 
     A tensor is never split: one that is larger than `max_bytes` has a file of its own.
     """
-    groups: list[list[ExportedTensor]] = [[]]
+    files: list[dict[str, TensorSpec]] = [{}]
     num_bytes = 0
-    for tensor in tensors:
-        if groups[-1] and num_bytes + tensor.nbytes > max_bytes:
-            groups.append([])
-            num_bytes = 0
-        groups[-1].append(tensor)
-        num_bytes += tensor.nbytes
-    if len(groups) == 1:
-        return [FilePlan.of(ONE_FILE, groups[0])]
-    return [
-        FilePlan.of(f"model-{number:05d}-of-{len(groups):05d}.safetensors", some)
-        for number, some in enumerate(groups, 1)
-    ]
+    for name, spec in tensors.items():
+        num_bytes += _num_bytes(spec)
+        if files[-1] and num_bytes > max_bytes:
+            files.append({})
+            num_bytes = _num_bytes(spec)
+        files[-1][name] = spec
+    names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    names = names if len(files) > 1 else [ONE_FILE]
+    return [FilePlan.of(name, some) for name, some in zip(names, files, strict=True)]
 
 
 class FileWriter:
@@ -344,54 +285,51 @@ class FileWriter:
     """
 
     def __init__(self, folder: Path, plan: FilePlan) -> None:
-        self._path = folder / plan.name
         self._plan = plan
+        self._file: BinaryIO | None = None
         self._error: OSError | None = None
-        self._descriptor = -1
+        with self._keeping_errors():
+            self._file = (folder / plan.name).open("xb")
+            self._file.write(plan.header)
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
         try:
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            self._write_at(0, plan.header)
+            yield
         except OSError as error:
             self._error = error
 
     def write(self, name: str, box: Box, values: torch.Tensor) -> None:
         """Write a box: a contiguous tensor in host memory, of the dtype that was planned."""
-        if self._error is not None or not values.numel():
+        if self._file is None or self._error is not None or not values.numel():
             return
         entry, itemsize = self._plan.entries[name], values.dtype.itemsize
-        address, begin = values.data_ptr(), 0
-        content = memoryview((ctypes.c_char * values.nbytes).from_address(address)).cast("B")
-        try:
+        content = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+        begin, begin_data = 0, len(self._plan.header) + entry.data_offsets[0]
+        with self._keeping_errors():
             for elements in element_ranges(entry.shape, box):
                 end = begin + len(elements) * itemsize
-                self._write_at(entry.begin + elements.start * itemsize, content[begin:end])
+                self._file.seek(begin_data + elements.start * itemsize)
+                self._file.write(content[begin:end])
                 begin = end
-        except OSError as error:
-            self._error = error
-
-    def _write_at(self, offset: int, content: bytes | memoryview) -> None:
-        while content:
-            num_written = os.pwrite(self._descriptor, content, offset)
-            offset, content = offset + num_written, content[num_written:]
 
     def finish(self) -> None:
         """Make sure that the file is on disk, whole; raise what went wrong."""
-        try:
-            if self._error is None:
-                os.fsync(self._descriptor)
-        except OSError as error:
-            self._error = error
+        if self._file is not None and self._error is None:
+            with self._keeping_errors():
+                self._file.flush()
+                os.fsync(self._file.fileno())
         self.close()
         if self._error is not None:
             raise CheckpointError(
-                f"{self._path.name}: writing failed ({self._error}); make room, or choose another "
+                f"{self._plan.name}: writing failed ({self._error}); make room, or choose another "
                 "folder that all ranks share, and export again."
             ) from self._error
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._file is not None:
+            with suppress(OSError):  # told by `finish`
+                self._file.close()
 
 
 def new_staging(folder: Path) -> Path:
@@ -400,14 +338,13 @@ def new_staging(folder: Path) -> Path:
     Inside of a folder that is there: it may be a link or a disk of its own, beside which there is
     no room.
     """
-    return staging_folder(folder / "model" if folder.is_dir() else folder, uuid.uuid4().hex)
+    return staging_folder(folder / "model" if folder.is_dir() else folder)
 
 
 def install(staging: Path, folder: Path, plans: Sequence[FilePlan]) -> None:
     """Let files that are whole appear in a folder, which may have others, such as a configuration.
 
-    A folder that is not there appears in one step. From others older weights are taken away first,
-    and the index, or the only file, comes last: at no time are there old and new ones together.
+    A folder that is not there appears in one step. In others older weights are replaced.
     """
     for plan in plans:
         path = staging / plan.name
@@ -418,7 +355,7 @@ def install(staging: Path, folder: Path, plans: Sequence[FilePlan]) -> None:
                 "folder must be on a file system that all ranks share."
             )
     if len(plans) > 1:
-        total = sum(e.end - e.begin for plan in plans for e in plan.entries.values())
+        total = sum(plan.num_data_bytes for plan in plans)
         weight_map = {name: plan.name for plan in plans for name in plan.entries}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
@@ -436,28 +373,17 @@ def install(staging: Path, folder: Path, plans: Sequence[FilePlan]) -> None:
 
 
 def _replace_weights(staging: Path, folder: Path) -> None:
+    """Replace older weights. At no time are old and new files taken for a whole together."""
     new = sorted((p.name for p in staging.iterdir()), key=lambda name: name == INDEX_FILE)
-    old = [p.name for p in folder.iterdir() if _WEIGHTS.fullmatch(p.name)]
-    if new == [ONE_FILE] and old in ([], [ONE_FILE]):
-        os.replace(staging / ONE_FILE, folder / ONE_FILE)  # in one step
-        return
-    aside = staging / "replaced"
-    aside.mkdir()
-    moved: list[tuple[Path, Path]] = []
-    # The old index goes first: without it, nobody takes the files for a whole.
-    goes = sorted(old, key=lambda name: name != INDEX_FILE)
-    try:
-        for source, target, names in ((folder, aside, goes), (staging, folder, new)):
-            for name in names:
-                os.rename(source / name, target / name)
-                moved.append((source / name, target / name))
-    except BaseException:
-        for before, after in reversed(moved):
-            os.rename(after, before)
-        raise
-
-
-# Exporting
+    old = [p for p in folder.iterdir() if _WEIGHTS.fullmatch(p.name) and p.name not in new]
+    if new != [ONE_FILE]:
+        # Without these nobody takes the files for a whole; the new index comes last.
+        for name in (INDEX_FILE, ONE_FILE):
+            (folder / name).unlink(missing_ok=True)
+    for name in new:
+        os.replace(staging / name, folder / name)
+    for path in old:
+        path.unlink(missing_ok=True)
 
 
 def export_safetensors(
@@ -485,19 +411,32 @@ def export_safetensors(
         only: "trainable" for what is trained alone (adapters), or a function of a name.
     """
     path, ranks = Path(path), RankGroup.world()
-    BACKGROUND.require_success(ranks, wait=True)
     subject = f"export {path}"
-    ranks.run(subject, lambda: require_export(path, dtype, max_shard_bytes))
-    own = ranks.run(subject, lambda: _own_parts(path, model, dtype, only))
-    tensors = tuple(own)
-    plans = ranks.run(subject, lambda: plan_files(tensors, max_shard_bytes))
-    boxes = {tensor.name: [part.box for part in parts] for tensor, parts in own.items()}
-    everyone = ranks.all_gather((tensors, max_shard_bytes, boxes))
+
+    def planned() -> tuple[dict[str, TensorSpec], dict[str, list[LocalPart]], list[FilePlan]]:
+        require_export(path, dtype, max_shard_bytes)
+        choose, words = selection(only)
+        specs, own = dict[str, TensorSpec](), dict[str, list[LocalPart]]()
+        for shard in filter(choose, tensor_shards(model)):
+            require_values(shard, "exported")
+            specs[shard.name] = (exported_dtype(shard.dtype, dtype), tuple(shard.shape))
+            own[shard.name] = shard.local_parts(shard.tensor) if shard.is_writer else []
+        if not own:
+            raise ConfigError(
+                f"{subject}: something to write is expected, found none of the model's parameters "
+                f"and buffers chosen ({words})."
+            )
+        return specs, own, plan_files(specs, max_shard_bytes)
+
+    specs, own, plans = ranks.run(subject, planned)
+    boxes = {name: [part.box for part in parts] for name, parts in own.items()}
+    everyone = ranks.all_gather((max_shard_bytes, specs, boxes))
     _require_same(subject, everyone)
     staging = ranks.run_first(subject, lambda: new_staging(path))
     try:
         ranks.run_first(subject, lambda: staging.mkdir(parents=True))
-        _Transfer(ranks, staging, plans, own, [found for *_, found in everyone]).run(subject)
+        transfer = _Transfer(ranks, specs, own, [found for *_, found in everyone])
+        transfer.run(subject, staging, plans)
         ranks.run_first(subject, lambda: install(staging, path, plans))
     except BaseException:
         if ranks.is_first:
@@ -509,15 +448,9 @@ def export_safetensors(
 def require_export(path: Path, dtype: torch.dtype | None, max_bytes: int) -> None:
     """Raise for arguments of an export that cannot be."""
     if path.suffix == ".safetensors" or path.is_file():
-        raise ConfigError(
-            f"export {path}: a folder is expected, found the name of a file; give its folder: the "
-            "file in it is called model.safetensors."
-        )
+        raise ConfigError(f"export {path}: a folder is expected, found the name of a file.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(
-            f"export {path}: dtype must be one of floating point numbers, found {dtype!r}; leave "
-            "it out to keep what the model has."
-        )
+        raise ConfigError(f"export {path}: dtype must be one of real numbers, found {dtype!r}.")
     if type(max_bytes) is not int or max_bytes < 1:
         raise ConfigError(
             f"export {path}: max_shard_bytes must be at least 1, found {max_bytes!r}."
@@ -528,129 +461,90 @@ def exported_dtype(kept: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     return asked if asked is not None and kept.is_floating_point else kept
 
 
-def _own_parts(
-    path: Path,
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    only: str | Callable[[str], bool] | None,
-) -> dict[ExportedTensor, list[LocalPart]]:
-    """The tensors of an export, and the parts of them that this rank gives."""
-    choose, words = selection(only)
-    found = {}
-    for shard in filter(choose, tensor_shards(model)):
-        require_values(shard, "exported")
-        target = exported_dtype(shard.dtype, dtype)
-        parts = shard.local_parts(shard.tensor) if shard.is_writer else []
-        found[ExportedTensor(shard.name, target, tuple(shard.shape))] = parts
-    if not found:
-        raise ConfigError(
-            f"export {path}: something to write is expected, found none of the model's parameters "
-            f"and buffers chosen ({words})."
-        )
-    return found
-
-
 def _require_same(
-    subject: str, everyone: Sequence[tuple[tuple[ExportedTensor, ...], int, dict[str, list[Box]]]]
+    subject: str, everyone: Sequence[tuple[int, dict[str, TensorSpec], dict[str, list[Box]]]]
 ) -> None:
     """Raise, on all ranks alike, if they do not export the same, or not all of it."""
-    tensors, max_bytes, _ = everyone[0]
-    for rank, (others, other_max_bytes, _) in enumerate(everyone):
-        for one, other in zip_longest(tensors, others):
+    asked = [[f"max_shard_bytes={limit}", *specs.items()] for limit, specs, _ in everyone]
+    for rank, others in enumerate(asked):
+        for one, other in zip_longest(asked[0], others):
             if one != other:
                 raise DisagreementError(
                     f"{subject}: all ranks must export the same tensors, found {one} on rank 0 and "
                     f"{other} on rank {rank}; call it with the same model and arguments."
                 )
-        if other_max_bytes != max_bytes:
-            raise DisagreementError(
-                f"{subject}: all ranks must be given the same max_shard_bytes, found {max_bytes} "
-                f"on rank 0 and {other_max_bytes} on rank {rank}."
-            )
-    for tensor in tensors:
-        boxes = [box for *_, found in everyone for box in found[tensor.name]]
-        if not tiles(tensor.shape, boxes):
+    for name, (_, shape) in everyone[0][1].items():
+        boxes = [box for *_, found in everyone for box in found[name]]
+        if not tiles(shape, boxes):
             raise CheckpointError(
-                f"{subject}: the parts of all ranks must cover {tensor.name!r} of shape "
-                f"{tensor.shape} once, found {boxes}; nothing was written. Export on all ranks of "
-                "the model's mesh."
+                f"{subject}: the parts of all ranks must cover shape {shape} of {name!r} once, "
+                f"found {boxes}; nothing was written. Export on all ranks of the model's mesh."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """Sends every piece of every tensor to the rank that writes its file.
+    """Sends every piece of every tensor to the rank that writes its file; `boxes` of each rank.
 
-    Files are written in rounds, one by each rank. In a round the ranks exchange pieces in shifts:
-    each sends to one rank and receives from one other, a piece at a time, so that nobody waits for
-    somebody who waits, and nobody keeps more than the pieces under way.
+    Files are written in rounds, one by each rank. In each step of a round every file takes one
+    piece, if possible each from another rank, so that few pieces are in memory and all ranks work.
     """
 
     ranks: RankGroup
-    staging: Path
-    plans: Sequence[FilePlan]
-    own: Mapping[ExportedTensor, Sequence[LocalPart]]
-    boxes: Sequence[Mapping[str, Sequence[Box]]]  # of each rank
+    specs: Mapping[str, TensorSpec]
+    own: Mapping[str, Sequence[LocalPart]]
+    boxes: Sequence[Mapping[str, Sequence[Box]]]
 
-    def run(self, subject: str) -> None:
-        for first in range(0, len(self.plans), self.ranks.size):
-            number = first + self.ranks.rank
-            has_file = number < len(self.plans)
-            writer = FileWriter(self.staging, self.plans[number]) if has_file else None
+    def run(self, subject: str, staging: Path, plans: Sequence[FilePlan]) -> None:
+        rank, size = self.ranks.rank, self.ranks.size
+        for first in range(0, len(plans), size):
+            some = plans[first : first + size]
+            writer = FileWriter(staging, some[rank]) if rank < len(some) else None
             try:
-                for shift in range(self.ranks.size):
-                    self._exchange(first, shift, writer)
+                for step in zip_longest(*map(self._pieces, some, range(size))):
+                    self._take(step, writer)
             except RuntimeError as error:  # of a rank that is gone
-                if writer is not None:
-                    writer.close()
                 raise CheckpointError(
                     f"{subject}: an exchange between the ranks failed ({error}); nothing appears "
                     "under this name."
                 ) from error
             self.ranks.run(subject, writer.finish if writer is not None else lambda: None)
 
-    def _exchange(self, first: int, shift: int, writer: FileWriter | None) -> None:
-        rank, size = self.ranks.rank, self.ranks.size
-        target, source = (rank + shift) % size, (rank - shift) % size
-        sending = self._pieces(first + target, rank) if shift else ()
-        for sent, received in zip_longest(sending, self._pieces(first + rank, source)):
-            works, outgoing = [], None
-            if sent is not None:
-                outgoing = _as_bytes(self._values(*sent))
-                works.append(dist.isend(outgoing, target, group=self.ranks.group))
-            if received is not None and shift:
-                values = torch.empty(received[1].sizes, dtype=received[0].dtype)
-                works.append(dist.irecv(_as_bytes(values), source, group=self.ranks.group))
-            for work in works:
-                assert work is not None  # this rank is in the group
-                work.wait()
-            if received is not None:
-                assert writer is not None
-                values = values if shift else self._values(*received)
-                writer.write(received[0].name, received[1], values)
+    def _pieces(self, plan: FilePlan, owner: int) -> Iterator[tuple[int, str, Box]]:
+        for source in ((owner + shift) % self.ranks.size for shift in range(self.ranks.size)):
+            for name in plan.entries:
+                for box in self.boxes[source][name]:
+                    for piece in pieces(box, _PIECE_BYTES // self.specs[name][0].itemsize):
+                        yield source, name, piece
 
-    def _pieces(self, number: int, source: int) -> Iterator[tuple[ExportedTensor, Box]]:
-        """What a rank has of a file."""
-        if number >= len(self.plans):
-            return
-        tensors = {tensor.name: tensor for tensor in self.own}
-        for name in self.plans[number].entries:
-            for box in self.boxes[source][name]:
-                for piece in pieces(box, _PIECE_BYTES // tensors[name].dtype.itemsize):
-                    yield tensors[name], piece
-
-    def _values(self, tensor: ExportedTensor, piece: Box) -> torch.Tensor:
-        """This rank's values of a piece; a view of what is trained, if that is possible."""
-        part = next(part for part in self.own[tensor] if intersection(part.box, piece))
-        return part.values[slices(piece, part.box)].to("cpu", tensor.dtype).contiguous()
+    def _take(self, step: Sequence[tuple[int, str, Box] | None], writer: FileWriter | None) -> None:
+        rank, group = self.ranks.rank, self.ranks.group
+        works, received = [], None
+        for owner, item in enumerate(step):
+            if item is None or rank not in (owner, item[0]):
+                continue
+            source, name, piece = item
+            if rank == source:
+                part = next(part for part in self.own[name] if intersection(part.box, piece))
+                values = part.values[slices(piece, part.box)]
+                values = values.to("cpu", self.specs[name][0]).contiguous()
+            else:
+                values = torch.empty(piece.sizes, dtype=self.specs[name][0])
+            if source != owner:
+                exchange, other = (dist.isend, owner) if rank == source else (dist.irecv, source)
+                works.append((exchange(_as_bytes(values), other, group=group), values))
+            if rank == owner:
+                received = (name, piece, values)
+        for work, _ in works:
+            assert work is not None  # this rank is in the group
+            work.wait()
+        if received is not None and writer is not None:
+            writer.write(*received)
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
     """Bytes can be sent, whatever the dtype."""
     return values.reshape(-1).view(torch.uint8)
-
-
-# Loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -697,16 +591,27 @@ def load_safetensors(
         rename: What a name of the model is in the files.
     """
     path, ranks = Path(path), RankGroup.world()
-    BACKGROUND.require_success(ranks, wait=True)
     subject = f"load {path}"
-    files = ranks.run(subject, lambda: open_tensors(path), "nothing was loaded.")
-    shards = ranks.run(subject, lambda: tensor_shards(model))
-    found = _Match(files, shards, rename)
-    for mismatched in ranks.all_gather(found.differing_ties()):
+    files, shards = ranks.run(
+        subject, lambda: (open_tensors(path), tensor_shards(model)), "nothing was loaded."
+    )
+    found = NameMatch(shards, files, rename, lambda name, shard: _misfit(files[name], name, shard))
+    for mismatched in ranks.all_gather(_differing_ties(files, shards, found, rename)):
         found.mismatched.update(mismatched)
-    ranks.run(subject, lambda: found.require_fit(subject, strict))
-    lost = LostBuffers(model, init_buffers)
-    ranks.run(subject, lost.recreate)
+
+    def prepared() -> tuple[str, ...]:
+        found.require(subject, "files", missing=strict, unexpected=strict, mismatched=strict)
+        on_meta = [shard.name for shard in shards if shard.tensor.is_meta]
+        without = [name for name in on_meta if name not in found.sources]
+        if without:
+            raise CheckpointError(
+                f"{subject}: parameters on meta must be in the files, in a form that fits, found "
+                f"on meta without values: {without}; nothing was loaded. Call "
+                "model.to_empty(device=...) and initialise the model before it is loaded."
+            )
+        return recreate_buffers(model, init_buffers)
+
+    recreated = ranks.run(subject, prepared)
     if any(shard.tensor.is_meta for shard in shards):
         give_memory(model)
         shards = tensor_shards(model)
@@ -717,56 +622,21 @@ def load_safetensors(
                 assert name is not None
                 for piece, values in files[name].views(name, part.box):
                     part.values[slices(piece, part.box)].copy_(values)
-    return LoadedWeights(
-        path,
-        tuple(found.missing),
-        tuple(found.unexpected),
-        found.mismatched,
-        {name: shard.name for shard in shards for name in shard.names[1:]},
-        lost.names,
-    )
+    tied = {name: shard.name for shard in shards for name in shard.names[1:]}
+    missing, unexpected = tuple(found.missing), tuple(found.unexpected)
+    return LoadedWeights(path, missing, unexpected, found.mismatched, tied, recreated)
 
 
-class _Match:
-    """Which tensor of the files each parameter and buffer is read from."""
+def _differing_ties(
+    files: Mapping[str, TensorFile],
+    shards: Sequence[TensorShard],
+    found: NameMatch,
+    rename: Callable[[str], str],
+) -> dict[str, str]:
+    """Tensors of the files that are one in the model, but differ where this rank has a part."""
 
-    def __init__(
-        self,
-        files: Mapping[str, TensorFile],
-        shards: Sequence[TensorShard],
-        rename: Callable[[str], str],
-    ) -> None:
-        self.files, self.shards, self.rename = files, shards, rename
-        self.sources: dict[str, str] = {}
-        self.missing: list[str] = []
-        self.mismatched: dict[str, str] = {}
-        known: set[str] = set()
-        for shard in shards:
-            names = [rename(name) for name in shard.names]
-            known.update(names)
-            source = next((name for name in names if name in files), None)
-            if source is None:
-                self.missing.append(shard.name)
-            elif reason := _misfit(files[source], source, shard):
-                self.mismatched[shard.name] = reason
-            else:
-                self.sources[shard.name] = source
-        self.unexpected = [name for name in files if name not in known]
-
-    def differing_ties(self) -> dict[str, str]:
-        """Tensors of the files that are one in the model, but have different values."""
-        return {
-            name: f"the values of {source!r} are expected, to which it is tied in the model, found "
-            "others"
-            for shard in self.shards
-            if (source := self.sources.get(shard.name)) is not None
-            for name in map(self.rename, shard.names)
-            if name in self.files and name != source and not self._is_same(source, name, shard)
-        }
-
-    def _is_same(self, one: str, other: str, shard: TensorShard) -> bool:
-        """Whether two tensors of the files are equal, bit by bit, where this rank has a part."""
-        first, second = self.files[one], self.files[other]
+    def is_same(one: str, other: str, shard: TensorShard) -> bool:
+        first, second = files[one], files[other]
         a, b = first.entries[one], second.entries[other]
         return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
             torch.equal(_as_bytes(x.contiguous()), _as_bytes(y.contiguous()))
@@ -776,31 +646,14 @@ class _Match:
             )
         )
 
-    def require_fit(self, subject: str, strict: bool) -> None:
-        problems = []
-        if strict and self.missing:
-            problems.append(f"missing in the files: {self.missing}")
-        if strict and self.unexpected:
-            problems.append(f"not in the model: {self.unexpected}")
-        if strict and self.mismatched:
-            problems += [f"{name}: {reason}" for name, reason in self.mismatched.items()]
-        if not strict:
-            on_meta = [shard.name for shard in self.shards if shard.tensor.is_meta]
-            without = [name for name in on_meta if name not in self.sources]
-            if without:
-                problems.append(f"on meta, and without values that fit: {without}")
-        if self.shards and not self.sources:
-            problems.append("nothing in the files fits a parameter of the model")
-        if problems:
-            remedy = (
-                "Pass strict=False to load what fits."
-                if strict
-                else "Call model.to_empty(device=...) and initialise the model before it is loaded."
-            )
-            raise CheckpointError(
-                f"{subject}: the model and the files must have the same parameters; nothing was "
-                f"loaded: {'; '.join(problems)}. {remedy}"
-            )
+    return {
+        name: f"the values of {source!r} are expected, to which it is tied in the model, found "
+        "others"
+        for shard in shards
+        if (source := found.sources.get(shard.name)) is not None
+        for name in map(rename, shard.names)
+        if name in files and name != source and not is_same(source, name, shard)
+    }
 
 
 def _misfit(file: TensorFile, name: str, shard: TensorShard) -> str:

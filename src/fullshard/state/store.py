@@ -11,40 +11,39 @@ It is written into a folder beside its place and gets its name by renaming, whic
 does at once or not at all. Whatever dies in between, these are all the folders there can be beside
 a checkpoint "step_10":
 
-    step_10                     whole, or damaged by something else than us
-    .step_10.incoming-<id>      being written, or left by a process that died
-    .step_10.replaced-<id>      the one before: put aside for a moment while the next takes the name
-    .step_10.removed-<id>       on its way out
-    .step_10.owner-<id>         a file: which process writes incoming-<id>
+    step_10                             whole, or damaged by something else than us
+    .step_10.incoming-<id>-<process>    being written, or left by a process that died
+    .step_10.replaced-<id>              on its way out; put aside while the next takes the name
 
-Only the first and third are ever loaded, the third only while the first does not exist.
+Only the first and third are ever loaded, the third only while it is whole and the first does not
+exist.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import re
 import shutil
-import sys
 import time
 import types
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.layout.split import Box, pieces, slices, tiles
+from fullshard.layout.split import Box, pieces, slices
 from fullshard.state.dcp import INDEX, Entry, TensorReader, load_entry
 
 MANIFEST = "manifest.json"
@@ -60,7 +59,6 @@ MASK = 2**64 - 1
 _PIECE_NUMEL = 2**20  # extra memory is a few times eight bytes for each of these
 _STRIDE = 0x9E3779B97F4A7C15  # between neighbours, before mixing: 2**64 over the golden ratio
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64, known to spread bits well
-_LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -69,11 +67,6 @@ def checksum(shape: Sequence[int], box: Box, values: torch.Tensor) -> int:
 
     It sees bits, not numbers: 0.0 and -0.0 differ, and so do two nans with different payloads.
     """
-    if tuple(values.shape) != box.sizes or len(shape) != len(box.sizes):
-        raise ConfigError(
-            f"checksum: values of shape {box.sizes} in a tensor of {len(box.sizes)} dims are "
-            f"expected, found {tuple(values.shape)} in {tuple(shape)}; pass the box's own values."
-        )
     words = values.detach().resolve_conj().resolve_neg()
     if words.dtype == torch.complex128:
         # Two words per element; they are neighbours, like elements of one more dim.
@@ -81,11 +74,18 @@ def checksum(shape: Sequence[int], box: Box, values: torch.Tensor) -> int:
         shape, box = (*shape, 2), Box((*box.offsets, 0), (*box.sizes, 2))
     else:
         words = words.view(_INTEGERS[words.itemsize])
-    numel = min(_PIECE_NUMEL, words.numel())
-    keys = torch.arange(1, numel + 1, device=words.device) * _signed(_STRIDE)
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in pieces(box, _PIECE_NUMEL):
-        total += _mixed(_keyed(shape, piece, words[slices(piece, box)], keys)).sum()
+        bits = words[slices(piece, box)]
+        bits = bits.to(torch.int64, memory_format=torch.contiguous_format, copy=True)
+        first = sum(offset * each for offset, each in zip(piece.offsets, strides, strict=True))
+        bits += _signed((first + 1) * _STRIDE)
+        for dim, (size, stride) in enumerate(zip(piece.sizes, strides, strict=True)):
+            if size > 1:
+                places = torch.arange(size, device=bits.device) * _signed(stride * _STRIDE)
+                bits += places.view(-1, *[1] * (len(strides) - dim - 1))
+        total += _mixed(bits.view(-1)).sum()
     return int(total) & MASK
 
 
@@ -98,29 +98,9 @@ def as_text(value: int) -> str:
     return f"{value:016x}"
 
 
-def _keyed(
-    shape: Sequence[int], box: Box, values: torch.Tensor, keys: torch.Tensor
-) -> torch.Tensor:
-    """New memory with each element's bits plus a multiple of its place in the whole tensor."""
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    bits = values.to(torch.int64, memory_format=torch.contiguous_format, copy=True)
-    dim = next((dim for dim, size in enumerate(box.sizes) if size != 1), len(box.sizes))
-    if box.sizes[dim + 1 :] == tuple(shape[dim + 1 :]):  # neighbours in the whole tensor
-        return bits.view(-1).add_(keys[: box.numel]).add_(_signed(first * _STRIDE))
-    for dim, (size, stride) in enumerate(zip(box.sizes, strides, strict=True)):
-        if size > 1:
-            column = [1] * len(shape)
-            column[dim] = size
-            places = torch.arange(size, device=values.device) * _signed(stride * _STRIDE)
-            bits += places.view(column)
-    return bits.view(-1).add_(_signed((first + 1) * _STRIDE))
-
-
 def _mixed(words: torch.Tensor) -> torch.Tensor:
     """Every bit of a word made to depend on every other, in place."""
-    halves = words.view(torch.int32).view(-1, 2)
-    low, high = halves[:, _LOW], halves[:, _HIGH]
+    low, high = words.view(torch.int32).view(-1, 2).unbind(1)
     low ^= high  # words ^= words >> 32, without the sign that torch's shift drags along
     for factor in _FACTORS:
         words *= _signed(factor)
@@ -134,13 +114,12 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-# The manifest may come from a stranger. Everything in it is checked before it is believed: types,
-# ranges, that boxes tile their tensors, and that files are inside the checkpoint's folder. Its own
-# text has a checksum, so that a damaged number is not taken for another number.
+# The manifest may come from a stranger: types, and that files are inside the checkpoint's folder,
+# are checked before it is believed. What it says of tensors is compared with the index when they
+# are verified. Its own text has a checksum, so that a damaged number is not taken for another one.
 
 _FORMAT = "fullshard checkpoint"
 _FORMAT_VERSION = 1
-_MAX_NUMEL = 2**63 - 1
 
 
 def versions_here() -> dict[str, str]:
@@ -160,10 +139,6 @@ class StoredBlock:
     sizes: tuple[int, ...]
     checksum: str
 
-    @property
-    def box(self) -> Box:
-        return Box(self.offsets, self.sizes)
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -173,6 +148,13 @@ class StoredTensor:
     dtype: str
     checksum: str
     blocks: tuple[StoredBlock, ...]
+
+
+class StoredOptimizer(TypedDict):
+    """Parameter groups with names as "params", and state that is no tensor, by parameter."""
+
+    param_groups: list[Mapping[str, Any]]
+    values: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,19 +173,13 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=versions_here)
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] | None = None
+    optimizer: StoredOptimizer | None = None
     files: Mapping[str, int] = field(default_factory=dict)
     selection: str = "all"
     extra: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        try:
-            body = json.dumps(asdict(self))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"manifest: plain values (numbers, strings, lists, dicts) are expected, found "
-                f"others ({error}); leave them out, or save them as `extra`."
-            ) from error
+        body = json.dumps(asdict(self))
         head = {"format": _FORMAT, "version": _FORMAT_VERSION, "sha256": digest_of(body)}
         return json.dumps(head)[:-1] + f', "manifest": {body}}}'
 
@@ -211,15 +187,33 @@ class Manifest:
     def from_json(cls, text: str, subject: str) -> Manifest:
         """What `to_json` wrote. Errors speak of `subject`."""
         try:
-            return _decode_manifest(text)
-        except _InvalidError as error:
-            what, expected, found = (
-                each[:200].encode("ascii", "backslashreplace").decode() for each in error.args
+            outer = parse_json(text)
+            _require(outer.get("format") == _FORMAT, "format", repr(_FORMAT), outer.get("format"))
+            version, expected = (
+                outer.get("version"),
+                f"{_FORMAT_VERSION}, which this fullshard reads",
             )
-            raise CheckpointError(
-                f"{subject}: {what} must be {expected}, found {found}; the manifest is damaged or "
-                "not one of fullshard's. `latest` finds whole checkpoints."
-            ) from None
+            _require(version == _FORMAT_VERSION, "version", expected, version)
+            digest = digest_of(json.dumps(outer.get("manifest")))
+            _require(outer.get("sha256") == digest, "sha256", digest, outer.get("sha256"))
+            found: Manifest = decode(cls, outer.get("manifest"), "manifest")
+            found._require_possible()
+        except (ValueError, RecursionError) as error:
+            text = f"{subject}: a manifest of fullshard is expected, found a damaged one ({error})."
+            raise CheckpointError(f"{text} `latest` finds whole checkpoints.") from None
+        return found
+
+    def _require_possible(self) -> None:
+        _require(self.num_ranks, "num_ranks", "at least 1", self.num_ranks)
+        has_zone = datetime.fromisoformat(self.created).tzinfo is not None
+        _require(has_zone, "created", "a time with its zone", self.created)
+        for name in self.files:
+            # A name that stays in the folder, whatever system it is opened on.
+            is_plain = re.fullmatch(r"[A-Za-z0-9._+-]{1,255}", name) is not None
+            is_inside = is_plain and name not in (".", "..", MANIFEST)
+            _require(is_inside, "files", "names of files inside the checkpoint's folder", name)
+        for group in self.optimizer["param_groups"] if self.optimizer else ():
+            decode(list[str], group.get("params"), "params of a parameter group")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -227,14 +221,10 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            f"{folder}: a checkpoint with its manifest is expected, found no {MANIFEST}; it was "
-            "not written to its end, or another program wrote it. `latest` finds whole ones."
-        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: a manifest is expected, found a file that cannot be read ({error})."
+            f"{folder}: a checkpoint with its manifest is expected, found no {MANIFEST} that can "
+            f"be read ({error}); it was not written to its end, or another program wrote it."
         ) from error
     return Manifest.from_json(text, str(path))
 
@@ -243,129 +233,63 @@ def digest_of(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`: an object in which no name appears twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name that is there twice")
-    return found
+def parse_json(text: str | bytes) -> dict[str, Any]:
+    """A JSON object in which no name appears twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        _require(len(found) == len(pairs), "names", "there once", "one that is there twice")
+        return found
+
+    found = json.loads(text, object_pairs_hook=unique)
+    _require(isinstance(found, dict), "JSON", "an object", found)
+    result: dict[str, Any] = found
+    return result
 
 
-class _InvalidError(Exception):
-    """A value of a manifest that cannot be: what it is, what was expected, what was found."""
+_hints_of = functools.cache(get_type_hints)
 
 
-def _require(condition: object, what: str, expected: str, found: Any) -> None:
-    if not condition:
-        if isinstance(found, int | float | None):
-            found = repr(found)
-        elif not isinstance(found, str):
-            found = type(found).__name__  # a stranger's lists may nest deeper than repr can go
-        raise _InvalidError(what, expected, found)
-
-
-def _decode_manifest(text: str) -> Manifest:
-    try:
-        outer = json.loads(text, object_pairs_hook=unique_pairs)
-        is_ours = isinstance(outer, dict) and outer.get("format") == _FORMAT
-        _require(is_ours, "the file", f"a manifest with format {_FORMAT!r}", "another file")
-        version = outer.get("version")
-        expected = f"{_FORMAT_VERSION}, which this fullshard reads"
-        _require(version == _FORMAT_VERSION, "version", expected, version)
-        digest = digest_of(json.dumps(outer.get("manifest")))
-    except (ValueError, RecursionError) as error:
-        raise _InvalidError("the file", "JSON as it was written", str(error)) from None
-    _require(outer.get("sha256") == digest, "sha256", digest, repr(outer.get("sha256")))
-    found: Manifest = _decode(Manifest, outer.get("manifest"), "manifest")
-    _require_possible(found)
-    return found
-
-
-def _decode(kind: Any, value: Any, what: str) -> Any:
-    """A parsed JSON value as the type that its field is declared with."""
+def decode(kind: Any, value: Any, what: str) -> Any:
+    """A parsed JSON value as the type that it is declared with, or a ValueError."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
     if origin is types.UnionType:  # with None
-        return None if value is None else _decode(arguments[0], value, what)
+        return None if value is None else decode(arguments[0], value, what)
     if kind is str:
         _require(isinstance(value, str), what, "text", value)
         return value
     if kind is int:
         # bool is an int to Python, and not to us.
-        fits = type(value) is int and 0 <= value <= _MAX_NUMEL
+        fits = type(value) is int and 0 <= value < 2**63
         _require(fits, what, "an integer of at least 0 that fits in 64 bits", value)
         return value
-    if origin is tuple:
+    if origin in (tuple, list):
         _require(isinstance(value, list), what, "a list", value)
-        return tuple(_decode(arguments[0], each, what) for each in value)
+        return origin(decode(arguments[0], each, what) for each in value)
     _require(isinstance(value, dict), what, "names with values", value)
     if origin is Mapping:
-        return {name: _decode(arguments[1], v, f"{name!r} in {what}") for name, v in value.items()}
-    names = [each.name for each in fields(kind)]
-    _require(set(value) == set(names), what, f"the fields {sorted(names)}", str(sorted(value)))
-    hints = get_type_hints(kind)
-    return kind(**{name: _decode(hints[name], value[name], f"{name} of {what}") for name in names})
+        return {name: decode(arguments[1], v, f"{name!a} in {what}") for name, v in value.items()}
+    hints = _hints_of(kind)
+    _require(set(value) == set(hints), what, f"the fields {sorted(hints)}", str(sorted(value)))
+    return kind(**{n: decode(hint, value[n], f"{n} of {what}") for n, hint in hints.items()})
 
 
-def _require_possible(found: Manifest) -> None:
-    """Raise for values that have the right types, and still cannot be."""
-    _require(re.fullmatch(r"[0-9a-f]{32}", found.id), "id", "32 hex digits", found.id)
-    _require(found.num_ranks, "num_ranks", "at least 1", found.num_ranks)
-    expected = "a time with its zone, as in 2026-01-31T12:00:00+00:00"
-    _require(_has_zone(found.created), "created", expected, found.created)
-    for name in found.files:
-        # A name that stays in the folder, whatever system it is opened on.
-        is_plain = re.fullmatch(r"[A-Za-z0-9._+-]{1,255}", name) is not None
-        is_inside = is_plain and name not in (".", "..", MANIFEST)
-        _require(is_inside, "files", "names of files inside the checkpoint's folder", name)
-    for key, tensor in found.tensors.items():
-        _require_possible_tensor(f"tensor {key!r}", tensor)
-    optimizer = found.optimizer
-    if optimizer is not None:
-        are_known = set(optimizer) == {"param_groups", "values"}
-        _require(are_known, "optimizer", "param_groups and values", str(sorted(optimizer)))
-        groups = _decode(tuple[Mapping[str, Any], ...], optimizer["param_groups"], "param_groups")
-        for group in groups:
-            _decode(tuple[str, ...], group.get("params"), "params of a parameter group")
-        _decode(Mapping[str, Mapping[str, Any]], optimizer["values"], "values of optimizer")
-
-
-def _has_zone(text: str) -> bool:
-    try:
-        is_aware = datetime.fromisoformat(text).tzinfo is not None
-    except ValueError:
-        return False
-    return is_aware and re.fullmatch(r"[0-9T:.+Z -]{1,40}", text) is not None
-
-
-def _require_possible_tensor(what: str, tensor: StoredTensor) -> None:
-    shape, num_dims = tensor.shape, len(tensor.shape)
-    dtype = getattr(torch, tensor.dtype, None)
-    expected = f"one of torch {torch.__version__}"
-    _require(isinstance(dtype, torch.dtype), f"dtype of {what}", expected, tensor.dtype)
-    for sizes in (
-        shape,
-        *(each for block in tensor.blocks for each in (block.offsets, block.sizes)),
-    ):
-        fits = prod(size or 1 for size in sizes) <= _MAX_NUMEL
-        _require(fits, f"shape of {what}", "sizes that memory can have", str(sizes))
-    for block in tensor.blocks:
-        has_dims = len(block.offsets) == len(block.sizes) == num_dims
-        found = f"{block.offsets}, {block.sizes}"
-        _require(has_dims, f"a block of {what}", f"of {num_dims} dims", found)
-    covers = tiles(shape, [block.box for block in tensor.blocks])
-    _require(covers, f"blocks of {what}", f"every element of {shape} once", "gaps or overlaps")
-    for each in (tensor.checksum, *(block.checksum for block in tensor.blocks)):
-        _require(re.fullmatch(r"[0-9a-f]{16}", each), f"checksum of {what}", "16 hex digits", each)
-    total = as_text(joined(int(block.checksum, 16) for block in tensor.blocks))
-    expected = f"{total}, the sum of its blocks"
-    _require(tensor.checksum == total, f"checksum of {what}", expected, tensor.checksum)
+def _require(condition: object, what: str, expected: str, found: Any) -> None:
+    if not condition:
+        # A stranger's lists may nest deeper than repr can go.
+        is_short = isinstance(found, str | int | float | None)
+        shown = ascii(found)[:200] if is_short else type(found).__name__
+        raise ValueError(f"{what} must be {expected}, found {shown}")
 
 
 # Writing a folder
 
-_BESIDE = re.compile(r"\.(?P<name>.+)\.(?P<state>incoming|replaced|removed)-[0-9a-f]{32}")
+_BESIDE = re.compile(
+    r"\.(?P<name>.+)\.(?P<state>incoming|replaced)-[0-9a-f]{32}"
+    r"(-(?P<machine>[0-9a-f]{16})-(?P<pid>\d+)-(?P<started>\d+))?"
+)
 _OWN_FILES = re.compile(r"__\d+_\d+\.distcp|rank_\d+\.pt|\.metadata(\.tmp)?|manifest\.json")
 # For writers on another machine, of which nothing else can be known.
 _ABANDONED_S = 24 * 3600
@@ -375,23 +299,17 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def staging_folder(path: Path, id: str) -> Path:
-    """Where the checkpoint `path` is written before it is whole."""
-    return _beside(path, "incoming", id)
+def staging_folder(path: Path) -> Path:
+    """A place for what becomes `path` when it is whole; its name says which process writes it."""
+    pid = os.getpid()
+    return Path(f"{_beside(path, 'incoming')}-{_machine()}-{pid}-{_start_of(pid) or 0}")
 
 
-def begin(path: Path, id: str) -> Path:
-    """Make the staging folder, and say which process writes there; one process does this."""
-    staging = staging_folder(path, id)
+def begin(path: Path) -> Path:
+    """Make the staging folder of a checkpoint; one process does this."""
     require_replaceable(path)
-    staging.parent.mkdir(parents=True, exist_ok=True)
-    # First, so that nobody finds a folder of which it is not known that it is being written.
-    try:
-        write_synced(_owner_file(staging), json.dumps(_this_process()).encode())
-        staging.mkdir()
-    except BaseException:
-        _owner_file(staging).unlink(missing_ok=True)
-        raise
+    staging = staging_folder(path)
+    staging.mkdir(parents=True)
     return staging
 
 
@@ -415,20 +333,14 @@ def sync(path: Path) -> None:
 def commit(staging: Path, path: Path) -> None:
     """Give a finished checkpoint its name, in place of one that has it.
 
-    All its files are on disk before the name is. Of the two, one is whole at any moment: under the
-    name or, for as long as a rename takes, put aside, where `located` and `latest` find it.
+    Who wrote its files has synced them: they are on disk before the name is. Of the two, one is
+    whole at any moment: under the name or, for as long as a rename takes, put aside, where
+    `located` and `latest` find it.
     """
     path = _absolute(path)
-    if not is_whole(staging):
-        raise CheckpointError(
-            f"{path}: all files and the manifest must be written before a checkpoint gets its "
-            f"name, found {staging} unfinished; nothing appears under this name."
-        )
     require_replaceable(path)
-    for file in sorted(staging.iterdir()):
-        sync(file)
     sync(staging)
-    aside = _beside(path, "replaced", uuid.uuid4().hex)
+    aside = _beside(path, "replaced")
     is_replacing = os.path.lexists(path)
     if is_replacing:
         path.rename(aside)
@@ -439,21 +351,15 @@ def commit(staging: Path, path: Path) -> None:
             aside.rename(path)
         raise
     sync(path.parent)
-    _owner_file(staging).unlink(missing_ok=True)
     if aside.is_symlink():
         aside.unlink()
-    for old in _found_beside(path, "replaced"):
-        _remove(old)
+    for old in _put_aside(path):
+        discard(old)
 
 
 def discard(staging: Path) -> None:
-    """Remove what was written of a checkpoint that will not be finished."""
-    if not is_unfinished(staging):
-        raise ConfigError(
-            f"discard: a staging folder is expected, found {staging}; `prune` removes checkpoints."
-        )
-    _remove(staging)
-    _owner_file(staging).unlink(missing_ok=True)
+    """Remove what was written of something that will not be finished."""
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def require_replaceable(path: Path) -> None:
@@ -461,27 +367,20 @@ def require_replaceable(path: Path) -> None:
     path = _absolute(path)
     if path.is_symlink() or not path.exists():
         return
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: the folder of a checkpoint, or nothing, is expected, found a file; choose "
-            "another name."
-        )
-    foreign = sorted(f.name for f in path.iterdir() if _OWN_FILES.fullmatch(f.name) is None)
+    files = sorted(f.name for f in path.iterdir()) if path.is_dir() else ["a file"]
+    foreign = [name for name in files if _OWN_FILES.fullmatch(name) is None]
     if foreign:
         raise CheckpointError(
             f"{path}: a checkpoint, or nothing, is expected where one is saved, found other files "
             f"({', '.join(foreign[:5])}), which would be lost; choose a name inside, such as "
-            f"{path / 'step_0'}."
+            f"{path / 'step_0'}, or another."
         )
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a folder is one that is, or was, being written or removed."""
+    """Whether a folder is one that is, or was, being written."""
     match = _BESIDE.fullmatch(path.name)
-    return match is not None and match["state"] != "replaced"
-
-
-# Finding checkpoints
+    return match is not None and match["state"] == "incoming"
 
 
 def is_ours(path: Path) -> bool:
@@ -494,6 +393,15 @@ def is_whole(path: Path) -> bool:
     return _whole_manifest(path) is not None
 
 
+def _whole_manifest(path: Path) -> Manifest | None:
+    try:
+        manifest = read_manifest(path)
+        sizes = {name: (path / name).stat().st_size for name in manifest.files}
+    except (CheckpointError, OSError):
+        return None
+    return manifest if sizes == manifest.files and INDEX in sizes else None
+
+
 def located(path: Path) -> Path:
     """Where the checkpoint of this name is.
 
@@ -501,11 +409,9 @@ def located(path: Path) -> Path:
     was put aside.
     """
     path = _absolute(path)
-    if not os.path.lexists(path):
-        aside = [each for each in _found_beside(path, "replaced") if is_whole(each)]
-        if aside:
-            return aside[-1]
-    return path
+    aside = [] if os.path.lexists(path) else _put_aside(path)
+    whole = [(found.created, each) for each in aside if (found := _whole_manifest(each))]
+    return max(whole)[1] if whole else path
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -513,8 +419,10 @@ def checkpoints(folder: str | Path) -> list[Path]:
     found = []
     for path in _folders(Path(folder)):
         match = _BESIDE.fullmatch(path.name)
-        manifest = _whole_manifest(path)
-        if manifest is not None and (match is None or _is_only_one(path, match)):
+        # One that was put aside counts as long as nothing else has its name.
+        counts = match is None or located(path.with_name(match["name"])) == _absolute(path)
+        manifest = _whole_manifest(path) if counts else None
+        if manifest is not None:
             step = -1 if manifest.step is None else manifest.step
             found.append((step, datetime.fromisoformat(manifest.created), path.name, path))
     return [path for *_, path in sorted(found)]
@@ -522,13 +430,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 def latest(folder: str | Path) -> Path | None:
     """The newest whole checkpoint in a folder, or None."""
-    found = checkpoints(Path(folder))
-    return found[-1] if found else None
-
-
-def leftovers(folder: Path) -> list[Path]:
-    """What is in a folder of saves that were not finished, and of checkpoints that are damaged."""
-    return [path for path in _folders(folder) if _is_leftover(path)]
+    return next(reversed(checkpoints(folder)), None)
 
 
 def prune(folder: str | Path, keep: int) -> list[Path]:
@@ -541,33 +443,25 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
         raise ConfigError(
             f"prune: keep must be at least 1, found {keep!r}; the last whole one stays."
         )
-    folder = Path(folder)
-    removed = checkpoints(folder)[:-keep]
-    removed += [path for path in leftovers(folder) if _is_abandoned(path)]
+    whole = checkpoints(folder)
+    left = [path for path in _folders(Path(folder)) if path not in whole and _is_abandoned(path)]
+    removed = whole[:-keep] + left
     for path in removed:
         _remove(path)
-        if _BESIDE.fullmatch(path.name) is not None:
-            _owner_file(path).unlink(missing_ok=True)
     return removed
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder. One that can be found loses its name first: it is never half there."""
-    match = _BESIDE.fullmatch(path.name)
-    if match is None or match["state"] == "replaced":
-        name = path.name if match is None else match["name"]
-        gone = _beside(path.with_name(name), "removed", uuid.uuid4().hex)
-        try:
-            path.rename(gone)
-        except FileNotFoundError:
-            return  # another process removed it
-        path = gone
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a folder. A checkpoint loses its name first: it is never half there."""
+    with suppress(FileNotFoundError):  # another process removed it
+        if _BESIDE.fullmatch(path.name) is None:
+            path = path.rename(_beside(path, "replaced"))
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _beside(path: Path, state: str, id: str) -> Path:
+def _beside(path: Path, state: str) -> Path:
     path = _absolute(path)
-    return path.parent / f".{path.name}.{state}-{id}"
+    return path.parent / f".{path.name}.{state}-{uuid.uuid4().hex}"
 
 
 def _absolute(path: Path) -> Path:
@@ -578,97 +472,52 @@ def _absolute(path: Path) -> Path:
     return found
 
 
-def _found_beside(path: Path, state: str) -> list[Path]:
-    """Folders of a name in a state, in the order in which they were put there."""
-    found = []
-    for each in _folders(path.parent):
-        match = _BESIDE.fullmatch(each.name)
-        if match is not None and (match["name"], match["state"]) == (path.name, state):
-            with contextlib.suppress(FileNotFoundError):  # another process removed it
-                found.append((each.stat().st_ctime_ns, each))
-    return [each for _, each in sorted(found)]
+def _put_aside(path: Path) -> list[Path]:
+    """Checkpoints that had this name."""
+    matches = ((each, _BESIDE.fullmatch(each.name)) for each in _folders(path.parent))
+    state = (path.name, "replaced")
+    return [each for each, match in matches if match and match.group("name", "state") == state]
 
 
-def _folders(folder: Path) -> Iterator[Path]:
+def _folders(folder: Path) -> list[Path]:
     """Those that are not links: what a link leads to is listed where it is."""
     try:
-        found = sorted(folder.iterdir())
+        return sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink())
     except (FileNotFoundError, NotADirectoryError):
-        return
-    yield from (path for path in found if path.is_dir() and not path.is_symlink())
-
-
-def _whole_manifest(path: Path) -> Manifest | None:
-    try:
-        manifest = read_manifest(path)
-        sizes = {name: (path / name).stat().st_size for name in manifest.files}
-    except (CheckpointError, OSError):
-        return None
-    return manifest if sizes == manifest.files and INDEX in sizes else None
-
-
-def _is_only_one(path: Path, match: re.Match[str]) -> bool:
-    """Whether a folder beside a name is what the name stands for."""
-    is_aside = match["state"] == "replaced"
-    return is_aside and located(path.with_name(match["name"])) == _absolute(path)
-
-
-def _is_leftover(path: Path) -> bool:
-    match = _BESIDE.fullmatch(path.name)
-    if match is not None:
-        return not (_is_only_one(path, match) and is_whole(path))
-    # Folders that torch or other programs wrote are no concern of ours.
-    return is_ours(path) and not is_whole(path)
+        return []
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether a leftover is an unfinished one that nobody works on."""
+    """Whether a folder beside a name is one that nobody works on."""
     match = _BESIDE.fullmatch(path.name)
-    if match is None:
-        return False
-    if match["state"] != "incoming":
-        return True
+    if match is None or match["state"] == "replaced":
+        return match is not None
+    if match["machine"] == _machine():
+        return match["started"] != _start_of(match["pid"])
     try:
-        owner = json.loads(_owner_file(path).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        owner = None
-    if isinstance(owner, dict) and owner.get("machine") == _this_process()["machine"]:
-        return owner.get("started") != _start_of(owner.get("pid"))
-    times = [0.0]
-    for each in (path, *path.iterdir()):
-        with contextlib.suppress(FileNotFoundError):
-            times.append(each.stat().st_mtime)
-    return time.time() - max(times) > _ABANDONED_S
+        newest = max(os.path.getmtime(each) for each in (path, *path.iterdir()))
+    except FileNotFoundError:  # somebody works on it
+        return False
+    return time.time() - newest > _ABANDONED_S
 
 
-def _owner_file(folder: Path) -> Path:
-    head, _, id = folder.name.rpartition("-")
-    return folder.with_name(f"{head.rpartition('.')[0]}.owner-{id}")
-
-
-def _this_process() -> dict[str, object]:
+def _machine() -> str:
     """Process ids mean something within one boot and one namespace of a machine only."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return digest_of(f"{boot} {Path('/proc/self/ns/pid').readlink()}")[:16]
     except OSError:
-        machine = uuid.uuid4().hex  # none that anybody could ask about
-    return {"machine": machine, "pid": os.getpid(), "started": _start_of(os.getpid())}
+        return uuid.uuid4().hex[:16]  # none that anybody could ask about
 
 
 def _start_of(pid: object) -> str | None:
     """When a process started, in the kernel's clock; None if there is none."""
-    if type(pid) is not int:
-        return None
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     is_running = fields[0] not in ("Z", "X")  # dead, though nobody has asked for its status yet
     return fields[19] if is_running else None
-
-
-# Opening and verifying
 
 
 class StoredCheckpoint(TensorReader):
@@ -689,40 +538,36 @@ class StoredCheckpoint(TensorReader):
 def open_checkpoint(path: str | Path, *, check_files: bool = True) -> StoredCheckpoint:
     """Open a checkpoint of ours or of torch's, which must have all its files."""
     found = located(Path(path))
-    if not found.is_dir():
+    if not found.is_dir() or is_unfinished(found):
+        what = "one that was not written to its end" if found.is_dir() else "a file"
         raise CheckpointError(
             f"{path}: the folder of a checkpoint is expected, found "
-            f"{'a file' if found.exists() else 'nothing'}; `latest` finds the newest one."
-        )
-    if is_unfinished(found):
-        raise CheckpointError(
-            f"{path}: a whole checkpoint is expected, found one that was not written to its end; "
-            "`latest` finds whole ones."
+            f"{what if found.exists() else 'nothing'}; `latest` finds the newest one."
         )
     manifest = read_manifest(found) if is_ours(found) else None
     for name, num_bytes in (manifest.files if manifest and check_files else {}).items():
-        problem = _file_problem(found / name, num_bytes)
-        if problem:
-            raise CheckpointError(f"{found / name}: {problem}. `latest` finds whole checkpoints.")
+        _require_size(found / name, num_bytes)
     return StoredCheckpoint(found, manifest)
 
 
-def _file_problem(path: Path, num_bytes: int) -> str:
-    """What is wrong with a file that should have a number of bytes."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        return f"a file of {num_bytes} bytes is expected, found none ({error.strerror})"
+def _require_size(path: Path, num_bytes: int) -> None:
+    size = path.stat().st_size if path.exists() else None
     if size != num_bytes:
-        return f"a file of {num_bytes} bytes is expected, found {size}; it is damaged or another"
-    return ""
+        raise CheckpointError(
+            f"{path}: a file of {num_bytes} bytes is expected, found "
+            f"{'none' if size is None else size}; it is damaged. `latest` finds whole checkpoints."
+        )
 
 
 def _read_rank_file(path: Path, checkpoint_id: str) -> dict[str, Any]:
     try:
-        found = load_entry(path.name, Entry(path, 0, path.stat().st_size))
+        found: dict[str, Any] = load_entry(path.name, Entry(path, 0, path.stat().st_size))
         its_id = found["id"]
-    except Exception as error:
+        with zipfile.ZipFile(path) as archive:
+            changed = archive.testzip()
+        if changed:
+            raise ValueError(f"other bytes than were written in {changed}")
+    except Exception as error:  # zipfile has many for a damaged archive
         raise CheckpointError(
             f"{path}: a rank's file is expected, found one that cannot be read ({error}); the "
             "checkpoint is damaged."
@@ -732,8 +577,7 @@ def _read_rank_file(path: Path, checkpoint_id: str) -> dict[str, Any]:
             f"{path}: a file of checkpoint {checkpoint_id} is expected, found one of {its_id}; it "
             "is of another run."
         )
-    result: dict[str, Any] = found
-    return result
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -763,31 +607,31 @@ def verify(
     Returns:
         What is wrong, empty if nothing is.
     """
-    folder = located(Path(path))
-    index, num_shares = share
+    folder, (index, num_shares) = located(Path(path)), share
     if is_unfinished(folder):
         return [Problem(folder.name, "it was not written to its end")]
+    subject = MANIFEST
     try:
         manifest = read_manifest(folder) if is_ours(folder) else None
-    except CheckpointError as error:
-        return [Problem(MANIFEST, str(error))]
-    problems: list[Problem] = []
-    for name in sorted(manifest.files if manifest else ())[index::num_shares]:
-        assert manifest is not None
-        what = _file_problem(folder / name, manifest.files[name])
-        if not what and re.fullmatch(r"rank_\d+\.pt", name):
-            what = _rank_file_problem(folder / name, manifest.id)
-        problems += [Problem(name, what)] if what else []
-    try:
+        subject = INDEX
         stored = StoredCheckpoint(folder, manifest)
     except CheckpointError as error:
-        return [*problems, Problem(INDEX, str(error))]
+        return [Problem(subject, str(error))]
+    problems: list[Problem] = []
+    files = {} if manifest is None else manifest.files
+    for name in sorted(files)[index::num_shares]:
+        try:
+            _require_size(folder / name, files[name])
+            if manifest is not None and re.fullmatch(r"rank_\d+\.pt", name):
+                _read_rank_file(folder / name, manifest.id)
+        except CheckpointError as error:
+            problems.append(Problem(name, str(error).removeprefix(f"{folder / name}: ")))
     keys = sorted({*stored.keys, *(manifest.tensors if manifest else ())})[index::num_shares]
     sizes = {key: _num_bytes(stored, key) for key in keys}
     num_done = 0
     for key in keys:
         try:
-            problems += [Problem(key, what) for what in _tensor_problems(stored, key)]
+            problems.extend(Problem(key, what) for what in _tensor_problems(stored, key))
         except CheckpointError as error:
             problems.append(Problem(key, str(error).removeprefix(f"{key}: ")))
         num_done += sizes[key]
@@ -797,49 +641,28 @@ def verify(
 
 
 def _num_bytes(stored: StoredCheckpoint, key: str) -> int:
-    try:
-        return prod(stored.shape(key)) * stored.dtype(key).itemsize if key in stored else 0
-    except CheckpointError:
-        return 0  # it is told as a problem of the tensor
-
-
-def _rank_file_problem(path: Path, id: str) -> str:
-    try:
-        _read_rank_file(path, id)
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except Exception as error:  # zipfile has many for a damaged archive
-        return str(error).removeprefix(f"{path}: ")
-    return f"{damaged} in it must be what was written, found other bytes" if damaged else ""
+    return prod(stored.shape(key)) * stored.dtype(key).itemsize if key in stored else 0
 
 
 def _tensor_problems(stored: StoredCheckpoint, key: str) -> Iterator[str]:
     expected = None if stored.manifest is None else stored.manifest.tensors.get(key)
-    if key not in stored:
-        yield f"the index {INDEX} must have it as the manifest does, found nothing of that name"
-        return
-    if stored.manifest is not None and expected is None:
-        yield f"the manifest must have it as the index does, found only {INDEX} to know of it"
+    if key not in stored or (stored.manifest is not None and expected is None):
+        where = INDEX if key in stored else MANIFEST
+        yield f"the index and the manifest must both have it, found it in {where} only"
         return
     info, sums = stored.info(key), dict[Box, str]()
     if expected is not None:
-        sums = {block.box: block.checksum for block in expected.blocks}
+        sums = {Box(block.offsets, block.sizes): block.checksum for block in expected.blocks}
         dtype = str(info.dtype).removeprefix("torch.")
         if (info.shape, dtype) != (expected.shape, expected.dtype):
-            yield (
-                f"{expected.shape} in {expected.dtype} is expected, found {info.shape} in {dtype}"
-            )
+            yield f"{expected.shape} in {expected.dtype} is expected, found {info.shape} in {dtype}"
             return
         if set(info.boxes) != set(sums):
             yield f"the blocks {list(sums)} are expected, found {list(info.boxes)}"
             return
     stored.require_tiled(key)
-    for box in info.boxes:
-        try:
-            found = as_text(checksum(info.shape, box, stored.load(key, box)))
-        except CheckpointError as error:
-            yield str(error).removeprefix(f"{key}: ")
-            continue
+    for box, values in stored.load_all(key):
+        found = as_text(checksum(info.shape, box, values))
         if expected is not None and found != sums[box]:
             yield (
                 f"the block of {box.sizes} at {box.offsets} in {stored.entry(key, box).path.name} "
