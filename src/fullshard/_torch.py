@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 # Tensors
 __all__ = ["FakeTensorMode", "backward_hooks", "chunk_cat", "copy_hooks"]
-__all__ += ["disable_torch_function", "foreach_copy_"]
+__all__ += ["disable_torch_function", "foreach_add_", "foreach_copy_"]
 __all__ += ["foreach_mul_", "foreach_norm", "post_accumulate_grad_hooks", "storage_key"]
 __all__ += ["storage_references", "tensor_references", "tree_leaves", "tree_map_only"]
 __all__ += ["unscale_and_check_finite_", "version_of", "view_base"]
@@ -122,7 +122,7 @@ _require(torch.Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
 _require(torch.UntypedStorage, "_cdata")
 _require(torch._C, "_storage_Use_Count")
 _require(torch._C._distributed_c10d, "_create_work_from_future")
-_require(torch, "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_chunk_cat")
+_require(torch, "_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_chunk_cat")
 _require(torch, "_amp_foreach_non_finite_check_and_unscale_")
 _require(dist, "_broadcast_coalesced")
 _require(torch.autograd.Variable, "_execution_engine")
@@ -161,6 +161,7 @@ _use_count_of_data: Callable[[int], int] = torch._C._storage_Use_Count
 tensor_references: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 # The fused operations that torch.optim and torch.amp use; there are no public forms.
+foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_

@@ -47,10 +47,8 @@ class Device:
     def make_streams(self) -> Streams:
         return Streams(None, None, None)
 
-    def current_stream(self) -> Any:
-        return None
-
     def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make a stream the current one in a scope."""
         return _NO_STREAM
 
     def record(self) -> Any:
@@ -72,6 +70,7 @@ class StreamDevice(Device):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._module: Any = torch.get_device_module(device.type)
+        self._new_event: Any = CudaEvent if device.type == "cuda" else self._module.Event
 
     def make_streams(self) -> Streams:
         # Above the compute stream's priority: a delayed copy-out would hold up compute.
@@ -86,13 +85,13 @@ class StreamDevice(Device):
         return context
 
     def record(self) -> Any:
-        event = self._module.Event()
+        event = self._new_event()
         event.record(self.current_stream())
         return event
 
     def wait(self, event: Any, stream: Any = None) -> None:
         if event is not None:
-            (self.current_stream() if stream is None else stream).wait_event(event)
+            event.wait(self.current_stream() if stream is None else stream)
 
     def synchronize(self, event: Any) -> None:
         if event is not None:
@@ -114,26 +113,14 @@ class CudaDevice(StreamDevice):
         key = cuda_current_stream(self._index)
         stream = self._streams.get(key)
         if stream is None:
-            stream_id, index, device_type = key
-            stream = torch.cuda.Stream(
-                stream_id=stream_id, device_index=index, device_type=device_type
-            )
-            self._streams[key] = stream
+            names = ("stream_id", "device_index", "device_type")
+            stream = self._streams[key] = torch.cuda.Stream(**dict(zip(names, key, strict=True)))
         return stream
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         if cuda_get_device() != self._index:
             return super().on(stream)
         return _OnCudaStream(self._index, stream)
-
-    def record(self) -> Any:
-        event = CudaEvent()
-        event.record(self.current_stream())
-        return event
-
-    def wait(self, event: Any, stream: Any = None) -> None:
-        if event is not None:
-            event.wait(self.current_stream() if stream is None else stream)
 
 
 class _OnCudaStream:
@@ -203,72 +190,18 @@ class ResizableBuffer:
         offset_bytes: int,
         shape: Sequence[int],
         dtype: torch.dtype,
-        stride: Sequence[int] | None = None,
+        stride: Sequence[int] = (),
     ) -> torch.Tensor:
         """A tensor at an offset, contiguous unless a stride is given, with its own version counter.
 
         Only while allocated: a view that reaches past the storage would make it grow.
         """
+        view = torch.empty(0, dtype=dtype, device=self.device)
         offset = offset_bytes // dtype.itemsize
-        return _view(self._storage, offset, shape, dtype, self.device, stride)
-
-
-def second_view(tensor: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
-    """Part of a contiguous tensor's memory, with a version counter of its own."""
-    storage = tensor.untyped_storage()
-    return _view(storage, int(tensor.storage_offset()) + offset, shape, tensor.dtype, tensor.device)
-
-
-def _view(
-    storage: torch.UntypedStorage,
-    offset: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    stride: Sequence[int] | None = None,
-) -> torch.Tensor:
-    base = torch.empty(0, dtype=dtype, device=device)
-    if stride is None:
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= max(size, 1)
-        stride = strides[::-1]
-    return base.set_(storage, offset, torch.Size(shape), tuple(stride))
+        return view.set_(self._storage, offset, torch.Size(shape), tuple(stride))
 
 
 def reference_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Numbers that change when anyone else takes or drops a reference, in Python or in C++."""
     count = sys.getrefcount
     return [count(tensor) + (tensor_references(tensor) << 32) for tensor in tensors]
-
-
-@dataclass(frozen=True, slots=True)
-class _FreedRange:
-    start: int
-    end: int
-    event: Any
-
-
-class FreedRanges:
-    """The address ranges given back to the all-gather stream, and when compute is done with them.
-
-    The allocator may give such a range to the next all-gather at once. That all-gather has to wait
-    for the compute that used the range last, and for no other (rule 2).
-    """
-
-    def __init__(self) -> None:
-        self._ranges: list[_FreedRange] = []
-
-    def add(self, address_range: tuple[int, int], event: Any) -> None:
-        start, end = address_range
-        if event is not None and end > start:
-            self._ranges.append(_FreedRange(start, end, event))
-
-    def events_for(self, address_range: tuple[int, int]) -> list[Any]:
-        """The events to wait for before the range is written; passed ones are forgotten."""
-        if not self._ranges:
-            return []
-        start, end = address_range
-        self._ranges = [freed for freed in self._ranges if not freed.event.query()]
-        return [freed.event for freed in self._ranges if freed.start < end and start < freed.end]

@@ -34,7 +34,7 @@ from fullshard.errors import ConfigError, LifecycleError, MisuseError
 from fullshard.runtime.build import ShardRequest, build_hooks
 from fullshard.runtime.hooks import ModuleHooks, UnshardHandle, hooks_of
 from fullshard.runtime.scheduler import Scheduler
-from fullshard.unit.reduce_scatter import AllReduceHook, require_no_wire_dtype
+from fullshard.unit.reduce_scatter import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings
 from fullshard.unit.unit import Unit
 
@@ -360,7 +360,7 @@ class FSDPModule:
                 f"{unit.name}: stream must be left out on a mesh with a replicate axis, found "
                 f"{stream}; the hook runs on the stream of the all-reduce."
             )
-        unit.comm.all_reduce_hook = AllReduceHook(hook, stream)
+        unit.comm.all_reduce_hook, unit.comm.all_reduce_stream = hook, stream
 
     # Resharding
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -55,7 +56,7 @@ from fullshard.state.module_state import (
 from fullshard.state.shards import wrappers_of
 from fullshard.state.summon import summon_full_params
 from fullshard.unit.flat_param import ParamForm
-from fullshard.unit.reduce_scatter import CommHook, require_no_wire_dtype
+from fullshard.unit.reduce_scatter import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings
 from fullshard.unit.unit import Unit
 from fullshard.wrap import Chosen, choose, wrap_chosen
@@ -312,7 +313,7 @@ class FullyShardedDataParallel(nn.Module):
         for unit in units:
             require_no_wire_dtype("register_comm_hook", unit.name, unit.mesh_info, unit.policy)
         for unit in units:
-            unit.comm.comm_hook = CommHook(hook, state)
+            unit.comm.comm_hook = partial(hook, state)
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this wrapper's parameters; with `async_op`, returns a handle to wait for."""

@@ -28,7 +28,6 @@ from fullshard.runtime.scheduler import HookOptions, Phase, Scheduler
 from fullshard.runtime.ties import hooks_below, join_late_ties, lending_tops, settle_ties
 from fullshard.unit.context import CommContext
 from fullshard.unit.flat_param import (
-    AttributeLocation,
     FlatParams,
     FlatParamSlice,
     OrigParamSlice,
@@ -151,7 +150,7 @@ def _flat_unit(name: str, request: ShardRequest, found: Sequence[_FoundParam]) -
         _move_parameter(each, request.device)
         locations = each.locations
         if is_flat_param:
-            locations = [AttributeLocation.in_place_of(location) for location in locations]
+            locations = [location.unregistered() for location in locations]
         params.append(kind.of(each.name, each.original, locations))
     owner = request.modules[0] if request.owner is None else request.owner
     unit = Unit(
@@ -248,7 +247,7 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 def _tie(sharded: ShardedParam, location: ParamLocation) -> None:
     """Register a shard at one more place: the parameter is shared with a sharded module."""
     if isinstance(sharded, FlatParamSlice):
-        location = AttributeLocation.in_place_of(location)
+        location = location.unregistered()
     sharded.locations.append(location)
     location.put(sharded.shard)
 

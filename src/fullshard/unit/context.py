@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from fullshard.comm.collectives import CollectiveWork
-from fullshard.device import Device, FreedRanges, Streams
+from fullshard.device import Device, Streams
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 
@@ -48,37 +48,29 @@ class HeldResults:
 
 
 class ReduceScatterInFlight(Protocol):
-    """A reduce-scatter as the comm context sees it. `num_bytes` is the size of its buckets."""
+    """`InFlightReduceScatter` as the comm context sees it."""
 
     num_bytes: int
 
-    def finish(self) -> HeldResults:
-        """Make compute wait for it, and let go of the inputs."""
-        ...
+    def finish(self) -> HeldResults: ...
 
-    def abort(self) -> None:
-        """Wait for everything under way and drop the results; never raises (rule 11)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingFree:
-    owner: object
-    event: Any
-    free: Callable[[], AddressRanges]
+    def abort(self) -> None: ...
 
 
 class CommContext:
     """What is in flight on the streams of one scheduler, in the order of issue.
 
-    `_pending_frees` holds full buffers to free once another all-gather is issued (rule 3), and
-    `_unused_all_gathers` the owners of all-gathers that nobody has waited for yet.
+    `_pending_frees` has full buffers to free once another all-gather is issued (rule 3), by owner,
+    with the event of the compute that used them. `_freed` has the address ranges that were freed,
+    and these events: the allocator may give such a range to the next all-gather at once, which has
+    to wait for the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are
+    the owners of all-gathers that nobody has waited for yet.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._freed = FreedRanges()
-        self._pending_frees: list[_PendingFree] = []
+        self._freed: list[tuple[int, int, Any]] = []
+        self._pending_frees: dict[object, tuple[Any, Callable[[], AddressRanges]]] = {}
         self._unused_all_gathers: set[object] = set()
         self._reduce_scatters: deque[ReduceScatterInFlight] = deque()
         self._held: HeldResults | None = None
@@ -95,16 +87,16 @@ class CommContext:
             event = event or self.device.record()
             self.device.wait(event, self.streams.all_gather)
 
-    def wait_until_unused(self, address_range: tuple[int, int]) -> None:
-        """Make the current (all-gather) stream wait for compute that may still use this memory."""
-        if not self.device.has_streams:
-            return
-        for event in self._freed.events_for(address_range):
-            self.device.wait(event)
+    def wait_until_unused(self, address_range: tuple[int, int] = (0, sys.maxsize)) -> None:
+        """Make the current (all-gather) stream wait for compute that may still use this memory.
 
-    def wait_until_all_unused(self) -> None:
-        """The same for memory that code of the user's is about to allocate."""
-        self.wait_until_unused((0, sys.maxsize))
+        By default all of it: for memory that a user's code is about to allocate.
+        """
+        first, last = address_range
+        self._freed = [freed for freed in self._freed if not freed[2].query()]
+        for start, end, event in self._freed:
+            if start < last and first < end:
+                self.device.wait(event)
 
     def all_gather_issued(self, owner: object) -> None:
         self._unused_all_gathers.add(owner)
@@ -117,30 +109,28 @@ class CommContext:
 
     def free_later(self, owner: object, free: Callable[[], AddressRanges]) -> None:
         """Free memory once another all-gather is issued, or at once if one is under way."""
-        self._pending_frees.append(_PendingFree(owner, self.device.record(), free))
+        self._pending_frees[owner] = (self.device.record(), free)
         if self._unused_all_gathers:
             self.free_pending()
 
     def is_free_pending(self, owner: object) -> bool:
-        return any(pending.owner is owner for pending in self._pending_frees)
+        return owner in self._pending_frees
 
-    def cancel_free(self, owner: object) -> None:
-        self._pending_frees = [each for each in self._pending_frees if each.owner is not owner]
+    def cancel_free(self, owner: object) -> bool:
+        """Keep the memory of one owner; whether it was to be freed."""
+        return self._pending_frees.pop(owner, None) is not None
 
     def free_now(self, owner: object) -> None:
         """Free the memory of one owner, if that is pending."""
-        others = [pending for pending in self._pending_frees if pending.owner is not owner]
-        self._pending_frees = [each for each in self._pending_frees if each.owner is owner]
-        self.free_pending()
-        self._pending_frees = others
+        if owner in self._pending_frees:
+            event, free = self._pending_frees.pop(owner)
+            for start, end in free():
+                if event is not None and end > start:
+                    self._freed.append((start, end, event))
 
     def free_pending(self) -> None:
-        if not self._pending_frees:
-            return
-        pending_frees, self._pending_frees = self._pending_frees, []
-        for pending in pending_frees:
-            for address_range in pending.free():
-                self._freed.add(address_range, pending.event)
+        for owner in list(self._pending_frees):
+            self.free_now(owner)
 
     # Reduce-scatters
 
@@ -161,7 +151,7 @@ class CommContext:
 
     def _finish_oldest(self) -> None:
         previous, self._held = self._held, self._reduce_scatters.popleft().finish()
-        if previous is not None and self.device.has_streams:
+        if previous is not None:
             # Its memory returns to the reduce-scatter stream, which must not write there too early.
             self.device.wait(previous.event, self.streams.reduce_scatter)
 

@@ -23,12 +23,12 @@ class Extension:
     """The all-gather of one parameter whose tensor subclass defines it.
 
     Gathered tensors live in resizable buffers, since the full parameter may be a view of them
-    (rule 1).
+    (rule 1). `outs` is where the tensors of all ranks arrive.
     """
 
     def __init__(self, name: str) -> None:
+        self.outs: list[torch.Tensor] = []
         self._name = name
-        self._outs: list[torch.Tensor] = []
         self._buffers: list[ResizableBuffer] = []
         self._inner: Sequence[torch.Tensor] = ()
         self._sizes: list[torch.Size] = []
@@ -37,8 +37,7 @@ class Extension:
     @classmethod
     def of(cls, name: str, local: Any) -> Extension | None:
         has_pre = hasattr(local, "fsdp_pre_all_gather")
-        has_post = hasattr(local, "fsdp_post_all_gather")
-        if has_pre != has_post:
+        if has_pre != hasattr(local, "fsdp_post_all_gather"):
             raise UnsupportedError(
                 f"{name}: {type(local).__name__} must define both fsdp_pre_all_gather and "
                 f"fsdp_post_all_gather, found only one; define the other."
@@ -53,28 +52,25 @@ class Extension:
             )
         return cls(name)
 
-    def inputs(
-        self, local: Any, mesh: DeviceMesh, module: nn.Module, policy: Any, outer: torch.Size
+    def prepare(
+        self, local: Any, mesh: DeviceMesh, module: nn.Module, policy: Any, split: Split
     ) -> list[torch.Tensor]:
-        """What this rank sends, flattened."""
+        """What this rank sends, flattened, once there is memory for what arrives."""
         hook = local.fsdp_pre_all_gather
         if len(inspect.signature(hook).parameters) == 1:
             tensors, self._metadata = hook(mesh)
         else:
-            stride = torch.empty(outer, device="meta").stride()
-            tensors, self._metadata = hook(mesh, outer, stride, module, policy)
+            outer = torch.empty(split.shape, device="meta")
+            tensors, self._metadata = hook(mesh, outer.size(), outer.stride(), module, policy)
         self._sizes = [tensor.size() for tensor in tensors]
-        return [tensor.contiguous().view(-1) for tensor in tensors]
-
-    def outputs(self, inputs: Sequence[torch.Tensor], num_ranks: int) -> list[torch.Tensor]:
-        """Where the tensors of all ranks arrive."""
-        if not self._outs:
-            for tensor in inputs:
-                buffer = ResizableBuffer(tensor.nbytes * num_ranks, tensor.device)
+        if not self.outs:
+            for tensor in tensors:
+                buffer = ResizableBuffer(tensor.nbytes * split.num_ranks, tensor.device)
                 self._buffers.append(buffer)
-                self._outs.append(buffer.view(0, (tensor.numel() * num_ranks,), tensor.dtype))
-        found = [tensor.numel() * num_ranks for tensor in inputs]
-        expected = [out.numel() for out in self._outs]
+                shape = (tensor.numel() * split.num_ranks,)
+                self.outs.append(buffer.view(0, shape, tensor.dtype))
+        found = [tensor.numel() * split.num_ranks for tensor in tensors]
+        expected = [out.numel() for out in self.outs]
         if found != expected:
             raise ConfigError(
                 f"{self._name}: fsdp_pre_all_gather must return tensors of the same sizes each "
@@ -82,15 +78,14 @@ class Extension:
             )
         for buffer in self._buffers:
             buffer.allocate()
-        return self._outs
+        return [tensor.contiguous().view(-1) for tensor in tensors]
 
     def make_full(
         self, local: Any, dtype: torch.dtype, full: nn.Parameter | None, split: Split
     ) -> torch.Tensor | None:
         """The full tensor from what arrived; None if it was put into the `full` that exists."""
-        arrived = tuple(
-            _join(out, size, split) for out, size in zip(self._outs, self._sizes, strict=True)
-        )
+        pairs = zip(self.outs, self._sizes, strict=True)
+        arrived = tuple(_join(out, size, split) for out, size in pairs)
         metadata, self._metadata = self._metadata, None
         if full is not None:
             for tensor in self._inner:

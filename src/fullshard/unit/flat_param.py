@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,52 +32,25 @@ class ParamForm(Enum):
 class FlatParameter(nn.Parameter):
     """This rank's slice of all parameters of a wrapper with one dtype that are trained alike.
 
-    Made by `FullyShardedDataParallel` with `use_orig_params=False`.
+    Made by `FullyShardedDataParallel` with `use_orig_params=False`. It receives gradients as a
+    `ShardedParam` does.
     """
+
+    @property
+    def param(self) -> FlatParameter:
+        return self
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self
+
+    def as_grad(self, part: torch.Tensor) -> torch.Tensor:
+        return part
 
 
 def flat_name(lane: int) -> str:
     """The name of a lane's flat parameter; most units have one."""
     return "_flat_param" if lane == 0 else f"_flat_param_{lane}"
-
-
-class FlatParamHolder:
-    """The flat parameter of a lane, and the module that it is registered at."""
-
-    def __init__(self, location: ParamLocation, shards: torch.Tensor, is_trainable: bool) -> None:
-        self.param: FlatParameter = FlatParameter(shards, is_trainable)
-        self.location = location
-        location.put(self.param)
-
-    def grad_view(self, reduced: torch.Tensor, offset: int) -> torch.Tensor:
-        return reduced
-
-    def set_data(self, shards: torch.Tensor) -> None:
-        if self.param.grad is not None and self.param.grad.shape != shards.shape:
-            self.param.grad = None
-        self.param.data = shards
-
-    def unregister(self) -> None:
-        self.location.module._parameters.pop(self.location.name, None)
-
-    def is_current(self, shards: torch.Tensor) -> bool:
-        return self.location.get() is self.param and same_memory(self.param, shards)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttributeLocation(ParamLocation):
-    """A module and the name of a tensor that it uses but does not register."""
-
-    @property
-    def registry(self) -> dict[str, Any]:
-        # Not setattr, which registers parameters.
-        return self.module.__dict__
-
-    @classmethod
-    def in_place_of(cls, location: ParamLocation) -> AttributeLocation:
-        """Unregister a parameter from its module."""
-        location.module._parameters.pop(location.name, None)
-        return cls(location.module, location.name)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -102,22 +74,11 @@ class FlatSlice(ShardedParam):
             whole=whole,
         )
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.split.shape)
-
     def values_for(self, rank: int) -> torch.Tensor:
         if self.whole is None:
             return self.current_local
         elements = self.split.elements(rank)
         return self.whole.reshape(-1)[elements.start : elements.stop]
-
-    def view_in(self, buffer: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return buffer[offset : offset + prod(shape)].view(shape)
-
-    def grad_view(self, reduced: torch.Tensor, offset: int) -> torch.Tensor:
-        local = self.local
-        return reduced[offset : offset + local.numel()].view(local.shape)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -133,21 +94,19 @@ class OrigParamSlice(FlatSlice):
         return self.shard.data
 
     def set_local(self, local: torch.Tensor) -> None:
-        if self.shard.grad is not None and self.shard.grad.shape != local.shape:
-            self.shard.grad = None  # of the parameter before it was cut
-        self.shard.data = local
+        _set_data(self.shard, local)
         self.local = local
         self.whole = None
 
     def is_in_buffer(self) -> bool:
         return same_memory(self.shard, self.local)
 
-    def follow_registered(self) -> None:
+    def follow_registered(self) -> bool:
         found = self.locations[0].get()
-        if found is self.shard or not isinstance(found, nn.Parameter):
-            return
-        self.shard = found
-        self.register(found)
+        if found is not self.shard and isinstance(found, nn.Parameter):
+            self.shard = found
+            self.register(found)
+        return self.is_in_buffer()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -157,19 +116,18 @@ class FlatParamSlice(FlatSlice):
     `offset` is where its slice lies in the shard buffer.
     """
 
-    holder: FlatParamHolder | None = None
+    flat: FlatParameter | None = None
     offset: int = 0
 
     @property
     def param(self) -> nn.Parameter:
-        return self.shard if self.holder is None else self.holder.param
+        return self.shard if self.flat is None else self.flat
 
     @property
     def current_local(self) -> torch.Tensor:
-        if self.holder is None:
+        if self.flat is None:
             return self.local
-        shape = self.local.shape
-        return self.holder.param.data[self.offset : self.offset + prod(shape)].view(shape)
+        return self.view_in(self.flat.data, self.offset, tuple(self.local.shape))
 
     def set_local(self, local: torch.Tensor) -> None:
         self.local = local
@@ -177,20 +135,18 @@ class FlatParamSlice(FlatSlice):
         self.shard = nn.Parameter(local, requires_grad=False)
         self.whole = None
 
-    def is_current(self) -> bool:
+    def is_in_buffer(self) -> bool:
+        return self.flat is not None  # `FlatParams.are_current` looks at the flat parameter
+
+    def follow_registered(self) -> bool:
         return self.is_in_buffer()  # nothing of it is registered
 
-    def is_in_buffer(self) -> bool:
-        return self.holder is not None  # `FlatParams.are_current` asks the holder
 
-    def follow_registered(self) -> None:
-        """Nothing of it is registered."""
-
-    def detach_from_holder(self) -> None:
-        """Stand alone until the unit is planned again, or another unit takes the parameter."""
-        self.local = self.current_local
-        self.shard = nn.Parameter(self.local, requires_grad=self.is_trainable)
-        self.holder = None
+def _set_data(param: nn.Parameter, data: torch.Tensor) -> None:
+    """Give a parameter other memory; a gradient of before it was cut is dropped."""
+    if param.grad is not None and param.grad.shape != data.shape:
+        param.grad = None
+    param.data = data
 
 
 class FlatParams:
@@ -201,12 +157,12 @@ class FlatParams:
 
     def __init__(self, form: ParamForm, owner: nn.Module, axis: Axis, device: torch.device) -> None:
         self.form = form
-        self.holders: list[FlatParamHolder] = []
+        self.params: list[FlatParameter] = []
         self._owner = owner
         self._axis = axis
         self._device = device
         self._layout: UnitLayout | None = None
-        self._params: list[FlatSlice] = []
+        self._slices: list[FlatSlice] = []
 
     def follow_layout(self, layout: UnitLayout, params: Sequence[ShardedParam]) -> None:
         """Follow a new plan. Parameters that it cuts elsewhere are made whole first."""
@@ -223,13 +179,13 @@ class FlatParams:
             self.make_whole()
         for param in flat:
             param.split = splits[param]
-        self._layout, self._params = layout, flat
+        self._layout, self._slices = layout, flat
 
     def make_whole(self) -> None:
         """Give every parameter its whole value: a collective over the shard axis."""
         for lane in () if self._layout is None else self._layout.lanes:
             (bucket,) = lane.buckets
-            params = [self._params[slot.param_index] for slot in bucket.slots]
+            params = [self._slices[slot.param_index] for slot in bucket.slots]
             if all(param.whole is not None for param in params):
                 continue
             segment = torch.zeros(bucket.segment_numel, dtype=params[0].dtype, device=self._device)
@@ -239,8 +195,7 @@ class FlatParams:
                 segment[offset : offset + local.numel()].copy_(local.reshape(-1))
             full = all_gather_flat(segment, self._axis)
             for slot, param in zip(bucket.slots, params, strict=True):
-                part = full[slot.offset : slot.offset + slot.numel]
-                param.whole = part.view(param.split.shape)
+                param.whole = param.view_in(full, slot.offset, param.split.shape)
 
     def attach(
         self, layout: UnitLayout, params: Sequence[ShardedParam], shards: ShardBuffers
@@ -249,28 +204,36 @@ class FlatParams:
         if self.form is not ParamForm.FLAT_PARAM:
             return
         for index, (lane, buffer) in enumerate(zip(layout.lanes, shards.lanes, strict=True)):
-            if index < len(self.holders):
-                holder = self.holders[index]
-                holder.set_data(buffer)
-                holder.param.requires_grad_(lane.is_trainable)
-            else:
-                location = ParamLocation(self._owner, flat_name(index))
-                holder = FlatParamHolder(location, buffer, lane.is_trainable)
-                self.holders.append(holder)
+            if index == len(self.params):
+                self.params.append(FlatParameter(buffer, lane.is_trainable))
+                self._location(index).put(self.params[index])
+            flat = self.params[index]
+            _set_data(flat, buffer)
+            flat.requires_grad_(lane.is_trainable)
             for slot in lane.buckets[0].slots:
                 param = params[slot.param_index]
                 assert isinstance(param, FlatParamSlice)
-                param.holder = holder
-        for holder in self.holders[len(layout.lanes) :]:
-            holder.unregister()
-        del self.holders[len(layout.lanes) :]
+                param.flat = flat
+        for index in range(len(layout.lanes), len(self.params)):
+            self._location(index).unregistered()
+        del self.params[len(layout.lanes) :]
+
+    def _location(self, lane: int) -> ParamLocation:
+        return ParamLocation(self._owner, flat_name(lane))
 
     def detach(self) -> None:
-        """Let the parameters stand alone until they are attached again."""
-        for param in self._params:
-            if isinstance(param, FlatParamSlice) and param.holder in self.holders:
-                param.detach_from_holder()
+        """Let the parameters stand alone until they are attached again, perhaps elsewhere."""
+        for param in self._slices:
+            if isinstance(param, FlatParamSlice) and any(
+                param.flat is each for each in self.params
+            ):
+                param.local = param.current_local
+                param.shard = nn.Parameter(param.local, requires_grad=param.is_trainable)
+                param.flat = None
 
     def are_current(self, shards: ShardBuffers) -> bool:
-        pairs = zip(self.holders, shards.lanes, strict=False)
-        return all(holder.is_current(buffer) for holder, buffer in pairs)
+        """Whether the flat parameters are registered, and are the shard buffers."""
+        return all(
+            self._location(index).get() is flat and same_memory(flat, shards.lanes[index])
+            for index, flat in enumerate(self.params)
+        )

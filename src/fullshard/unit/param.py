@@ -10,14 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from fullshard._torch import DTensorSpec, local_tensor, set_local_tensor, spec_of, version_of
+from fullshard._torch import DTensorSpec, local_tensor, set_local_tensor, spec_of
 from fullshard.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.mesh import Axis
 from fullshard.comm.placement import Placed, as_dtensor, with_dtype
@@ -28,35 +28,28 @@ from fullshard.unit.extensions import Extension
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParamLocation:
-    """A module and the name under which it registers a parameter."""
+    """A module and the name of a tensor that it registers as a parameter, or only uses."""
 
     module: nn.Module
     name: str
+    is_registered: bool = True
 
     @property
     def registry(self) -> dict[str, Any]:
-        return self.module._parameters
+        # Not setattr, which registers parameters, and checks those that it does not know yet.
+        return self.module._parameters if self.is_registered else self.module.__dict__
 
     def get(self) -> torch.Tensor | None:
         found: torch.Tensor | None = self.registry.get(self.name)
         return found
 
     def put(self, param: torch.Tensor) -> None:
-        # Not setattr: its checks are for parameters that the module does not know yet.
         self.registry[self.name] = param
 
-
-class GradTarget(Protocol):
-    """What receives a gradient: a `ShardedParam`, or the flat parameter of a lane."""
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The parameter that the optimizer holds."""
-        ...
-
-    def grad_view(self, reduced: torch.Tensor, offset: int) -> torch.Tensor:
-        """The gradient, as a view of a lane's reduced gradients."""
-        ...
+    def unregistered(self) -> ParamLocation:
+        """Unregister the parameter: the module only uses what is put here."""
+        self.module._parameters.pop(self.name, None)
+        return ParamLocation(self.module, self.name, is_registered=False)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -81,10 +74,9 @@ class ShardedParam(ABC):
     partial_grad: torch.Tensor | None = None
     is_hooked: bool = False
 
-    # What the optimizer holds
-
     @property
     def param(self) -> nn.Parameter:
+        """The parameter that the optimizer holds."""
         return self.shard
 
     @property
@@ -92,61 +84,52 @@ class ShardedParam(ABC):
         return self.param.requires_grad
 
     @property
-    def takes_gradient(self) -> bool:
-        """Whether this rank has a part to give a gradient to."""
-        return True
-
-    @abstractmethod
-    def grad_view(self, reduced: torch.Tensor, offset: int) -> torch.Tensor: ...
-
-    # Where the shard's memory is
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.param.dtype
 
     @property
-    @abstractmethod
     def shape(self) -> torch.Size:
         """The shape of the whole parameter, as users know it."""
+        return torch.Size(self.split.shape)
+
+    @property
+    def takes_gradient(self) -> bool:
+        """Whether this rank has a part to give a gradient to."""
+        return True
+
+    def as_grad(self, part: torch.Tensor) -> torch.Tensor:
+        """The gradient, made of this rank's part."""
+        return part
+
+    # Where the shard's memory is
 
     @property
     @abstractmethod
     def current_local(self) -> torch.Tensor:
         """What the shard holds now, which a user may have replaced."""
 
-    @property
-    def version(self) -> int:
-        """Changes whenever an optimizer, or anyone else, has written to the shard."""
-        return version_of(self.param) + version_of(self.local)
-
     def values_for(self, rank: int) -> torch.Tensor:
         """What belongs into a new shard buffer."""
         return self.current_local
 
-    @abstractmethod
     def view_in(self, buffer: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """The part of a shard buffer that is to be the memory of the shard."""
+        return buffer[offset : offset + prod(shape)].view(shape)
 
     @abstractmethod
     def set_local(self, local: torch.Tensor) -> None:
         """Make the shard a view of another tensor, with the values that are there."""
 
-    def is_current(self) -> bool:
-        """Whether the shard is registered and lies in its shard buffer."""
-        return self.locations[0].get() is self.shard and self.is_in_buffer()
-
     @abstractmethod
     def is_in_buffer(self) -> bool:
         """Whether the shard lies in its shard buffer."""
 
-    def restore_local(self) -> bool:
-        """Put our tensor back if the shard sees the same memory through another; whether it did."""
-        return False
-
     @abstractmethod
-    def follow_registered(self) -> None:
-        """Take over a shard that a user registered in place of ours."""
+    def follow_registered(self) -> bool:
+        """Take over a shard that a user registered in place of ours; whether it is in the buffer.
+
+        If it sees that memory through another tensor, ours is put back.
+        """
 
     # What the module sees
 
@@ -186,20 +169,18 @@ class DTensorParam(ShardedParam):
         device: torch.device,
     ) -> DTensorParam:
         """Shard an original parameter. The shard may be a view of it until the unit is planned."""
-        local = placed.local
-        split = Split(tuple(local.shape), placed.dim, axis.size)
-        part = _rows(local, split, axis.rank)
-        extension = Extension.of(name, local)
+        split = Split(tuple(placed.local.shape), placed.dim, axis.size)
+        part = _rows(placed.local, split, axis.rank)
+        extension = Extension.of(name, placed.local)
         if extension is not None:
             part = part.clone()
         if not part.is_meta:
             part = part.to(device)  # a DTensor's device is that of the tensor it is made with
-        shard = nn.Parameter(as_dtensor(part, placed.shard_spec), original.requires_grad)
         return cls(
             name=name,
             locations=list(locations),
             split=split,
-            shard=shard,
+            shard=nn.Parameter(as_dtensor(part, placed.shard_spec), original.requires_grad),
             local=part,
             full_spec=placed.full_spec,
             extension=extension,
@@ -210,11 +191,8 @@ class DTensorParam(ShardedParam):
     def shape(self) -> torch.Size:
         return self.shard.shape
 
-    def grad_view(self, reduced: torch.Tensor, offset: int) -> torch.Tensor:
-        local = self.local
-        start = reduced.storage_offset() + offset
-        view = reduced.as_strided(local.size(), local.stride(), start)
-        return as_dtensor(view, with_dtype(self.shard_spec, view.dtype))
+    def as_grad(self, part: torch.Tensor) -> torch.Tensor:
+        return as_dtensor(part, with_dtype(self.shard_spec, part.dtype))
 
     @property
     def current_local(self) -> torch.Tensor:
@@ -226,10 +204,8 @@ class DTensorParam(ShardedParam):
         A DTensor takes over the storage offset of its local tensor but not the storage: an offset
         other than 0 breaks `copy.deepcopy` of a state dict.
         """
-        numel = prod(shape)
-        if numel == 0:
-            return buffer.new_empty(shape)
-        return from_dlpack(to_dlpack(buffer[offset : offset + numel].view(shape)))
+        view = ShardedParam.view_in(self, buffer, offset, shape)
+        return from_dlpack(to_dlpack(view)) if view.numel() else buffer.new_empty(shape)
 
     def set_local(self, local: torch.Tensor) -> None:
         set_local_tensor(self.shard, local)
@@ -239,8 +215,11 @@ class DTensorParam(ShardedParam):
     def is_in_buffer(self) -> bool:
         return local_tensor(self.shard) is self.local
 
-    def restore_local(self) -> bool:
-        found, own = self.current_local, self.local
+    def follow_registered(self) -> bool:
+        registered = self.locations[0].get()
+        if registered is not self.shard:
+            self._take_over(registered)
+        found, own = local_tensor(self.shard), self.local
         if type(found) is not torch.Tensor or found.is_meta:
             return False
         is_same = same_memory(found, own) and found.stride() == own.stride()
@@ -248,10 +227,7 @@ class DTensorParam(ShardedParam):
             self.set_local(own)
         return is_same
 
-    def follow_registered(self) -> None:
-        found = self.locations[0].get()
-        if found is self.shard:
-            return
+    def _take_over(self, found: torch.Tensor | None) -> None:
         if not isinstance(found, DTensor) or found.placements != self.shard_spec.placements:
             kind = type(found).__name__
             placements = f" placed {found.placements}" if isinstance(found, DTensor) else ""

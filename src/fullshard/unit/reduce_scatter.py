@@ -11,9 +11,11 @@ What does not change from step to step is made once (rule 7): how gradients lie 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,6 +24,7 @@ from fullshard._torch import (
     backward_hooks,
     chunk_cat,
     disable_torch_function,
+    foreach_add_,
     foreach_copy_,
     local_tensor,
     post_accumulate_grad_hooks,
@@ -29,104 +32,30 @@ from fullshard._torch import (
     version_of,
 )
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
-from fullshard.comm.collectives import Collectives, CollectiveWork, all_reduce
-from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.comm.collectives import CollectiveWork, all_reduce
+from fullshard.comm.mesh import MeshInfo
 from fullshard.comm.placement import local_gradient
-from fullshard.device import ResizableBuffer, reference_counts
+from fullshard.device import Device, ResizableBuffer, reference_counts
 from fullshard.errors import ConfigError, LifecycleError
-from fullshard.layout import Bucket, BucketKind, DtypePlan, FlatSplit, Lane, Split, UnitLayout
+from fullshard.layout import Bucket, BucketKind, FlatSplit, Lane, Split, UnitLayout
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import permuted_pairs
 from fullshard.unit.context import CommContext, HeldResults, wait_all
-from fullshard.unit.param import GradTarget, ShardedParam, shard_device
-from fullshard.unit.settings import UnitSettings
+from fullshard.unit.flat_param import FlatParameter
+from fullshard.unit.param import ShardedParam, shard_device
+from fullshard.unit.settings import UnitComm, UnitSettings
 
 Grad = torch.Tensor | None
+GradTarget = ShardedParam | FlatParameter
 GradSlot = tuple[GradTarget, int]
-"""What receives a gradient, and where in the lane's reduced gradients it begins."""
+"""What receives a gradient, and where in a bucket's sums it begins."""
 
 # A bucket as large as those of embeddings is worth a collective of its own before the rest of its
 # unit, if each rank's part is large enough for latency not to count (rule 9).
 LARGE_BYTES = 128 << 20
 LARGE_PART_BYTES = 2 << 20
 PIECE_BYTES = 64 << 20
-
-
-# How a unit's gradients are reduced
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduceHook:
-    """A user's function on reduced gradients, and the stream that it wants to run on."""
-
-    function: Callable[[torch.Tensor], None]
-    stream: Any
-
-
-@dataclass(frozen=True, slots=True)
-class CommHook:
-    """A user's function that reduces gradients in place of ours, scaling included.
-
-    Called as `function(state, gradients, shard)`, or without the shard if nothing is sharded.
-    """
-
-    function: Callable[..., None]
-    state: object
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceConfig:
-    """Over what the gradients of a unit are reduced, and how.
-
-    `axis` is the shard axis, perhaps on a process group of its own.
-    """
-
-    unit: str
-    mesh_info: MeshInfo
-    axis: Axis
-    collectives: Collectives
-    settings: UnitSettings
-    all_reduce_hook: AllReduceHook | None = None
-    comm_hook: CommHook | None = None
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether sums over the shard axis wait for a step that reduces over the replicas, too."""
-        return not (self.mesh_info.replicate.is_single or self.settings.requires_all_reduce)
-
-    def grad_dtype(self, dtypes: DtypePlan) -> torch.dtype:
-        """The dtype of the gradients that optimizers see; low precision is kept as torch does."""
-        if not self.settings.keep_low_precision_grads:
-            return dtypes.stored
-        return dtypes.reduced if self.mesh_info.shard.is_single else dtypes.computed
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """How a sum over ranks becomes a mean: divide before, let the backend average, divide after."""
-
-    before: float
-    average: bool
-    after: float
-
-    @classmethod
-    def of(cls, config: ReduceConfig, dtype: torch.dtype) -> Scaling:
-        if config.comm_hook is not None:
-            return cls(1.0, False, 1.0)
-        num_ranks = config.mesh_info.num_ranks
-        factor = config.settings.gradient_divide_factor
-        if dtype == torch.float16:
-            # Its range is small: divide by about a square root on either side of the sum.
-            factor = float(num_ranks) if factor is None else factor
-            before = 1.0
-            while factor % before == 0 and factor / before > before:
-                before *= 2
-            return cls(before, False, factor / before)
-        only_sums = config.settings.force_sum_reduction_for_comms
-        if factor is None and config.collectives.averages and not only_sums:
-            return cls(1.0, num_ranks > 1, 1.0)
-        return cls(1.0, False, float(num_ranks) if factor is None else factor)
 
 
 def require_no_wire_dtype(
@@ -142,34 +71,55 @@ def require_no_wire_dtype(
         )
 
 
-# Where reduced gradients live
+def scaling_of(
+    comm: UnitComm, settings: UnitSettings, num_ranks: int, dtype: torch.dtype
+) -> tuple[float, bool, float]:
+    """How a sum over ranks becomes a mean: divide before, let the backend average, divide after."""
+    factor = settings.gradient_divide_factor
+    averages = comm.current.averages and not settings.force_sum_reduction_for_comms
+    if comm.comm_hook is not None:
+        return 1.0, False, 1.0
+    if factor is None and averages and dtype != torch.float16:
+        return 1.0, num_ranks > 1, 1.0
+    factor = float(num_ranks) if factor is None else factor
+    before = 1.0
+    if dtype == torch.float16:
+        # Its range is small: divide by about a square root on either side of the sum.
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+    return before, False, factor / before
+
+
+# Where gradients are assigned from
 
 
 class GradBuffer:
     """The gradients of a lane, arranged like its shard buffer, and the tensors that become `.grad`.
 
-    They are made once: a step fills `result` and assigns `grads` to their targets (rule 8). That
-    is safe only while nobody else has kept anything of the step before, which `is_unused` tells;
-    otherwise the kept memory is left to whoever keeps it, and another buffer is made. Memory is
-    freed between steps (`release_if_unused`), as it is for gradients that are dropped.
+    They are made once: a step fills `result` and assigns `grads` to their targets (rule 8), unless
+    someone has kept anything of the step before: then another buffer is made. Memory is freed
+    between steps if the gradients were dropped. `num_reserved` counts the reduce-scatters that
+    have not assigned their gradients yet.
     """
 
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, slots: Sequence[GradSlot]
-    ) -> None:
+    def __init__(self, lane: GradLane, device: torch.device) -> None:
+        dtype, numel = lane.dtypes.stored, lane.shard_numel
         self._buffer = ResizableBuffer(numel * dtype.itemsize, device)
         self.result = self._buffer.view(0, (numel,), dtype)
-        self.grads = {target: target.grad_view(self.result, offset) for target, offset in slots}
-        self.places = [(target, target.param, grad) for target, grad in self.grads.items()]
+        self.grads = {
+            target: target.as_grad(_part(self.result, target, bucket.in_shards.start + offset))
+            for bucket in lane.buckets
+            for target, offset in bucket.targets
+        }
+        self.num_reserved = 0
         self._watched = list(self.grads.values())
         self._watched += [local_tensor(grad) for grad in self._watched if isinstance(grad, DTensor)]
         self._counts = self._references()
-        self._num_reserved = 0
 
     @property
     def is_unused(self) -> bool:
         """Whether nobody holds a gradient, a part of one, or the memory, beside this object."""
-        if self._num_reserved:
+        if self.num_reserved:
             return False
         # Gradients without memory were not assigned to anything.
         return not self._buffer.is_allocated or self._counts == self._references()
@@ -179,22 +129,19 @@ class GradBuffer:
 
     def reserve(self) -> torch.Tensor:
         """The result, with memory of the current stream, until its gradients are assigned."""
-        self._num_reserved += 1
+        self.num_reserved += 1
         self._buffer.allocate()
         return self.result
 
-    def assigned(self) -> None:
-        self._num_reserved -= 1
-
-    def holds_all_grads(self) -> bool:
-        """Whether the gradients of all targets are this buffer's, and no user's hooks read them."""
-        with disable_torch_function():
-            return all(p.grad is grad and not _has_hooks(p) for _, p, grad in self.places)
-
     def release_if_unused(self) -> None:
-        """Free the memory if the gradients were dropped."""
         if self._buffer.is_allocated and self.is_unused:
             self._buffer.free()
+
+
+def _part(sums: torch.Tensor, target: GradTarget, offset: int) -> torch.Tensor:
+    """What a target receives of sums that may begin anywhere in their memory."""
+    local = target.local
+    return sums.as_strided(local.size(), local.stride(), sums.storage_offset() + offset)
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
@@ -215,138 +162,97 @@ def _has_hooks(param: torch.Tensor) -> bool:
 # How gradients lie in buckets
 
 
-class Piece(NamedTuple):
-    """Part of every rank's segment of a bucket, and where in a segment it starts."""
-
-    segments: torch.Tensor
-    start: int
-
-
 class GradBucket:
-    """A bucket to be reduced: the parameters whose gradients it carries, and how they lie in it."""
+    """A bucket to be reduced: the parameters whose gradients it carries, and how they lie in it.
+
+    `slots` says where in a segment the shard of each parameter begins, `targets` what receives a
+    part of the sums, and `in_shards` where these belong in the shard buffer.
+    """
 
     def __init__(
-        self, lane: Lane, bucket: Bucket, params: Sequence[ShardedParam], num_ranks: int, rank: int
+        self,
+        lane: Lane,
+        bucket: Bucket,
+        params: Sequence[ShardedParam],
+        layout: UnitLayout,
+        rank: int,
+        target: GradTarget | None,
     ) -> None:
-        self.bucket = bucket
+        num_ranks = layout.num_ranks
         self.params = [params[slot.param_index] for slot in bucket.slots]
+        self.slots = [(params[s.param_index], bucket.shard_offset(s, rank)) for s in bucket.slots]
+        self.targets: list[GradSlot] = [slot for slot in self.slots if slot[0].takes_gradient]
+        if target is not None:
+            self.targets = [(target, 0)]
+        self.dtypes = lane.dtypes
         self.numel = num_ranks * bucket.segment_numel
         self.num_bytes = self.numel * lane.dtypes.wire.itemsize
-        self.shard_range = range(bucket.buffer_offset, bucket.buffer_offset + bucket.segment_numel)
-        self.places = [
-            (param, bucket.shard_offset(slot, rank))
-            for param, slot in zip(self.params, bucket.slots, strict=True)
-        ]
+        self.in_shards = slice(bucket.buffer_offset, bucket.buffer_offset + bucket.segment_numel)
         # A flat bucket is always reduced: other ranks may have used parameters that this rank has
         # a part of, without its knowing.
         is_flat_param = any(isinstance(param.split, FlatSplit) for param in self.params)
         self.is_always_reduced = is_flat_param and lane.is_trainable
-        self.sums_on_arrival = lane.dtypes.sums_on_arrival
-        self._dtype = lane.dtypes.wire
-        self._num_ranks = num_ranks
         # One parameter's, and worth reducing before the others arrive.
         self.is_large = (
             bucket.kind is BucketKind.IN_PLACE
             and self.num_bytes >= LARGE_BYTES
             and self.num_bytes // num_ranks >= LARGE_PART_BYTES
         )
+        self._bucket = bucket
         is_flat = bucket.kind is BucketKind.FLAT
-        self._padding_numel = (self.numel if is_flat else bucket.segment_numel) - bucket.used_numel
-        self._splits = [param.split for param in self.params]
-        self._is_plain_split = all(
-            isinstance(split, Split) and split.dim == 0 and slot.numel
-            for split, slot in zip(self._splits, bucket.slots, strict=True)
-        )
+        self._num_chunks = 1 if is_flat else num_ranks
+        self._padding_numel = self.numel // self._num_chunks - bucket.used_numel
+        # Rows that are cut into one chunk per rank, of parameters sharded along another dim.
+        self._row_shapes = [
+            (split.num_rows, split.inner)
+            if isinstance(split := param.split, Split) and split.dim and not is_flat
+            else None
+            for param in self.params
+        ]
 
-    def pieces(self, grads: Sequence[Grad]) -> list[Piece]:
-        """A large bucket in parts that can be reduced one by one; none if that is impossible."""
-        grad, num_ranks = grads[0], self._num_ranks
-        if not self.is_large or grad is None or grad.numel() != self.numel:
-            return []
-        if not grad.is_contiguous():
-            return []
-        segments = grad.view(num_ranks, -1)
-        step = max(PIECE_BYTES // num_ranks, LARGE_PART_BYTES) // self._dtype.itemsize
-        starts = range(0, segments.size(1), step)
-        return [Piece(segments[:, start : start + step], start) for start in starts]
+    def in_place(self, grads: Sequence[Grad]) -> Grad:
+        """The tensor that autograd produced, if it is the bucket (rule 4)."""
+        grad = grads[0]
+        if len(grads) > 1 or self._bucket.kind.is_copied or grad is None:
+            return None
+        is_bucket = grad.dtype == self.dtypes.wire and self.is_whole(grad)
+        return grad.view(-1) if is_bucket else None
 
-    def is_in_place(self, grads: Sequence[Grad]) -> bool:
-        """Whether the tensor that autograd produced is the bucket (rule 4)."""
-        first = grads[0]
-        return (
-            len(grads) == 1
-            and not self.bucket.kind.is_copied
-            and first is not None
-            and first.dtype == self._dtype
-            and first.numel() == self.numel
-            and first.is_contiguous()
-        )
+    def is_whole(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient lies in memory as it lies in the bucket."""
+        return grad.numel() == self.numel and grad.is_contiguous()
 
     def copy_in(self, grads: Sequence[Grad], buffer: torch.Tensor) -> None:
         """Copy gradients to where they belong in a buffer of all ranks' segments, cast."""
-        kind = self.bucket.kind
-        if kind is BucketKind.SPLIT:
-            self._copy_in_split(grads, buffer.view(self._num_ranks, -1))
-        elif kind is BucketKind.FLAT:
-            self._copy_in_flat(grads, buffer)
-        elif grads[0] is None:
-            buffer.zero_()
-        elif kind is BucketKind.IN_PLACE:
-            buffer[: grads[0].numel()].copy_(grads[0].reshape(-1))
-        else:
-            split = self._splits[0]
+        num_chunks, split = self._num_chunks, self.params[0].split
+        if self._bucket.kind in (BucketKind.IN_PLACE, BucketKind.PERMUTED):
             assert isinstance(split, Split)
-            segments = buffer.view(self._num_ranks, -1)
-            for in_full, in_bucket in permuted_pairs(split, grads[0], segments):
+            if grads[0] is None:
+                buffer.zero_()
+                return
+            for in_full, in_bucket in permuted_pairs(split, grads[0], buffer.view(num_chunks, -1)):
                 in_bucket.copy_(in_full)
-
-    def _copy_in_flat(self, grads: Sequence[Grad], buffer: torch.Tensor) -> None:
-        """One after another."""
-        parts: list[torch.Tensor] = []
-        for slot, grad in zip(self.bucket.slots, grads, strict=True):
-            if slot.numel:
-                part = buffer.new_zeros(slot.numel) if grad is None else grad
-                parts.append(part if part.ndim else part.reshape(1))
-        if self._padding_numel:
-            parts.append(buffer.new_zeros(self._padding_numel))
-        if len({part.dtype for part in parts}) > 1:
-            parts = [part.to(buffer.dtype) for part in parts]
-        if parts:
-            chunk_cat(parts, dim=0, num_chunks=1, out=buffer.view(1, -1))
-
-    def _copy_in_split(self, grads: Sequence[Grad], segments: torch.Tensor) -> None:
-        """Side by side in every rank's segment."""
+            return
+        # Side by side in every rank's segment, or one after another in a flat bucket.
         if len({grad.dtype for grad in grads if grad is not None}) > 1:
             # Some are fresh and some were accumulated, in the dtype of the reduction.
-            grads = [None if grad is None else grad.to(segments.dtype) for grad in grads]
-        present = [grad for grad in grads if grad is not None]
-        like = present[0] if present else segments
-        if self._is_plain_split and len(present) == len(grads):
-            parts = present
-        else:
-            parts = [
-                _chunked(grad, split, slot.numel, self._num_ranks, like)
-                for slot, grad, split in zip(self.bucket.slots, grads, self._splits, strict=True)
-                if slot.numel
-            ]
+            grads = [None if grad is None else grad.to(buffer.dtype) for grad in grads]
+        like = next((grad for grad in grads if grad is not None), buffer)
+        parts: list[torch.Tensor] = []
+        for slot, grad, shape in zip(self._bucket.slots, grads, self._row_shapes, strict=True):
+            if not slot.numel:
+                continue
+            if grad is None:
+                grad = like.new_zeros(num_chunks, slot.numel)
+            elif not grad.ndim:
+                grad = grad.repeat(num_chunks)  # every rank has all of it
+            elif shape is not None:
+                grad = grad.reshape(shape)
+            parts.append(grad)
         if self._padding_numel:
-            parts.append(like.new_zeros(self._num_ranks, self._padding_numel))
+            parts.append(like.new_zeros(num_chunks, self._padding_numel))
         if parts:  # none if all parameters are empty
-            chunk_cat(parts, dim=0, num_chunks=self._num_ranks, out=segments)
-
-
-def _chunked(
-    grad: Grad, split: Split | FlatSplit, numel: int, num_ranks: int, like: torch.Tensor
-) -> torch.Tensor:
-    """A gradient as rows that `chunk_cat` cuts into one chunk per rank."""
-    assert isinstance(split, Split)
-    if grad is None:
-        return like.new_zeros(num_ranks, numel)
-    if split.dim == 0:
-        return grad
-    if split.dim is None:
-        return grad.reshape(1, -1).expand(num_ranks, -1).contiguous()
-    return grad.reshape(split.num_rows, split.inner)
+            chunk_cat(parts, dim=0, num_chunks=num_chunks, out=buffer.view(num_chunks, -1))
 
 
 class GradLane:
@@ -363,62 +269,36 @@ class GradLane:
         rank: int,
         target: GradTarget | None,
     ) -> None:
-        self.lane = lane
-        self.target = target
+        self.dtypes = lane.dtypes
+        self.is_cast = lane.dtypes.reduced != lane.dtypes.stored
+        self.shard_numel = lane.shard_numel
         self.buckets = [
-            GradBucket(lane, bucket, params, layout.num_ranks, rank) for bucket in lane.buckets
+            GradBucket(lane, bucket, params, layout, rank, target) for bucket in lane.buckets
         ]
-        self.slots: list[GradSlot] = [
-            (param, bucket.shard_range.start + offset)
-            for bucket in self.buckets
-            for param, offset in bucket.places
-            if param.takes_gradient
-        ]
-        if target is not None:
-            self.slots = [(target, 0)]
         self.buffer: GradBuffer | None = None
-        self._in_buffer: set[GradBucket] = set()
+        self.in_buffer: set[GradBucket] = set()
+        """The buckets that are in it already, from the backward under way."""
 
-    def acquire_grad_buffer(
+    def acquire_buffer(
         self, buckets: Sequence[GradBucket], device: torch.device
     ) -> GradBuffer | None:
-        """A buffer that the results of these buckets can be written to and assigned from.
+        """A buffer that the sums of these buckets can be written to and assigned from.
 
         None if gradients have to be assigned one by one: to parameters that have a gradient
-        already, or that have a user's hook. The reduce-scatter stream is current: memory is
-        allocated there.
+        already, or that have a user's hook. Memory is allocated on the current stream.
         """
-        if any(bucket in self._in_buffer for bucket in buckets):
+        if any(bucket in self.in_buffer for bucket in buckets):
             return None
-        slots = self.slots
-        if len(buckets) < len(self.buckets):
-            reduced = {param for bucket in buckets for param in bucket.params}
-            slots = [slot for slot in slots if slot[0] in reduced]
         with disable_torch_function():
-            for target, _ in slots:
-                if target.param.grad is not None or _has_hooks(target.param):
-                    return None
-        is_open = bool(self._in_buffer)  # by an earlier reduce-scatter of the same backward
-        if self.buffer is None or not (is_open or self.buffer.is_unused):
-            dtype = self.lane.dtypes.stored
-            self.buffer = GradBuffer(self.lane.shard_numel, dtype, device, self.slots)
-        self._in_buffer.update(buckets)
+            for bucket in buckets:
+                for target, _ in bucket.targets:
+                    param = target.param
+                    if param.grad is not None or _has_hooks(param):
+                        return None
+        if self.buffer is None or not (self.in_buffer or self.buffer.is_unused):
+            self.buffer = GradBuffer(self, device)
+        self.in_buffer.update(buckets)
         return self.buffer
-
-    def end_backward(self) -> None:
-        self._in_buffer.clear()
-
-
-def make_grad_lanes(
-    layout: UnitLayout,
-    params: Sequence[ShardedParam],
-    rank: int,
-    target_of: Callable[[int], GradTarget | None],
-) -> list[GradLane]:
-    return [
-        GradLane(layout, lane, params, rank, target_of(index))
-        for index, lane in enumerate(layout.lanes)
-    ]
 
 
 # One reduce-scatter
@@ -428,120 +308,93 @@ def make_grad_lanes(
 class BucketReduce:
     """One bucket's part of a reduce-scatter.
 
-    `grads` are by slot, and emptied when they are in the bucket; `has_grad` says which there were.
-    `partials` are what earlier steps summed over the shard axis, and where in `out` to add it.
+    `grads` are by slot, and emptied when they are in the bucket. `targets` receive a part of the
+    sums, to which `partials` are added: what earlier steps summed over the shard axis. A bucket
+    without `inp` goes by pieces.
     """
 
     plan: GradBucket
     grads: list[Grad]
-    has_grad: list[bool]
-    partials: list[tuple[int, torch.Tensor]]
+    targets: Sequence[GradSlot]
+    partials: Mapping[GradTarget, torch.Tensor]
     inp: torch.Tensor | None = None
-    out: torch.Tensor | None = None
-
-    def slots(self) -> Iterator[tuple[ShardedParam, int]]:
-        """The parameters that receive a part of `out`, and where in it that begins."""
-        for (param, offset), has_grad in zip(self.plan.places, self.has_grad, strict=True):
-            is_due = has_grad or (self.plan.is_always_reduced and param.is_trainable)
-            if is_due and param.takes_gradient:
-                yield param, offset
 
 
 @dataclass(slots=True)
 class LaneReduce:
-    """One lane's part of a reduce-scatter.
+    """One lane's part of a reduce-scatter. Sums are scaled as `scaling_of` says.
 
-    `whole` is the memory of all results, if they lie side by side. `buffer` is what they lie in, if
-    they do, and `sums` what they were cast from.
+    `outs` are the sums of its buckets, and `results` the same in as few tensors as possible: for
+    hooks, all-reduces and scaling. `buffer` is what gradients are assigned from, if they can be,
+    and `grads` the buckets' parts of it.
     """
 
     plan: GradLane
     buckets: list[BucketReduce]
-    scaling: Scaling
-    whole: torch.Tensor | None = None
+    before: float
+    average: bool
+    after: float
+    outs: list[torch.Tensor] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
     buffer: GradBuffer | None = None
-    sums: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
     work: CollectiveWork = field(default_factory=CollectiveWork)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every parameter of the lane has a gradient."""
-        has_all_buckets = len(self.buckets) == len(self.plan.buckets)
-        return has_all_buckets and all(all(bucket.has_grad) for bucket in self.buckets)
 
-    @property
-    def outs(self) -> list[torch.Tensor]:
-        return [bucket.out for bucket in self.buckets if bucket.out is not None]
-
-    @property
-    def results(self) -> list[torch.Tensor]:
-        """The results in as few tensors as possible: for collectives, hooks and scaling."""
-        return self.outs if self.whole is None else [self.whole]
-
-    def slots(self, bucket: BucketReduce) -> list[GradSlot]:
-        """What receives a part of a bucket's result."""
-        return [(self.plan.target, 0)] if self.plan.target is not None else list(bucket.slots())
-
-    def acquire_buffer(self, device: torch.device) -> bool:
-        """Let the results go where they are assigned from, if they can; whether they do."""
-        self.buffer = self.plan.acquire_grad_buffer([b.plan for b in self.buckets], device)
-        if self.buffer is None:
-            return False
-        result = self.buffer.reserve()
-        for bucket in self.buckets:
-            places = bucket.plan.shard_range
-            bucket.out = result[places.start : places.stop]
-        self.whole = result if len(self.buckets) == len(self.plan.buckets) else None
-        return True
-
-    def allocate_results(self, device: torch.device) -> None:
-        sizes = [len(bucket.plan.shard_range) for bucket in self.buckets]
-        dtype = self.plan.lane.dtypes.reduced
-        self.whole = torch.empty(sum(sizes), dtype=dtype, device=device)
-        for bucket, out in zip(self.buckets, self.whole.split(sizes), strict=True):
-            bucket.out = out
-
-
+@dataclass(slots=True, eq=False)
 class InFlightReduceScatter:
-    """One unit's gradients under way. Holds all that the streams still read (rules 5, 10)."""
+    """One unit's gradients under way. Holds all that the streams still read (rules 5, 10).
 
-    def __init__(
-        self,
-        lanes: list[LaneReduce],
-        config: ReduceConfig,
-        comm_ctx: CommContext,
-        unit_grads: UnitGrads,
-    ) -> None:
-        self.num_bytes = sum([bucket.plan.num_bytes for lane in lanes for bucket in lane.buckets])
-        self._lanes = lanes
-        self._config = config
-        self._comm_ctx = comm_ctx
-        self._device = comm_ctx.device
-        self._unit_grads = unit_grads
-        self._scattered: Any = None  # event: the inputs are read
-        self._event: Any = None  # event: the results are complete
-        self._has_followed = False  # whether anything was enqueued since `_scattered`
+    When `_scattered` has passed, the inputs are read; when `_event` has, the results are complete.
+    `_has_followed` says whether anything was enqueued in between.
+    """
+
+    unit: str
+    lanes: list[LaneReduce]
+    comm: UnitComm
+    settings: UnitSettings
+    comm_ctx: CommContext
+    unit_grads: UnitGrads
+    num_bytes: int
+    _scattered: Any = None
+    _event: Any = None
+    _has_followed: bool = False
+
+    @property
+    def device(self) -> Device:
+        return self.comm_ctx.device
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether sums over the shard axis wait for a step that reduces over the replicas, too."""
+        replicas = self.unit_grads.mesh_info.replicate
+        return not (replicas.is_single or self.settings.requires_all_reduce)
 
     def start(self) -> None:
         """Issue the reduce-scatter; on a device with streams, all that follows it as well."""
-        device = self._device
-        for lane in self._lanes:
-            if self._is_local and not self._is_in_place(lane):
-                self._write_to_buffer(lane)  # the sum over one rank is the gradient itself
+        device, stream = self.device, self.comm_ctx.streams.reduce_scatter
+        is_single = self.comm.reduce_axis.is_single
+        for lane in self.lanes:
+            if is_single:
+                self._place_sums(lane)  # the sum over one rank is its input
             for bucket in lane.buckets:
                 if not self._goes_by_pieces(bucket):
                     bucket.inp = self._bucket_input(lane, bucket)
                     bucket.grads = []
-        device.wait(device.record(), self._comm_ctx.streams.reduce_scatter)
+                    if is_single:
+                        lane.outs = lane.results = [bucket.inp]
+        device.wait(device.record(), stream)
         try:
-            with device.on(self._comm_ctx.streams.reduce_scatter):
+            with device.on(stream):
                 if seam.observers:
-                    seam.begin(Activity.REDUCE, self._config.unit)
-                for lane in self._lanes:
-                    self._reduce_scatter(lane)
+                    seam.begin(Activity.REDUCE, self.unit)
+                for lane in self.lanes:
+                    if not is_single:
+                        self._place_sums(lane)
+                        self._reduce_scatter(lane)
                 if seam.observers and not device.has_streams:
-                    futures = (future for lane in self._lanes for future in lane.work.futures)
-                    seam.end_after(futures, Activity.REDUCE, self._config.unit)
+                    futures = (future for lane in self.lanes for future in lane.work.futures)
+                    seam.end_after(futures, Activity.REDUCE, self.unit)
                 if device.has_streams:
                     self._complete()
         except BaseException:
@@ -550,318 +403,260 @@ class InFlightReduceScatter:
 
     def _wait_for_enqueued(self) -> None:
         """After a failure: make compute, which gets the inputs' memory back, wait for the rest."""
-        device = self._device
+        device = self.device
         self._wait_works()
-        for stream in dict.fromkeys((self._comm_ctx.streams.reduce_scatter, self._last_stream)):
+        for stream in dict.fromkeys((self.comm_ctx.streams.reduce_scatter, self._last_stream)):
             with device.on(stream):
                 event = device.record()
             device.wait(event)
 
     def _wait_works(self) -> None:
         """Wait for the collectives; never raises (rule 11)."""
-        try:
-            wait_all(lane.work for lane in self._lanes)
-        except Exception:
-            pass  # whoever aborts already knows of a failure
+        with suppress(Exception):  # whoever aborts already knows of a failure
+            wait_all(lane.work for lane in self.lanes)
 
     @property
     def _last_stream(self) -> Any:
         """Where sums are all-reduced, and hooks on them run."""
-        hook = self._config.all_reduce_hook
-        if hook is not None and hook.stream is not None:
-            return hook.stream
-        return self._comm_ctx.streams.all_reduce
+        stream = self.comm.all_reduce_stream
+        return self.comm_ctx.streams.all_reduce if stream is None else stream
 
     def finish(self) -> HeldResults:
         """Make compute wait for the reduce-scatter, and let go of the inputs."""
         if seam.observers:
-            seam.begin(Activity.AWAIT_REDUCE, self._config.unit)
-        if not self._device.has_streams:
+            seam.begin(Activity.AWAIT_REDUCE, self.unit)
+        if not self.device.has_streams:
             self._complete()
         # The inputs were allocated by compute, which may reuse their memory from here on. The sums
         # over one rank are its inputs, and are read until the end.
-        is_read_on = self._config.axis.is_single
-        self._device.wait(self._event if is_read_on else self._scattered)
+        is_read_on = self.comm.reduce_axis.is_single
+        self.device.wait(self._event if is_read_on else self._scattered)
         if seam.observers:
-            seam.end(Activity.AWAIT_REDUCE, self._config.unit)
-        held = [tensor for lane in self._lanes for tensor in (*lane.outs, *lane.sums)]
-        self._lanes.clear()
-        return HeldResults(self._config.unit, self._event, held)
+            seam.end(Activity.AWAIT_REDUCE, self.unit)
+        held = [tensor for lane in self.lanes for tensor in (*lane.outs, *lane.grads)]
+        self.lanes.clear()
+        return HeldResults(self.unit, self._event, held)
 
     def abort(self) -> None:
         """Wait for what is under way and drop it; never raises (rule 11)."""
         self._wait_works()
-        self._device.wait(self._event)
-        self._lanes.clear()
+        self.device.wait(self._event)
+        self.lanes.clear()
 
     # Inputs, on the stream that computes
 
-    @property
-    def _is_local(self) -> bool:
-        """Whether there is no other rank, and no user's memory to reduce in."""
-        return (
-            self._config.axis.is_single and self._config.collectives.custom_reduce_scatter is None
-        )
-
-    def _is_in_place(self, lane: LaneReduce) -> bool:
-        """Whether the one bucket of a lane is what autograd produced."""
-        bucket = lane.buckets[0]
-        return len(lane.plan.buckets) == 1 and bucket.plan.is_in_place(bucket.grads)
-
     def _goes_by_pieces(self, bucket: BucketReduce) -> bool:
-        """Whether a large bucket is copied on the stream that reduces it, piece by piece (rule 9).
+        """Whether a large bucket is copied piece by piece, on the stream that reduces it (rule 9).
 
-        Then what is in flight is the gradient that autograd made and one piece, instead of the
-        whole bucket in the dtype that it travels in, or what arrives in its place.
+        Then what is in flight is the gradient that autograd made and one piece.
         """
-        plan, config = bucket.plan, self._config
-        if not plan.is_large or not self._device.has_streams or config.axis.is_single:
+        plan, comm = bucket.plan, self.comm
+        if not plan.is_large or not self.device.has_streams or comm.reduce_axis.is_single:
             return False
-        if config.collectives.custom_reduce_scatter or config.comm_hook:
+        if comm.current.custom_reduce_scatter or comm.comm_hook or bucket.grads[0] is None:
             return False
-        is_copied = plan.sums_on_arrival or not plan.is_in_place(bucket.grads)
-        return is_copied and bool(plan.pieces(bucket.grads))
+        is_copied = plan.dtypes.sums_on_arrival or plan.in_place(bucket.grads) is None
+        return is_copied and plan.is_whole(bucket.grads[0])
 
     def _bucket_input(self, lane: LaneReduce, bucket: BucketReduce) -> torch.Tensor:
         """The gradients of a bucket, as all ranks' segments."""
-        plan, collectives = bucket.plan, self._config.collectives
-        custom = collectives.custom_reduce_scatter
-        dtype, device = lane.plan.lane.dtypes.wire, self._device.torch_device
-        first = bucket.grads[0] if bucket.grads else None
-        if custom is None and first is not None and plan.is_in_place(bucket.grads):
-            buffer = first.view(-1)
-        else:
+        plan, collectives = bucket.plan, self.comm.current
+        custom = None if self.comm.reduce_axis.is_single else collectives.custom_reduce_scatter
+        dtype, device = plan.dtypes.wire, self.device.torch_device
+        buffer = plan.in_place(bucket.grads) if custom is None else None
+        if buffer is None:
             if custom is not None:
                 buffer = custom.allocate((plan.numel,), dtype=dtype, device=device)
-            elif bucket.out is not None:
-                buffer = bucket.out
+            elif lane.results:
+                buffer = lane.results[0]  # where the sum over one rank goes
             else:
                 buffer = collectives.allocate_bucket(plan.numel, dtype, device)
             plan.copy_in(bucket.grads, buffer)
-        before = lane.scaling.before
-        return buffer if before == 1.0 else buffer.div_(before)
+        return buffer if lane.before == 1.0 else buffer.div_(lane.before)
 
     # Sums, on the reduce-scatter stream
 
-    def _ends_in_buffer(self, dtypes: DtypePlan) -> bool:
-        """Whether the result can be assigned from a gradient buffer."""
-        is_stored = self._config.grad_dtype(dtypes) == dtypes.stored
-        return is_stored and not self._unit_grads.to_host and not self._config.is_partial
+    def _grad_dtype(self, plan: GradLane) -> torch.dtype:
+        """The dtype of the gradients that optimizers see; low precision is kept as torch does."""
+        if not self.settings.keep_low_precision_grads:
+            return plan.dtypes.stored
+        is_single = self.unit_grads.mesh_info.shard.is_single
+        return plan.dtypes.reduced if is_single else plan.dtypes.computed
 
-    def _write_to_buffer(self, lane: LaneReduce) -> bool:
-        """Let a lane's sums go straight to where they are assigned from, if they can."""
-        dtypes = lane.plan.lane.dtypes
-        if dtypes.reduced != dtypes.stored or self._config.comm_hook is not None:
-            return False
-        return self._ends_in_buffer(dtypes) and lane.acquire_buffer(self._device.torch_device)
+    def _place_sums(self, lane: LaneReduce) -> None:
+        """Decide where a lane's sums are written, and whether a gradient buffer gets them."""
+        is_single, device = self.comm.reduce_axis.is_single, self.device.torch_device
+        plans = [bucket.plan for bucket in lane.buckets]
+        is_assigned_apart = (
+            self._grad_dtype(lane.plan) != lane.plan.dtypes.stored
+            or self.unit_grads.to_host
+            or self.is_partial
+            or self.comm.comm_hook is not None
+        )
+        if is_single and not lane.plan.is_cast:
+            # What autograd made may be the sum over one rank, and the gradient, as it is.
+            is_assigned_apart |= plans[0].in_place(lane.buckets[0].grads) is not None
+        if not is_assigned_apart:
+            lane.buffer = lane.plan.acquire_buffer(plans, device)
+        if lane.buffer is not None:
+            result = lane.buffer.reserve()
+            lane.grads = [result[plan.in_shards] for plan in plans]
+            if not lane.plan.is_cast:
+                is_all = len(plans) == len(lane.plan.buckets)
+                lane.outs, lane.results = lane.grads, [result] if is_all else lane.grads
+                return
+        if not is_single:
+            sizes = [plan.in_shards.stop - plan.in_shards.start for plan in plans]
+            whole = torch.empty(sum(sizes), dtype=lane.plan.dtypes.reduced, device=device)
+            lane.results = [whole]
+            # A comm hook may give its tensor other memory, in another dtype: not a view.
+            lane.outs = [whole] if len(plans) == 1 else list(whole.split(sizes))
 
     def _reduce_scatter(self, lane: LaneReduce) -> None:
-        axis, hook = self._config.axis, self._config.comm_hook
-        if axis.is_single and len(lane.buckets) == len(lane.plan.buckets) == 1:
-            if lane.buffer is None:
-                # The sum over one rank.
-                lane.whole = lane.buckets[0].out = lane.buckets[0].inp
-            return
-        if lane.buffer is None and not self._write_to_buffer(lane):
-            lane.allocate_results(self._device.torch_device)
-        if hook is not None:
-            # A hook may give the tensor other memory, in another dtype: it must be one tensor.
-            (bucket,) = lane.buckets
-            bucket.out = lane.whole
-        for bucket, out in zip(lane.buckets, lane.outs, strict=True):
-            if hook is not None:
-                hook.function(hook.state, bucket.inp, out)
-            elif bucket.inp is None:
-                self._reduce_pieces(lane, bucket, out)
-        sent = [b for b in lane.buckets if b.inp is not None and b.inp.numel()]
-        outs = [bucket.out for bucket in sent if bucket.out is not None]
-        ins = [bucket.inp for bucket in sent if bucket.inp is not None]
-        if hook is not None or not sent:
-            return
-        if axis.group is None or axis.is_single:
-            foreach_copy_(outs, ins)
-        else:
-            lane.work = self._config.collectives.reduce_scatter(
-                outs, ins, axis.group, average=lane.scaling.average
-            )
-
-    def _reduce_pieces(self, lane: LaneReduce, bucket: BucketReduce, out: torch.Tensor) -> None:
-        """One after another in the same memory, which the stream orders."""
-        group, scaling = self._config.axis.group, lane.scaling
+        group, hook = self.comm.reduce_axis.group, self.comm.comm_hook
         assert group is not None
-        for piece in bucket.plan.pieces(bucket.grads):
-            buffer = torch.empty_like(
-                piece.segments,
-                dtype=lane.plan.lane.dtypes.wire,
-                memory_format=torch.contiguous_format,
-            )
-            buffer.copy_(piece.segments)
-            if scaling.before != 1.0:
-                buffer.div_(scaling.before)
-            sums = out[piece.start : piece.start + buffer.size(1)]
-            self._config.collectives.reduce_scatter(
-                [sums], [buffer.view(-1)], group, average=scaling.average
-            ).wait()
+        outs, ins = [], []
+        reduce = partial(self.comm.current.reduce_scatter, group=group, average=lane.average)
+        for bucket, out in zip(lane.buckets, lane.outs, strict=True):
+            if bucket.inp is None:
+                for piece, sums in self._pieces(lane, bucket, out):
+                    reduce([sums], [piece]).wait()
+            elif hook is not None:
+                hook(bucket.inp, out)
+            elif bucket.inp.numel():
+                outs.append(out)
+                ins.append(bucket.inp)
+        if outs:
+            lane.work = reduce(outs, ins)
+
+    def _pieces(
+        self, lane: LaneReduce, bucket: BucketReduce, out: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Part of every rank's segment after another, in the same memory, and of the sums."""
+        grad, wire, num_ranks = bucket.grads[0], lane.plan.dtypes.wire, self.comm.reduce_axis.size
+        assert grad is not None
+        numel = max(PIECE_BYTES // num_ranks, LARGE_PART_BYTES) // wire.itemsize
+        parts = grad.view(num_ranks, -1).split(numel, dim=1)
+        for part, sums in zip(parts, out.split(numel), strict=True):
+            piece = torch.empty(part.size(), dtype=wire, device=grad.device).copy_(part)
+            if lane.before != 1.0:
+                piece.div_(lane.before)
+            yield piece.view(-1), sums
 
     # After the reduce-scatter
 
     def _complete(self) -> None:
-        device, config = self._device, self._config
-        wait_all(lane.work for lane in self._lanes)
+        device, replicas = self.device, self.unit_grads.mesh_info.replicate
+        wait_all(lane.work for lane in self.lanes)
         self._scattered = device.record()
-        for lane in self._lanes:
-            for bucket, out in zip(lane.buckets, lane.outs, strict=True):
-                for start, partial in bucket.partials:
-                    self._has_followed = True
-                    out[start : start + partial.numel()].add_(partial)
-        replicas, hook = config.mesh_info.replicate, config.all_reduce_hook
-        if config.is_partial:
-            self._has_followed = True
-            self._keep_partial_sums()
-        elif replicas.is_single and hook is None:
-            self._assign_lanes()
+        if not replicas.is_single:
+            self._add_partial_sums()
+        if self.is_partial:
+            self._end()
+        elif replicas.is_single and self.comm.all_reduce_hook is None:
+            self._assign()
+            self._end()
         else:
             self._has_followed = True
-            stream = self._last_stream
-            device.wait(device.record(), stream)
-            with device.on(stream):
-                for lane in self._lanes:
-                    for result in lane.results:
-                        if config.comm_hook is not None:
-                            config.comm_hook.function(config.comm_hook.state, result)
-                        elif replicas.group is not None and not replicas.is_single:
-                            all_reduce(result, replicas.group, average=lane.scaling.average)
-                        if hook is not None:
-                            hook.function(result)
-                self._assign_lanes()
+            device.wait(device.record(), self._last_stream)
+            with device.on(self._last_stream):
+                self._all_reduce()
+                self._assign()
                 self._end()
-            return
-        self._end()
 
-    def _keep_partial_sums(self) -> None:
-        """Keep sums over the shard axis until a step that also reduces over the replicas."""
-        for lane in self._lanes:
+    def _add_partial_sums(self) -> None:
+        """Add sums over the shard axis that were kept until the replicas are reduced over, too."""
+        for lane in self.lanes:
             for bucket, out in zip(lane.buckets, lane.outs, strict=True):
-                for param, offset in bucket.slots():
-                    part = out[offset : offset + param.local.numel()]
-                    before = param.partial_grad
-                    # Another reduce-scatter of the same backward may have kept some, too.
-                    param.partial_grad = part if before is None else before.add_(part)
+                for param, offset in bucket.targets:
+                    part, kept = _part(out, param, offset), bucket.partials.get(param)
+                    if kept is not None:
+                        part.add_(kept)
+                    if self.is_partial and isinstance(param, ShardedParam):
+                        # Another reduce-scatter of the same backward may have kept some, too.
+                        before = param.partial_grad
+                        param.partial_grad = part if before is None else before.add_(part)
+        self._has_followed = True
 
-    def _assign_lanes(self) -> None:
+    def _all_reduce(self) -> None:
+        """Sum over the replicas, and call the users' hooks."""
+        replicas, comm_hook = self.unit_grads.mesh_info.replicate, self.comm.comm_hook
+        for lane in self.lanes:
+            for result in lane.results:
+                if comm_hook is not None:
+                    comm_hook(result)
+                elif replicas.group is not None and not replicas.is_single:
+                    all_reduce(result, replicas.group, average=lane.average)
+                if self.comm.all_reduce_hook is not None:
+                    self.comm.all_reduce_hook(result)
+
+    def _assign(self) -> None:
         """Scale, cast and assign, on the current stream."""
-        for lane in self._lanes:
-            if lane.scaling.after != 1.0:
-                self._has_followed = True
+        for lane in self.lanes:
+            grads, buffer = lane.grads, lane.buffer
+            is_written = buffer is not None and not lane.plan.is_cast
+            self._has_followed |= lane.after != 1.0 or not is_written
+            if lane.after != 1.0:
                 for result in lane.results:
-                    result.div_(lane.scaling.after)
-            self._assign(lane)
-
-    def _assign(self, lane: LaneReduce) -> None:
-        plan, dtypes, unit_grads = lane.plan, lane.plan.lane.dtypes, self._unit_grads
-        if lane.buffer is None:
-            self._has_followed = True
-            if dtypes.reduced != dtypes.stored and self._ends_in_buffer(dtypes):
-                sums = lane.outs
-                if lane.acquire_buffer(self._device.torch_device):
-                    lane.sums = sums
-                    foreach_copy_(lane.outs, lane.sums)
-        if lane.buffer is not None:
-            lane.buffer.assigned()
-            places = lane.buffer.places
-            if not lane.is_complete and plan.target is None:
-                grads = lane.buffer.grads
-                targets = [target for bucket in lane.buckets for target, _ in bucket.slots()]
-                places = [(target, target.param, grads[target]) for target in targets]
-            if unit_grads.assign_places(places):
-                self._has_followed = True
-        elif (
-            plan.buffer is not None
-            and lane.whole is not None
-            and lane.is_complete
-            and plan.buffer.holds_all_grads()
-        ):
-            plan.buffer.result.add_(lane.whole)
-        else:
-            dtype = self._config.grad_dtype(dtypes)
-            for bucket, out in zip(lane.buckets, lane.outs, strict=True):
-                unit_grads.assign_parts(out.to(dtype), lane.slots(bucket))
+                    result.div_(lane.after)
+            if buffer is None:
+                dtype = self._grad_dtype(lane.plan)
+                grads = [out.to(dtype) for out in lane.outs]
+            else:
+                buffer.num_reserved -= 1
+                if not is_written:
+                    foreach_copy_(grads, lane.outs)
+            made = {} if buffer is None else buffer.grads
+            for bucket, grad in zip(lane.buckets, grads, strict=True):
+                self._has_followed |= self.unit_grads.assign(grad, bucket.targets, made)
 
     def _end(self) -> None:
         """All is enqueued, on the current stream."""
         # Most often nothing follows the reduce-scatter: its sums are the gradients as they are.
-        self._event = self._device.record() if self._has_followed else self._scattered
-        if seam.observers and self._device.has_streams:
-            seam.end(Activity.REDUCE, self._config.unit)
+        self._event = self.device.record() if self._has_followed else self._scattered
+        if seam.observers and self.device.has_streams:
+            seam.end(Activity.REDUCE, self.unit)
 
 
 # What a unit knows of its gradients
 
 
-@dataclass(frozen=True, slots=True)
-class ShownGrad:
-    """What a parameter shows as its gradient while more than that is kept unreduced."""
-
-    grad: torch.Tensor
-    version: int
-    is_placeholder: bool
-
-    def was_zeroed(self, param: torch.Tensor) -> bool:
-        """Whether someone has called `zero_grad` since, in either of its ways."""
-        if param.grad is not self.grad:
-            return param.grad is None
-        return version_of(self.grad) != self.version and not self.grad.any()
-
-
 class UnitGrads:
     """The full gradients of a unit's parameters, and what became of them.
 
-    `was_reduced` says whether the backward under way has taken some gradients already. `_created`
-    are the targets that it gave a `.grad`; `_host_events` are copies of gradients to the host that
-    nobody has waited for; `_shown` stands for gradients that a wrapper keeps unreduced.
+    `large` has the parameters whose gradient is a large bucket by itself. `was_reduced` says
+    whether the backward under way has taken some gradients already. `_created` are the targets
+    that it gave a `.grad`; `_host_events` are copies of gradients to the host that nobody has
+    waited for. `_shown` are the gradients that parameters of a wrapper show while more than that is
+    kept unreduced, with their versions, and whether they are mere placeholders.
     """
 
     def __init__(
         self, mesh_info: MeshInfo, policy: MixedPrecisionPolicy, offload: OffloadPolicy, device: Any
     ) -> None:
         self.was_reduced = False
+        self.large: dict[ShardedParam, GradBucket] = {}
+        self.mesh_info = mesh_info
         shards_device, self._pin_memory = shard_device(offload, device.torch_device)
         self.to_host = shards_device != device.torch_device
         self._device = device
-        self._mesh_info = mesh_info
         self._policy = policy
         self._host_events: list[Any] = []
         self._created: list[GradTarget] = []
-        self._shown: dict[torch.Tensor, ShownGrad] = {}
-        self._make_lanes: Callable[[], list[GradLane]] = list
-        self._lanes: list[GradLane] | None = None
-        self._large: dict[ShardedParam, GradBucket] = {}
+        self._shown: dict[torch.Tensor, tuple[torch.Tensor, int, bool]] = {}
+        self._lanes: list[GradLane] = []
 
-    def follow_layout(self, make_lanes: Callable[[], list[GradLane]]) -> None:
+    def follow_lanes(self, lanes: list[GradLane]) -> None:
         """Follow a new plan of the unit from the next reduce-scatter on."""
-        self._make_lanes = make_lanes
-        self._lanes = None
-
-    @property
-    def lanes(self) -> list[GradLane]:
-        """How gradients are reduced, planned when it is first asked for."""
-        if self._lanes is None:
-            self._lanes = self._make_lanes()
-            buckets = [bucket for lane in self._lanes for bucket in lane.buckets]
-            self._large = {b.params[0]: b for b in buckets if b.is_large}
-        return self._lanes
-
-    @property
-    def large(self) -> dict[ShardedParam, GradBucket]:
-        """The parameters whose gradient is a large bucket by itself."""
-        return self._large if self.lanes else {}
+        self._lanes = lanes
+        buckets = [bucket for lane in lanes for bucket in lane.buckets]
+        self.large = {bucket.params[0]: bucket for bucket in buckets if bucket.is_large}
 
     # Accumulation without communication
 
     def were_kept(self, params: Sequence[ShardedParam], settings: UnitSettings) -> bool:
         """Whether an earlier step kept gradients that are to be reduced now."""
-        if self._shown:
-            self._drop_zeroed(params)
+        self._drop_zeroed(params)
         if not settings.requires_gradient_sync:
             return False
         if any(param.accumulated is not None for param in params):
@@ -875,71 +670,74 @@ class UnitGrads:
         """
         self._drop_zeroed(params)
         self.was_reduced = True
-        for param in params:
-            grad = self._take(param)
+        for each in params:
+            grad = self._take(each)
             if grad is None:
                 continue
-            grad = grad.to(param.dtype_plan(self._policy).reduced)
-            if param.accumulated is None:
-                param.accumulated = grad
-            else:
-                param.accumulated.add_(grad)
-            if is_flat:
-                self._show(param.param)
-
-    def _show(self, param: torch.Tensor) -> None:
-        if param in self._shown:
-            return
-        is_placeholder = param.grad is None
-        if param.grad is None:
-            param.grad = torch.zeros_like(param, requires_grad=False)
-        self._shown[param] = ShownGrad(param.grad, version_of(param.grad), is_placeholder)
+            grad = grad.to(each.dtype_plan(self._policy).reduced)
+            each.accumulated = grad if each.accumulated is None else each.accumulated.add_(grad)
+            param = each.param
+            if is_flat and param not in self._shown:
+                is_placeholder = param.grad is None
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param, requires_grad=False)
+                self._shown[param] = (param.grad, version_of(param.grad), is_placeholder)
 
     def _drop_zeroed(self, params: Sequence[ShardedParam]) -> None:
-        """Forget what was kept for parameters whose gradients were zeroed since."""
-        zeroed = {param for param, shown in self._shown.items() if shown.was_zeroed(param)}
-        for zeroed_param in zeroed:
-            del self._shown[zeroed_param]
-        for param in params if zeroed else ():
-            if param.param in zeroed:
-                param.accumulated = None
+        """Forget what was kept for parameters whose gradients were zeroed since, in either way."""
+        for param, (grad, version, _) in list(self._shown.items()):
+            if param.grad is grad:
+                was_zeroed = version_of(grad) != version and not grad.any()
+            else:
+                was_zeroed = param.grad is None
+            if was_zeroed:
+                del self._shown[param]
+                for each in params:
+                    if each.param is param:
+                        each.accumulated = None
 
     def _hide(self) -> None:
         """Remove the gradients that were only placeholders."""
-        for param, shown in self._shown.items():
-            if shown.is_placeholder and param.grad is shown.grad:
+        for param, (grad, _, is_placeholder) in self._shown.items():
+            if is_placeholder and param.grad is grad:
                 param.grad = None
         self._shown.clear()
 
     # Reduction
 
     def reduce_scatter(
-        self, config: ReduceConfig, comm_ctx: CommContext, only: GradBucket | None = None
+        self,
+        unit: str,
+        comm: UnitComm,
+        settings: UnitSettings,
+        comm_ctx: CommContext,
+        only: GradBucket | None = None,
     ) -> None:
         """Take the full gradients and start reducing them; with `only`, those of one bucket."""
-        plans = self.lanes
         if self._shown:
-            self._drop_zeroed([p for plan in plans for b in plan.buckets for p in b.params])
+            self._drop_zeroed([p for lane in self._lanes for b in lane.buckets for p in b.params])
             self._hide()
         self.was_reduced = True
         lanes = []
-        for plan in plans:
+        for plan in self._lanes:
             buckets = plan.buckets if only is None else [b for b in plan.buckets if b is only]
-            taken = [self._collect(plan.lane, bucket, config.settings) for bucket in buckets]
+            taken = [self._collect(bucket, settings) for bucket in buckets]
             present = [bucket for bucket in taken if bucket is not None]
             if present:
-                scaling = Scaling.of(config, plan.lane.dtypes.reduced)
-                lanes.append(LaneReduce(plan, present, scaling))
+                dtype = plan.dtypes.reduced
+                scaling = scaling_of(comm, settings, self.mesh_info.num_ranks, dtype)
+                lanes.append(LaneReduce(plan, present, *scaling))
         if not lanes:
             return
-        in_flight = InFlightReduceScatter(lanes, config, comm_ctx, self)
+        num_bytes = sum(bucket.plan.num_bytes for lane in lanes for bucket in lane.buckets)
         if only is None:
-            comm_ctx.limit_reduce_scatters(config.settings.reduce_scatter_max_input_buffers)
+            comm_ctx.limit_reduce_scatters(settings.reduce_scatter_max_input_buffers)
         else:
-            comm_ctx.make_room_for(in_flight.num_bytes)
+            comm_ctx.make_room_for(num_bytes)
+        in_flight = InFlightReduceScatter(unit, lanes, comm, settings, comm_ctx, self, num_bytes)
         in_flight.start()
         comm_ctx.add_reduce_scatter(in_flight)
-        if config.is_partial and not comm_ctx.device.has_streams:
+        if in_flight.is_partial and not comm_ctx.device.has_streams:
             comm_ctx.limit_reduce_scatters(1)  # the next backward has to find these sums
 
     def _take(self, param: ShardedParam) -> Grad:
@@ -949,74 +747,76 @@ class UnitGrads:
         grad, full.grad = full.grad, None
         if param.full_spec is None:
             return grad
-        return local_gradient(grad, param.full_spec, self._mesh_info)
+        return local_gradient(grad, param.full_spec, self.mesh_info)
 
-    def _collect(self, lane: Lane, plan: GradBucket, settings: UnitSettings) -> BucketReduce | None:
+    def _collect(self, plan: GradBucket, settings: UnitSettings) -> BucketReduce | None:
         """What goes into a bucket; None if nothing does."""
         grads: list[Grad] = []
-        has_grad: list[bool] = []
-        partials: list[tuple[int, torch.Tensor]] = []
-        for param, offset in plan.places:
+        missing: set[GradTarget] = set()
+        partials: dict[GradTarget, torch.Tensor] = {}
+        for param, _ in plan.slots:
             grad, before = self._take(param), param.accumulated
             if before is not None:
                 param.accumulated = None
                 grad = before if grad is None else before.add_(grad)
             if grad is None and settings.reduce_scatter_unused_params and param.is_trainable:
-                shape, dtype = param.split.shape, lane.dtypes.computed
+                shape, dtype = param.split.shape, plan.dtypes.computed
                 grad = torch.zeros(shape, dtype=dtype, device=self._device.torch_device)
             grads.append(grad)
-            partial, param.partial_grad = param.partial_grad, None
-            if partial is not None:
-                if partial.numel() != param.local.numel():
+            kept, param.partial_grad = param.partial_grad, None
+            if kept is not None:
+                if kept.numel() != param.local.numel():
                     raise LifecycleError(
                         f"{param.name}: a parameter must keep its place between steps that "
-                        f"accumulate gradients, found {partial.numel()} accumulated elements for a "
+                        f"accumulate gradients, found {kept.numel()} accumulated elements for a "
                         f"shard of {param.local.numel()}; finish the accumulation first."
                     )
-                partials.append((offset, partial))
-            has_grad.append(grad is not None or partial is not None)
-        if not plan.is_always_reduced and not any(has_grad):
+                partials[param] = kept
+            elif grad is None and not (plan.is_always_reduced and param.is_trainable):
+                missing.add(param)
+        if len(missing) == len(grads) and not plan.is_always_reduced:
             return None
-        return BucketReduce(plan, grads, has_grad, partials)
+        targets = plan.targets
+        if missing:
+            targets = [slot for slot in targets if slot[0] not in missing]
+        return BucketReduce(plan, grads, targets, partials)
 
-    def assign_places(
-        self, places: Sequence[tuple[GradTarget, torch.Tensor, torch.Tensor]]
+    def assign(
+        self,
+        sums: torch.Tensor,
+        targets: Sequence[GradSlot],
+        made: Mapping[GradTarget, torch.Tensor],
     ) -> bool:
-        """Assign gradients of a gradient buffer; whether some had to be added to others."""
-        others, created = [], self._created
-        with disable_torch_function():
-            for place in places:
-                target, param, grad = place
-                if param.grad is None:
-                    param.grad = grad
-                    created.append(target)
-                else:  # another reduce-scatter was finished in the meantime
-                    others.append(place)
-        for target, _, grad in others:
-            self._assign_one(target, grad)
-        return bool(others)
+        """Make parts of sums gradients; whether some were added to gradients that were there.
 
-    def assign_parts(self, result: torch.Tensor, slots: Sequence[GradSlot]) -> None:
-        """Assign parts of a result that nobody else will write to."""
+        `made` are the gradients as views of the sums, where they exist already.
+        """
         if self.to_host:
-            result = self._on_host(result, slots)
-        for target, offset in slots:
-            self._assign_one(target, target.grad_view(result, offset))
+            sums = self._on_host(sums, targets)
+        before: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        hooked: list[tuple[GradTarget, torch.Tensor]] = []
+        with disable_torch_function():
+            for target, offset in targets:
+                param, grad = target.param, made.get(target)
+                if _has_hooks(param):
+                    hooked.append((target, target.as_grad(_part(sums, target, offset))))
+                elif param.grad is not None:
+                    before.append(to_local(param.grad))
+                    added.append(_part(sums, target, offset))
+                else:
+                    if grad is None:
+                        set_grad(param, target.as_grad(_part(sums, target, offset)))
+                    else:
+                        param.grad = grad
+                    self._created.append(target)
+        if before:
+            foreach_add_(before, added)
+        for target, grad in hooked:
+            self._assign_with_hooks(target, grad)
+        return bool(before or hooked)
 
-    def _on_host(self, result: torch.Tensor, slots: Sequence[GradSlot]) -> torch.Tensor:
-        host = torch.empty(
-            result.size(), dtype=result.dtype, device="cpu", pin_memory=self._pin_memory
-        )
-        host.copy_(result, non_blocking=self._pin_memory)
-        event = self._device.record()
-        # Adding to a gradient that is there, and users' hooks, read on the host right away.
-        if any(t.param.grad is not None or _has_hooks(t.param) for t, _ in slots):
-            self._device.synchronize(event)
-        else:
-            self._host_events.append(event)
-        return host
-
-    def _assign_one(self, target: GradTarget, grad: torch.Tensor) -> None:
+    def _assign_with_hooks(self, target: GradTarget, grad: torch.Tensor) -> None:
         param = target.param
         for hook in (backward_hooks(param) or {}).values():
             changed = hook(grad)
@@ -1029,16 +829,25 @@ class UnitGrads:
         for hook in (post_accumulate_grad_hooks(param) or {}).values():
             hook(param)
 
-    # The end of a step
+    def _on_host(self, sums: torch.Tensor, targets: Sequence[GradSlot]) -> torch.Tensor:
+        host = torch.empty(sums.size(), dtype=sums.dtype, device="cpu", pin_memory=self._pin_memory)
+        host.copy_(sums, non_blocking=self._pin_memory)
+        event = self._device.record()
+        # Adding to a gradient that is there, and users' hooks, read on the host right away.
+        if any(t.param.grad is not None or _has_hooks(t.param) for t, _ in targets):
+            self._device.synchronize(event)
+        else:
+            self._host_events.append(event)
+        return host
 
     def end_backward(self) -> None:
         self.was_reduced = False
-        for lane in self._lanes or ():
-            lane.end_backward()
+        for lane in self._lanes:
+            lane.in_buffer.clear()
 
     def release_unused_buffers(self) -> None:
         """Free the memory of gradients that were dropped."""
-        for lane in self._lanes or ():
+        for lane in self._lanes:
             if lane.buffer is not None:
                 lane.buffer.release_if_unused()
 
@@ -1052,7 +861,9 @@ class UnitGrads:
     def reset(self, params: Sequence[ShardedParam]) -> None:
         """Drop everything that a failed step left behind, also gradients that it created."""
         self.was_reduced = False
-        self._lanes = None  # results may lie in their buffers that were assigned to nothing
+        for lane in self._lanes:
+            lane.buffer = None  # results may lie in it that were assigned to nothing
+            lane.in_buffer.clear()
         self._hide()
         self._host_events.clear()
         for param in params:

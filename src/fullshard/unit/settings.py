@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fullshard.api import AllGather, ReduceScatter
+from fullshard.comm.collectives import Collectives, CustomCollectives
+from fullshard.comm.mesh import Axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +31,30 @@ class UnitSettings:
     reduce_scatter_max_input_buffers: int = 1
     unshard_in_backward: bool = True
     keep_low_precision_grads: bool = False
+
+
+@dataclass(slots=True)
+class UnitComm:
+    """The collectives of a unit, and the user's functions in them.
+
+    `reduce_axis` is the shard axis, perhaps on a process group of its own. `all_reduce_hook` is
+    called on reduced gradients, on `all_reduce_stream` if there is one. `comm_hook` reduces
+    gradients in place of ours, scaling included: it is called with the gradients and the shard, or
+    without the shard if nothing is sharded.
+    """
+
+    default: Collectives
+    current: Collectives
+    reduce_axis: Axis
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_stream: Any = None
+    comm_hook: Callable[..., None] | None = None
+
+    def customize(
+        self, *, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None
+    ) -> None:
+        """Use a user's collectives in place of ours."""
+        if isinstance(self.current, CustomCollectives):
+            all_gather = all_gather or self.current.custom_all_gather
+            reduce_scatter = reduce_scatter or self.current.custom_reduce_scatter
+        self.current = CustomCollectives(self.default, all_gather, reduce_scatter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fullshard._torch import disable_torch_function, version_of
-from fullshard.api import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from fullshard.comm.collectives import Collectives, CustomCollectives, collectives_for
+from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.errors import LifecycleError, UnsupportedError
 from fullshard.layout import CostModel, ParamSpec, Split, UnitLayout, plan_unit
@@ -23,16 +23,8 @@ from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, Uni
 from fullshard.unit.context import AddressRanges, CommContext
 from fullshard.unit.flat_param import FlatParams
 from fullshard.unit.param import ShardBuffers, ShardedParam, shard_device
-from fullshard.unit.reduce_scatter import (
-    AllReduceHook,
-    CommHook,
-    GradBucket,
-    GradLane,
-    ReduceConfig,
-    UnitGrads,
-    make_grad_lanes,
-)
-from fullshard.unit.settings import UnitSettings
+from fullshard.unit.reduce_scatter import GradBucket, GradLane, UnitGrads
+from fullshard.unit.settings import UnitComm, UnitSettings
 
 # What a unit may be; each state carries what exists only in it.
 
@@ -56,7 +48,6 @@ class Unsharding:
     """Shards are registered; the all-gather is under way."""
 
     all_gather: InFlightAllGather
-    extension: InFlightAllGather | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +71,6 @@ class Registration:
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.fulls: list[nn.Parameter] = [param.full for param in params if param.full is not None]
         self._held = [param.param for param in params]
-        self._locals = [param.local for param in params]
         self._trainable: list[bool] = []
         self._places = [
             (location.registry, location.name, param.shard, full)
@@ -97,11 +87,6 @@ class Registration:
                 full.requires_grad_(is_trainable)
         return sum(trainable)
 
-    def versions(self) -> list[int]:
-        with disable_torch_function():
-            pairs = zip(self._held, self._locals, strict=True)
-            return [version_of(param) + version_of(local) for param, local in pairs]
-
     def has_shards(self) -> bool:
         """Whether every module sees the shard that was registered there."""
         return all(registry.get(name) is shard for registry, name, shard, _ in self._places)
@@ -114,83 +99,12 @@ class Registration:
         """Also train the shards as the full parameters are, which users may have changed."""
         trainable = [full.requires_grad for full in self.fulls]
         if trainable != self._trainable:
-            changes = zip(self._held, self._trainable, trainable, strict=True)
-            for param, before, after in changes:
+            for param, before, after in zip(self._held, self._trainable, trainable, strict=True):
                 if before != after:
                     param.requires_grad_(after)
             self._trainable = trainable
         for registry, name, shard, _ in self._places:
             registry[name] = shard
-
-
-class GradListener:
-    """Counts the gradients of a unit's parameters as they arrive, once it was told to.
-
-    Most units need none: when the gradients of their inputs are there, so are those of their
-    parameters. A unit whose inputs take no gradient has nothing else to go by. `tell` is called
-    with the parameter, and whether it was the last that was missing.
-    """
-
-    def __init__(self, tell: Callable[[ShardedParam, bool], None]) -> None:
-        self._tell = tell
-        self._is_on = False
-        self._num_expected = 0
-        self._arrived: set[ShardedParam] = set()
-
-    def listen(self, params: Sequence[ShardedParam]) -> None:
-        if not self._is_on:
-            self._is_on = True
-            self.follow(params)
-
-    def follow(self, params: Sequence[ShardedParam]) -> None:
-        """Hook full parameters that are new, or newly trainable."""
-        if not self._is_on:
-            return
-        trained = [p for p in params if p.full is not None and p.full.requires_grad]
-        self._num_expected = len(trained)
-        for param in trained:
-            if not param.is_hooked:
-                assert param.full is not None
-                param.full.register_post_accumulate_grad_hook(self._hook(param))
-                param.is_hooked = True
-
-    def reset(self) -> None:
-        self._arrived.clear()
-
-    def _hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
-        # Weakly: the garbage collector does not see through the hooks of a tensor.
-        listener_ref, param_ref = weakref.ref(self), weakref.ref(param)
-
-        def arrived(_: torch.Tensor) -> None:
-            listener, param = listener_ref(), param_ref()
-            if listener is not None and param is not None:
-                listener._arrived.add(param)
-                listener._tell(param, len(listener._arrived) == listener._num_expected)
-
-        return arrived
-
-
-@dataclass(slots=True)
-class UnitComm:
-    """The collectives of a unit, and the user's functions in them.
-
-    `reduce_axis` is the shard axis, perhaps on a process group of its own.
-    """
-
-    default: Collectives
-    current: Collectives
-    reduce_axis: Axis
-    all_reduce_hook: AllReduceHook | None = None
-    comm_hook: CommHook | None = None
-
-    def customize(
-        self, *, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None
-    ) -> None:
-        """Use a user's collectives in place of ours."""
-        if isinstance(self.current, CustomCollectives):
-            all_gather = all_gather or self.current.custom_all_gather
-            reduce_scatter = reduce_scatter or self.current.custom_reduce_scatter
-        self.current = CustomCollectives(self.default, all_gather, reduce_scatter)
 
 
 class Unit:
@@ -200,7 +114,8 @@ class Unit:
     says when. `flat` is there for the parameters of a wrapper. `is_held` says that a state dict may
     hold the shards, `is_summoned` that `summon_full_params` shows the full parameters.
     `on_grads_ready` is called once every trainable parameter has its gradient, and earlier for a
-    parameter whose gradient is a large bucket by itself.
+    parameter whose gradient is a large bucket by itself; `_arrived` are those of which a unit
+    that listens has seen the gradient.
     """
 
     def __init__(
@@ -229,8 +144,9 @@ class Unit:
         self.on_grads_ready: Callable[[Unit, GradBucket | None], None] = lambda *_: None
         self.is_held = False
         self.is_summoned = False
-        self._listener = GradListener(self._grad_arrived)
+        self._is_listening = False
         self._listens_for_last = False
+        self._arrived: set[ShardedParam] = set()
         self._num_trainable = 0
         self._is_training_followed = False
         self._versions: list[int] = []
@@ -261,18 +177,16 @@ class Unit:
         """Plan from the shards as they are now, and move them into new shard buffers."""
         self.reshard_now()
         self._all_gather = self._registration = None
-        self.grads.follow_layout(self._make_grad_lanes)
         plain = self._plain = [p for p in self.params if p.extension is None]
-        extended = self._extended = [p for p in self.params if p.extension is not None]
+        self._extended = [p for p in self.params if p.extension is not None]
         if self.flat is not None:
             self.flat.detach()
         self.layout = self._plan(plain)
         if self.flat is not None:
             self.flat.follow_layout(self.layout, plain)
-        self.extension_layout = self._plan(extended)
-        for param in extended:
+        self.extension_layout = self._plan(self._extended)
+        for param in self._extended:
             param.set_local(param.current_local)
-        self._extension_all_gather = ExtensionAllGather(extended, self.mesh_info, self.policy)
         self._shard_buffers: ShardBuffers | None = None
         for param in self.params:
             param.full = None
@@ -285,6 +199,7 @@ class Unit:
                 if self.flat is not None:
                     self.flat.attach(self.layout, plain, shards)
         self._planned_trainable = [param.is_trainable for param in self.params]
+        self.grads.follow_lanes([*self._grad_lanes()])
 
     def make_whole(self) -> None:
         """Before parameters come or go: make flat ones whole (a collective)."""
@@ -294,18 +209,13 @@ class Unit:
             self.flat.make_whole()
 
     def _plan(self, params: Sequence[ShardedParam]) -> UnitLayout:
-        axis = self.mesh_info.shard
-        specs = [
-            ParamSpec(
-                param.name,
-                param.split
-                if isinstance(param.split, Split)
-                else Split(param.split.shape, None, 1),
-                param.dtype_plan(self.policy, is_alone=axis.is_single),
-                param.is_trainable,
-            )
-            for param in params
-        ]
+        axis, specs = self.mesh_info.shard, []
+        for param in params:
+            split = param.split
+            if not isinstance(split, Split):
+                split = Split(split.shape, None, 1)
+            dtypes = param.dtype_plan(self.policy, is_alone=axis.is_single)
+            specs.append(ParamSpec(param.name, split, dtypes, param.is_trainable))
         cost = CostModel.of_device(self.comm_ctx.device.torch_device.type)
         return plan_unit(specs, axis.size, cost, is_flat=self.flat is not None)
 
@@ -341,11 +251,10 @@ class Unit:
             return True
         is_current = True
         for param in self.params:
-            if not param.is_current():
+            before = param.shard
+            is_current = param.follow_registered() and is_current
+            if param.shard is not before:
                 self._registration = None
-                self.grads.follow_layout(self._make_grad_lanes)
-                param.follow_registered()
-                is_current = param.restore_local() and is_current
         return is_current
 
     def _shard_versions(self) -> list[int]:
@@ -353,9 +262,8 @@ class Unit:
 
         Taken at the start of a forward: what is gathered in it is as new as that, or newer.
         """
-        if self._registration is not None:
-            return self._registration.versions()
-        return [param.version for param in self.params]
+        with disable_torch_function():
+            return [version_of(each.param) + version_of(each.local) for each in self.params]
 
     def require_ready(self) -> None:
         """Raise unless every shard has memory on the right device."""
@@ -389,52 +297,44 @@ class Unit:
         state, comm_ctx = self.state, self.comm_ctx
         if isinstance(state, (Unsharding, Unsharded)):
             return
-        is_free_pending = comm_ctx.is_free_pending(self)
-        if is_free_pending or isinstance(state, ReshardedToSubgroup):
-            is_unchanged = self._versions == self._shard_versions()
-            if is_free_pending and is_unchanged:
-                comm_ctx.cancel_free(self)
+        if comm_ctx.is_free_pending(self) or isinstance(state, ReshardedToSubgroup):
+            if self._versions != self._shard_versions():
+                comm_ctx.free_now(self)
+                state = SHARDED  # the shards have changed since the subgroup kept its parts
+            elif comm_ctx.cancel_free(self):
                 self._register_fulls()
                 return
-            comm_ctx.free_now(self)
-            if not is_unchanged:
-                state = SHARDED  # the shards have changed since the subgroup kept its parts
         if self._shard_buffers is None:
             self.require_ready()
         with _outside_inference(), comm_ctx.device.on(comm_ctx.streams.all_gather):
             if seam.observers:
                 seam.begin(Activity.GATHER, self.name)
-            self.state = self._issue_all_gather(state)
+            in_flight = self._issue_all_gather(state)
+        self.state = Unsharding(in_flight)
         if seam.observers:
             assert self._all_gather is not None
             seam.hold(self.name, self._all_gather.full_bytes)
-            futures = (future for work in self.state.all_gather.works for future in work.futures)
+            futures = (future for work in in_flight.works for future in work.futures)
             seam.end_after(futures, Activity.GATHER, self.name)
         comm_ctx.all_gather_issued(self)
 
-    def _issue_all_gather(self, state: State) -> Unsharding:
-        assert self._shard_buffers is not None  # require_ready
-        comm_ctx, axis = self.comm_ctx, self.mesh_info.shard
-        if self._all_gather is None:
-            self._all_gather = UnitAllGather(
-                self.layout, self._shard_buffers, self._plain, axis, comm_ctx
+    def _issue_all_gather(self, state: State) -> InFlightAllGather:
+        comm_ctx = self.comm_ctx
+        gather = self._all_gather
+        if gather is None:
+            extensions = ExtensionAllGather(self._extended, self.mesh_info, self.policy)
+            gather = self._all_gather = UnitAllGather(
+                self.layout,
+                self.shard_buffers,
+                self._plain,
+                self.mesh_info.shard,
+                comm_ctx.device.torch_device,
+                extensions,
             )
         if isinstance(state, ReshardedToSubgroup):
             comm_ctx.device.wait(state.event)
-            in_flight = self._all_gather.start_from_subgroup(
-                state.kept, state.axis, self.comm.default, comm_ctx
-            )
-            return Unsharding(in_flight, None)
-        in_flight = self._all_gather.start(self.comm.current, comm_ctx)
-        if not self._extended:
-            return Unsharding(in_flight, None)
-        try:
-            extension = self._extension_all_gather.start(self.comm.current, comm_ctx)
-        except BaseException:
-            in_flight.abort()
-            self._all_gather.free()
-            raise
-        return Unsharding(in_flight, extension)
+            return gather.start_from_subgroup(state.kept, state.axis, self.comm.default, comm_ctx)
+        return gather.start(self.comm.current, comm_ctx)
 
     def wait(self) -> None:
         """Finish the all-gather that is under way and register the full parameters."""
@@ -447,9 +347,8 @@ class Unit:
             seam.begin(Activity.AWAIT_GATHER, self.name)
         with _outside_inference():
             self._all_gather.finish(state.all_gather, self.comm_ctx)
-            if state.extension is not None:
-                self._extension_all_gather.finish(state.extension, self.comm_ctx)
-                self._registration = None  # it may have made full parameters anew
+        if self._extended:
+            self._registration = None  # full parameters may have been made anew
         if seam.observers:
             seam.end(Activity.AWAIT_GATHER, self.name)
         self._register_fulls()
@@ -462,7 +361,7 @@ class Unit:
         if not self._is_training_followed:
             self._num_trainable = registration.follow_requires_grad()
             self._is_training_followed = True
-            self._listener.follow(self.params)
+            self._hook_fulls()
         registration.register_fulls()
         self.state = UNSHARDED
 
@@ -492,22 +391,20 @@ class Unit:
         """Shard the unit and drop what a failed step left; never raises (rule 11)."""
         state = self.state
         if isinstance(state, Unsharding):
-            for in_flight in (state.all_gather, state.extension):
-                if in_flight is not None:
-                    in_flight.abort()
+            state.all_gather.abort()
             self.comm_ctx.all_gather_used(self)
             self.state = SHARDED  # shards are still registered
             self.comm_ctx.free_later(self, self._free)
         self.reshard_now()
         self.grads.reset(self.params)
-        self._listener.reset()
+        self._arrived.clear()
 
     def _free(self) -> AddressRanges:
         if self._all_gather is None:
             return []
         if seam.observers:
             seam.hold(self.name, 0)
-        return [*self._all_gather.free(), *self._extension_all_gather.free()]
+        return self._all_gather.free()
 
     def require_plain_params(self) -> None:
         """Raise unless the full parameters can be resharded to a subgroup."""
@@ -521,16 +418,34 @@ class Unit:
 
     def listen(self) -> None:
         """Count every gradient from now on: nothing else says when the last one is there."""
-        self._listens_for_last = True
-        self._listener.listen(self.params)
+        if not self._listens_for_last:
+            self._listens_for_last = self._is_listening = True
+            self._hook_fulls()
 
     def listen_for_large(self) -> None:
         """Count gradients if some are large enough not to wait for the others (rule 9)."""
-        if self.comm_ctx.device.has_streams and self.grads.large:
-            self._listener.listen(self.params)
+        if self.comm_ctx.device.has_streams and self.grads.large and not self._is_listening:
+            self._is_listening = True
+            self._hook_fulls()
 
-    def _grad_arrived(self, param: ShardedParam, is_last: bool) -> None:
-        if is_last and self._listens_for_last:
+    def _hook_fulls(self) -> None:
+        """Hook full parameters that are new, or newly trainable, once the unit listens.
+
+        Most units need not: when the gradients of their inputs are there, so are those of their
+        parameters. A unit whose inputs take no gradient has nothing else to go by.
+        """
+        for param in self.params if self._is_listening else ():
+            full = param.full
+            if full is not None and full.requires_grad and not param.is_hooked:
+                # Weakly: the garbage collector does not see through the hooks of a tensor.
+                full.register_post_accumulate_grad_hook(
+                    _arrival_hook(weakref.ref(self), weakref.ref(param))
+                )
+                param.is_hooked = True
+
+    def grad_arrived(self, param: ShardedParam) -> None:
+        self._arrived.add(param)
+        if self._listens_for_last and len(self._arrived) == self._num_trainable:
             self.on_grads_ready(self, None)
         elif self.settings.requires_gradient_sync and self.comm_ctx.device.has_streams:
             bucket = self.grads.large.get(param)
@@ -548,32 +463,23 @@ class Unit:
         """Whether an earlier step kept gradients that are to be reduced now."""
         return self.grads.were_kept(self.params, self.settings)
 
-    def _make_grad_lanes(self) -> list[GradLane]:
+    def _grad_lanes(self) -> Iterator[GradLane]:
         rank = self.mesh_info.shard.rank
-        holders = dict(enumerate(self.flat.holders)) if self.flat is not None else {}
-        return [
-            *make_grad_lanes(self.layout, self._plain, rank, holders.get),
-            *make_grad_lanes(self.extension_layout, self._extended, rank, lambda _: None),
-        ]
+        flat = dict(enumerate(self.flat.params)) if self.flat is not None else {}
+        for index, lane in enumerate(self.layout.lanes):
+            yield GradLane(self.layout, lane, self._plain, rank, flat.get(index))
+        for lane in self.extension_layout.lanes:
+            yield GradLane(self.extension_layout, lane, self._extended, rank, None)
 
     def reduce_scatter(self, only: GradBucket | None = None) -> None:
         """Take the full gradients and start reducing them, or accumulate them without a sync."""
         if only is None:
-            self._listener.reset()
+            self._arrived.clear()
         with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT:
             if not self.settings.requires_gradient_sync:
                 self.grads.accumulate(self.params, is_flat=self.flat is not None)
-                return
-            config = ReduceConfig(
-                self.name,
-                self.mesh_info,
-                self.comm.reduce_axis,
-                self.comm.current,
-                self.settings,
-                self.comm.all_reduce_hook,
-                self.comm.comm_hook,
-            )
-            self.grads.reduce_scatter(config, self.comm_ctx, only)
+            else:
+                self.grads.reduce_scatter(self.name, self.comm, self.settings, self.comm_ctx, only)
 
     def set(self, **changes: Any) -> None:
         self.settings = replace(self.settings, **changes)
@@ -590,6 +496,17 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.params)} parameters, {type(self.state).__name__})"
+
+
+def _arrival_hook(
+    unit_ref: weakref.ref[Unit], param_ref: weakref.ref[ShardedParam]
+) -> Callable[[torch.Tensor], None]:
+    def arrived(_: torch.Tensor) -> None:
+        unit, param = unit_ref(), param_ref()
+        if unit is not None and param is not None:
+            unit.grad_arrived(param)
+
+    return arrived
 
 
 _NO_CONTEXT = nullcontext()
