@@ -132,8 +132,8 @@ def assert_same_choice(
     params = {param for module in all_ignored for param in module.parameters()}
     names = {module: name for name, module in model.named_modules()}
     choice = choose(model, policy(ours), ignored_modules=ignored, options={"size": 0})
-    chosen = [(unit.module, {"size": 0, **unit.overrides}) for unit in choice.units]
-    assert [names[unit.module] for unit in choice.units] == [unit.name for unit in choice.units]
+    chosen = [(unit.module, {"size": 0, **unit.overrides}) for unit in choice[:-1]]
+    assert [names[unit.module] for unit in choice[:-1]] == [unit.name for unit in choice[:-1]]
 
     # Every parameter is somebody's, once.
     own = [param for unit in choice for _, param in unit.params]
@@ -230,8 +230,8 @@ def test_a_module_used_at_several_places_is_chosen_once_and_replaced_at_all():
     shared = Block([Block()])
     model = Node([Node([shared]), Node([shared]), shared])
     choice = choose(model, functools.partial(ours.lambda_auto_wrap_policy, lambda_fn=is_block))
-    assert [unit.name for unit in choice.units] == ["child0.child0.child0", "child0.child0"]
-    wrap_chosen(model, choice.units, Wrapped)
+    assert [unit.name for unit in choice[:-1]] == ["child0.child0.child0", "child0.child0"]
+    wrap_chosen(model, choice[:-1], Wrapped)
     assert isinstance(shared.child0, Wrapped)
     assert model.child2 is model.child0.child0 is model.child1.child0
     assert model.child2.module is shared
@@ -266,18 +266,18 @@ def test_options_of_a_custom_policy_win_over_those_of_all():
     options = {"size": 1, "other": 2}
     policy = ours.CustomPolicy(lambda m: {"size": 5} if isinstance(m, Block) else m is not model)
     choice = choose(model, policy, options=options)
-    wrap_chosen(model, choice.units, Wrapped, **options)
+    wrap_chosen(model, choice[:-1], Wrapped, **options)
     assert model.child0.options == {"size": 5, "other": 2}
     assert model.child1.options == {"size": 1, "other": 2}
     with pytest.raises(ConfigError, match="child0: modules that are not wrapped yet"):
-        wrap_chosen(model, choice.units, Wrapped)
+        wrap_chosen(model, choice[:-1], Wrapped)
 
 
 def test_modules_without_a_forward_can_be_left_out():
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.ParameterList([torch.ones(2)]))
     choice = choose(model, ours.always_wrap_policy, needs_forward=True)
-    assert [unit.name for unit in choice.units] == ["0.0"]
-    assert [name for name, _ in choice.root.params] == ["1.0"]
+    assert [unit.name for unit in choice[:-1]] == ["0.0"]
+    assert [name for name, _ in choice[-1].params] == ["1.0"]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_modules_without_a_forward_can_be_left_out():
     ],
 )
 def test_every_choice_has_a_reason(policy, why):
-    (unit,) = choose(Node([Block(numel=200)]), POLICIES[policy](ours)).units
+    unit, _ = choose(Node([Block(numel=200)]), POLICIES[policy](ours))
     assert unit.why == why
 
 
@@ -300,7 +300,7 @@ def test_users_own_policy_classes_are_asked():
             root_kwargs["seen"] = True
             return {next(root_module.children()): root_kwargs}
 
-    unit = choose(Node([Block(), Block()]), First()).units[0]
+    unit = choose(Node([Block(), Block()]), First())[0]
     assert (unit.name, unit.overrides, unit.why) == ("child0", {"seen": True}, "chosen by First")
 
 
@@ -325,8 +325,8 @@ class ReturnsNoOptions(ours.Policy):
         (lambda module, recurse, nonwrapped_numel: None, "found None; return a bool"),
         (ours.CustomPolicy(lambda module: 1), "Node: the lambda_fn .* found 1"),
         (ours.CustomPolicy(lambda module: None), "found None"),
-        (ReturnsNoDict(), "a dict from modules to their options is expected"),
-        (ReturnsNoOptions(), "a dict of options per module is expected, found True for child0"),
+        (ReturnsNoDict(), "a dict from modules to dicts of options is expected"),
+        (ReturnsNoOptions(), "a dict from modules to dicts of options is expected"),
     ],
 )
 def test_a_policy_that_is_none_or_answers_wrongly_is_refused(policy, message):

@@ -62,18 +62,6 @@ def options(rank: Rank, inside: nn.Module) -> dict[str, tuple[dict[str, Any], ty
             ValueError,
             "is not in it",
         ),
-        "both ignored": (
-            {"ignored_modules": [inside], "ignored_states": [inside]},
-            ValueError,
-            "found both",
-        ),
-        "mixed ignored": (
-            {"ignored_states": [inside, inside.weight]},
-            ValueError,
-            "only modules, or only parameters",
-        ),
-        "not iterable": ({"ignored_modules": inside}, TypeError, "an iterable is expected"),
-        "a parameter as module": ({"ignored_modules": [inside.weight]}, TypeError, "modules"),
         "a number without GPU": ({"device_id": 0}, ValueError, "no accelerator"),
         "policy": ({"auto_wrap_policy": nn.Linear}, ValueError, "policy"),
         "policy's answer": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from fullshard.fully_shard import FSDPModule, fully_shard
 from fullshard.plan import readable
 from fullshard.plan.memory import table
 from fullshard.runtime.hooks import hooks_of
-from fullshard.wrap import Choice, RepeatedBlocks, choose, has_forward, name_of
+from fullshard.wrap import Chosen, RepeatedBlocks, choose, has_forward, name_of
 
 __all__ = ["Explanation", "UnitSummary", "auto_shard", "explain"]
 
@@ -68,21 +68,6 @@ class UnitSummary:
     num_frozen: int
     why: str
 
-    @classmethod
-    def of(
-        cls, name: str, module: nn.Module, params: Sequence[nn.Parameter], why: str
-    ) -> UnitSummary:
-        return cls(
-            name=name,
-            module_class=type(module).__name__,
-            numel=sum(param.numel() for param in params),
-            num_bytes=sum(param.nbytes for param in params),
-            dtypes=tuple(dict.fromkeys(param.dtype for param in params)),
-            num_trainable=sum(param.requires_grad for param in params),
-            num_frozen=sum(not param.requires_grad for param in params),
-            why=why,
-        )
-
     @property
     def training(self) -> str:
         if self.num_frozen and self.num_trainable:
@@ -115,47 +100,56 @@ def explain(model: nn.Module, policy: Any = None, **options: Any) -> Explanation
 
     It needs no process group, and takes models on the meta device.
     """
-    choice = _chosen(model, policy, options)
-    units = []
-    for unit in choice:
+    units: list[UnitSummary] = []
+    all_params: list[nn.Parameter] = []
+    for unit in _chosen(model, policy, options):
         overrides = ", ".join(f"{key}={value!r}" for key, value in unit.overrides.items())
         why = f"{unit.why}; with {overrides}" if overrides else unit.why
         params = [param for _, param in unit.params]
-        units.append(UnitSummary.of(unit.name or "(root)", unit.module, params, why))
-    all_params = [param for unit in choice for _, param in unit.params]
+        units.append(_summary(unit.name or "(root)", unit.module, params, why))
+        all_params += params
     number = "1 unit" if len(units) == 1 else f"{len(units)} units"
-    return Explanation(tuple(units), UnitSummary.of("total", model, all_params, number))
+    return Explanation(tuple(units), _summary("total", model, all_params, number))
 
 
-def _chosen(model: nn.Module, policy: Any, options: dict[str, Any]) -> Choice:
-    """The choice of a policy, checked as far as possible before anything is sharded."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model: an nn.Module is expected, found {type(model).__name__}; pass the model itself."
-        )
-    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not has_forward(model):
-        raise ConfigError(
-            f"model: a module with a forward is expected, found the container "
-            f"{type(model).__name__}; pass the module around it, or one of its modules."
-        )
-    _check_options("options", options)
-    asked = RepeatedBlocks(model) if policy is None else policy
-    ignored_params = options.get("ignored_params") or ()
-    choice = choose(
-        model, asked, ignored_params=ignored_params, options=options, needs_forward=True
+def _summary(name: str, module: nn.Module, params: Sequence[nn.Parameter], why: str) -> UnitSummary:
+    return UnitSummary(
+        name=name,
+        module_class=type(module).__name__,
+        numel=sum(param.numel() for param in params),
+        num_bytes=sum(param.nbytes for param in params),
+        dtypes=tuple(dict.fromkeys(param.dtype for param in params)),
+        num_trainable=sum(param.requires_grad for param in params),
+        num_frozen=sum(not param.requires_grad for param in params),
+        why=why,
     )
-    for unit in choice:
-        _check_options(f"{unit.name or type(model).__name__}: overrides", unit.overrides)
-    if choice.units:
-        return choice
-    reason = "found no repeated blocks" if policy is None else f"{name_of(policy)} chose nothing"
-    return Choice((), replace(choice.root, why=f"{reason}: {choice.root.why}"))
 
 
-def _check_options(subject: str, given: Iterable[str]) -> None:
-    for name in given:
-        if name not in _OPTIONS:
-            raise ConfigError(
-                f"{subject}: options of fully_shard are expected, found {name!r}; choose from "
-                f"{', '.join(_OPTIONS)}."
-            )
+def _chosen(model: nn.Module, policy: Any, options: dict[str, Any]) -> list[Chosen]:
+    """The choice of a policy, checked as far as possible before anything is sharded."""
+    is_container = isinstance(model, (nn.ModuleList, nn.ModuleDict))
+    if not isinstance(model, nn.Module) or (is_container and not has_forward(model)):
+        raise ConfigError(
+            f"model: an nn.Module with a forward is expected, found {type(model).__name__}; pass "
+            "the model itself, or the module around a container."
+        )
+    choice = choose(
+        model,
+        RepeatedBlocks(model) if policy is None else policy,
+        ignored_params=options.get("ignored_params") or (),
+        options=options,
+        needs_forward=True,
+    )
+    given = {f"{unit.name or type(model).__name__}: overrides": unit.overrides for unit in choice}
+    for subject, names in {"options": options, **given}.items():
+        for name in names:
+            if name not in _OPTIONS:
+                raise ConfigError(
+                    f"{subject}: options of fully_shard are expected, found {name!r}; choose from "
+                    f"{', '.join(_OPTIONS)}."
+                )
+    if len(choice) == 1:
+        is_own = policy is None
+        reason = "found no repeated blocks" if is_own else f"{name_of(policy)} chose nothing"
+        choice = [replace(choice[0], why=f"{reason}: {choice[0].why}")]
+    return choice

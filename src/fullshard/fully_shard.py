@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, cast, overload
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
@@ -29,18 +29,23 @@ from fullshard.comm.collectives import (
     is_ours,
     symmetric_all_gather,
 )
-from fullshard.comm.mesh import MeshInfo, default_mesh, device_of, mesh_info_of, subgroup_size
+from fullshard.comm.mesh import default_mesh, device_of, mesh_info_of
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
-from fullshard.runtime.build import ShardRequest, build_hooks
-from fullshard.runtime.hooks import ModuleHooks, UnshardHandle, hooks_of
-from fullshard.runtime.scheduler import Scheduler
+from fullshard.runtime.build import build_hooks, reshard_of, share
+from fullshard.runtime.hooks import (
+    ModuleHooks,
+    ShardedModule,
+    ShardRequest,
+    UnshardHandle,
+    hooks_of,
+    require_hooks,
+    units_below,
+)
 from fullshard.unit.reduce_scatter import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings
 from fullshard.unit.unit import Unit
 
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
-
-_sharded_classes: dict[type, type] = {}
 
 
 @overload
@@ -116,84 +121,32 @@ def fully_shard(
             f"mesh: a DeviceMesh is expected, found {type(mesh).__name__}; make one with "
             "torch.distributed.device_mesh.init_device_mesh."
         )
-    mesh_info = mesh_info_of(mesh, dp_mesh_dims)
     request = ShardRequest(
         modules=modules,
-        mesh_info=mesh_info,
+        mesh_info=mesh_info_of(mesh, dp_mesh_dims),
         device=device_of(mesh),
         policy=own_precision(MixedPrecisionPolicy, mp_policy),
         offload=own_offload(offload_policy),
-        settings=UnitSettings(
-            reshard_after_forward=_checked_reshard_arg(reshard_after_forward, mesh_info)
-        ),
+        settings=UnitSettings(reshard_after_forward),
         placement_fn=shard_placement_fn,
-        ignored=frozenset(ignored_params or ()),
+        ignored=ignored_params or (),
     )
     build_hooks(request)
     for each in modules:
-        each.__class__ = _sharded_class(type(each))
+        each.__class__ = _sharded_class(type(each))  # type: ignore[arg-type]
     return module
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make another method of a sharded module unshard and reshard as its forward does.
-
-    Does nothing on a module that is not sharded, so that a program can call it either way.
-    """
-    hooks = hooks_of(module)
-    if hooks is None:
-        return
-    if not hasattr(module, method_name):
-        raise ConfigError(
-            f"{type(module).__name__}: a method to register must exist, found no {method_name!r}; "
-            "correct the name."
-        )
-    method = getattr(module, method_name)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hooks.pre_forward(module, args, kwargs)
-        return hooks.post_forward(module, args, method(*args, **kwargs))
-
-    @functools.wraps(method)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        return hooks.guarded(run, args, kwargs)
-
-    setattr(module, method_name, guarded)
-
-
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Share one comm context between several roots, for example the chunks of a pipeline."""
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ConfigError(
-                "share_comm_ctx: a list of sharded modules is expected, found "
-                f"{type(module).__name__}; call fully_shard on it first."
-            )
-    hooks_list = [hooks for m in modules if isinstance(m, nn.Module) and (hooks := hooks_of(m))]
-    if not hooks_list:
-        return
-    first = hooks_list[0]
-    comm_ctx = first.scheduler.comm_ctx if first.scheduler is not None else first.units[0].comm_ctx
-    for hooks in hooks_list:
-        hooks.shared_comm_ctx = comm_ctx
-        if hooks.scheduler is not None:
-            hooks.scheduler.share(comm_ctx)
 
 
 def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     given = list(module) if isinstance(module, (list, tuple)) else [module]
-    if not given:
+    if not given or not all(isinstance(each, nn.Module) for each in given):
+        found = ", ".join(type(each).__name__ for each in given) or "an empty list"
         raise ConfigError(
-            "fully_shard: a module or a list of modules is expected, found an empty list; pass at "
-            "least one module."
+            f"fully_shard: an nn.Module or a list of them is expected, found {found}; pass the "
+            "module itself."
         )
     for each in given:
         kind = type(each).__name__
-        if not isinstance(each, nn.Module):
-            raise ConfigError(
-                f"fully_shard: an nn.Module or a list of them is expected, found {kind}; pass the "
-                "module itself."
-            )
         is_container = isinstance(each, (nn.ModuleList, nn.ModuleDict))
         if is_container and type(each).forward is nn.Module.forward:
             raise ConfigError(
@@ -209,27 +162,89 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys(each for each in given if each not in inner))
 
 
-def _checked_reshard_arg(value: bool | int | None, mesh_info: MeshInfo) -> bool | int | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, int):
-        raise ConfigError(
-            "reshard_after_forward: a bool, a number of ranks or None is expected, found "
-            f"{value!r}; pass True, False or a divisor of {mesh_info.shard.size}."
-        )
-    return subgroup_size(mesh_info, value)
-
-
+@functools.cache
 def _sharded_class(original: type) -> type:
     """A subclass of the original class that is an FSDPModule, too."""
-    if original not in _sharded_classes:
-        name = f"FSDP{original.__name__}"
-        made = type(name, (FSDPModule, original), {"__module__": original.__module__})
-        _sharded_classes[original] = made
-    return _sharded_classes[original]
+    name = f"FSDP{original.__name__}"
+    return type(name, (FSDPModule, original), {"__module__": original.__module__})
 
 
-class FSDPModule:
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make another method of a sharded module unshard and reshard as its forward does.
+
+    Does nothing on a module that is not sharded, so that a program can call it either way.
+    """
+    hooks = hooks_of(module)
+    if hooks is None:
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ConfigError(
+            f"{type(module).__name__}: a method to register must exist, found no {method_name!r}; "
+            "correct the name."
+        )
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = hooks.pre_forward(module, args, kwargs)
+        return hooks.post_forward(module, args, method(*args, **kwargs))
+
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return hooks.guarded(run, args, kwargs)
+
+    setattr(module, method_name, guarded)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Share one comm context between several roots, for example the chunks of a pipeline."""
+    hooks_list = _hooks_of_all("share_comm_ctx", modules)
+    for hooks in hooks_list:
+        comm_ctx = hooks_list[0].units[0].comm_ctx
+        if hooks.scheduler is None:
+            share(comm_ctx, hooks.units)  # the scheduler will use that of the root
+        else:
+            share(comm_ctx, hooks.scheduler.units)
+            hooks.scheduler.comm_ctx = comm_ctx
+
+
+def _hooks_of_all(subject: str, modules: Sequence[Any]) -> list[ModuleHooks]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"{subject}: a list of sharded modules is expected, found "
+                f"{type(module).__name__}; call fully_shard on it first."
+            )
+    return [require_hooks(module) for module in modules]
+
+
+@contextmanager
+def settings_scope(units: Sequence[Unit], **changes: Any) -> Iterator[None]:
+    """Change settings of units inside a scope."""
+    before = [unit.settings for unit in units]
+    try:
+        _change(units, **changes)
+        yield
+    finally:
+        for unit, settings in zip(units, before, strict=True):
+            unit.settings = settings
+
+
+def _change(units: Sequence[Unit], **changes: Any) -> None:
+    for unit in units:
+        known = type(unit.settings).__slots__
+        unknown = sorted(set(changes).difference(known))
+        if unknown:
+            raise ConfigError(
+                f"{unit.name}: settings must be among {sorted(known)}, found {unknown}; correct "
+                "the name."
+            )
+        own = dict(changes)
+        if "reshard_after_forward" in changes:
+            own["reshard_after_forward"] = reshard_of(unit, changes["reshard_after_forward"])
+        unit.set(**own)
+
+
+class FSDPModule(ShardedModule):
     """The methods that `fully_shard` adds to a module.
 
     Setters act on the module and, unless `recurse=False`, on all sharded modules below it. Every
@@ -237,25 +252,12 @@ class FSDPModule:
     `with model.no_sync()` for the most common.
     """
 
-    _original_class_index = 2  # of [FSDPLinear, FSDPModule, Linear, ...]
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance of the original class, so that a slice of a container is not sharded."""
-        original: Any = cls.__mro__[cls._original_class_index]
+        original: Any = cls.__bases__[-1]  # of (FSDPModule, Linear)
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; if it raises, reset the scheduler."""
-        return _hooks(self).guarded(super().__call__, args, kwargs)  # type: ignore[misc]
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise MisuseError(
-            f"{type(self).__name__}: a sharded module must not be copied object by object, found "
-            "copy.deepcopy on it; copy before fully_shard, or build a second model, shard it alike "
-            "and load the state dict of this one."
-        )
 
     # Unshard and reshard
 
@@ -264,11 +266,11 @@ class FSDPModule:
 
         With `async_op`, returns a handle; forward waits by itself for what nobody waited for.
         """
-        return _hooks(self).unshard(async_op)
+        return require_hooks(self).unshard(async_op)
 
     def reshard(self) -> None:
         """Register the shards of this module and free the full parameters."""
-        hooks = _hooks(self)
+        hooks = require_hooks(self)
         hooks.require_not_computing("reshard")
         for unit in hooks.units:
             unit.reshard_now()
@@ -278,7 +280,7 @@ class FSDPModule:
 
         The next forward does this by itself; call it to free memory at once. Only on the root.
         """
-        hooks = _hooks(self)
+        hooks = require_hooks(self)
         if hooks.scheduler is None:
             return
         if not hooks.is_root:
@@ -288,67 +290,112 @@ class FSDPModule:
             )
         hooks.scheduler.abort()
 
-    # Gradients
+    # Settings
+
+    @contextmanager
+    def settings(
+        self, *, recurse: bool = True, is_last_backward: bool | None = None, **changes: Any
+    ) -> Iterator[None]:
+        """Change settings in a scope and restore them at its end, also after an error.
+
+        Takes the names of the setters: `reshard_after_forward`, `reshard_after_backward`,
+        `requires_gradient_sync`, `requires_all_reduce`, `gradient_divide_factor`,
+        `force_sum_reduction_for_comms`, `reduce_scatter_unused_params`,
+        `reduce_scatter_max_input_buffers`, `unshard_in_backward`, and `is_last_backward`.
+        """
+        with settings_scope(self._units(recurse), **changes):
+            if is_last_backward is None:
+                yield
+                return
+            scheduler = require_hooks(self).ensure_scheduler()
+            before, scheduler.is_last_backward = scheduler.is_last_backward, is_last_backward
+            try:
+                yield
+            finally:
+                scheduler.is_last_backward = before
+
+    def no_sync(self, *, recurse: bool = True) -> AbstractContextManager[None]:
+        """Accumulate gradients without communication inside this scope."""
+        return self.settings(
+            recurse=recurse, requires_gradient_sync=False, requires_all_reduce=False
+        )
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last of a step, which waits for all reductions."""
-        _scheduler(self).is_last_backward = is_last_backward
+        require_hooks(self).ensure_scheduler().is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Set whether backward reduces gradients, or accumulates them unreduced on each rank."""
-        self._set(
-            recurse,
-            requires_gradient_sync=requires_gradient_sync,
-            requires_all_reduce=requires_gradient_sync,
-        )
+        value = requires_gradient_sync
+        _change(self._units(recurse), requires_gradient_sync=value, requires_all_reduce=value)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether gradients are also all-reduced over the replicate axis of a 2D mesh."""
-        self._set(recurse, requires_all_reduce=requires_all_reduce)
-
-    @contextmanager
-    def no_sync(self, *, recurse: bool = True) -> Iterator[None]:
-        """Accumulate gradients without communication inside this scope."""
-        with self.settings(
-            recurse=recurse, requires_gradient_sync=False, requires_all_reduce=False
-        ):
-            yield
+        _change(self._units(recurse), requires_all_reduce=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set what the sum of gradients is divided by, instead of the number of ranks."""
-        self._set(False, gradient_divide_factor=float(factor))
+        _change(self._units(False), gradient_divide_factor=float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The former name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
+    # Its former name.
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether collectives only sum, with a separate division."""
-        self._set(False, force_sum_reduction_for_comms=enable)
+        _change(self._units(False), force_sum_reduction_for_comms=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Set whether zeros are reduced for parameters that got no gradient on this rank."""
-        self._set(recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
+        value = reduce_scatter_unused_params
+        _change(self._units(recurse), reduce_scatter_unused_params=value)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """Set how many units' gradients may be in flight: more overlap, more memory."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(
-                "set_reduce_scatter_max_input_buffers: max_input_buffers must be an int, found "
-                f"{type(max_input_buffers).__name__}; pass 1 or more."
+        is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
+        if not is_int or max_input_buffers < 1:
+            raise (ConfigError if is_int else TypeError)(
+                "set_reduce_scatter_max_input_buffers: an int of at least 1 is expected, found "
+                f"{max_input_buffers!r}; pass 1 or more."
             )
-        if max_input_buffers < 1:
-            raise ConfigError(
-                "set_reduce_scatter_max_input_buffers: max_input_buffers must be at least 1, found "
-                f"{max_input_buffers}; pass 1 or more."
-            )
-        self._set(recurse, reduce_scatter_max_input_buffers=max_input_buffers)
+        _change(self._units(recurse), reduce_scatter_max_input_buffers=max_input_buffers)
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool | int, recurse: bool = True
+    ) -> None:
+        """Change `reshard_after_forward` from the next forward on."""
+        _change(self._units(recurse), reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether full parameters are freed after backward; False saves an all-gather."""
+        _change(self._units(recurse), reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward needs this module's parameters; that of an embedding does not."""
+        _change(self._units(False), unshard_in_backward=unshard_in_backward)
+
+    # Order
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Set the modules to all-gather while this one runs forward, instead of the next."""
+        require_hooks(self).forward_prefetch = _hooks_of_all("prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Set the modules to all-gather while this one runs backward, instead of the previous."""
+        require_hooks(self).backward_prefetch = _hooks_of_all("prefetch", modules)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Make the next forward's all-gathers wait for this event, not for all of compute."""
+        require_hooks(self).ensure_scheduler().post_optim_event = event
+
+    # Collectives
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
@@ -362,66 +409,6 @@ class FSDPModule:
             )
         unit.comm.all_reduce_hook, unit.comm.all_reduce_stream = hook, stream
 
-    # Resharding
-
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool | int, recurse: bool = True
-    ) -> None:
-        """Change `reshard_after_forward` from the next forward on."""
-        for unit in self._units(recurse):
-            unit.set(reshard_after_forward=_checked_reshard(unit, reshard_after_forward))
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether full parameters are freed after backward; False saves an all-gather."""
-        self._set(recurse, reshard_after_backward=reshard_after_backward)
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward needs this module's parameters; that of an embedding does not."""
-        self._set(False, unshard_in_backward=unshard_in_backward)
-
-    @contextmanager
-    def settings(self, *, recurse: bool = True, **changes: Any) -> Iterator[None]:
-        """Change settings in a scope and restore them at its end, also after an error.
-
-        Takes the names of the setters: `reshard_after_forward`, `reshard_after_backward`,
-        `requires_gradient_sync`, `requires_all_reduce`, `gradient_divide_factor`,
-        `force_sum_reduction_for_comms`, `reduce_scatter_unused_params`,
-        `reduce_scatter_max_input_buffers`, `unshard_in_backward`, and `is_last_backward`.
-        """
-        units = self._units(recurse)
-        before = [unit.settings for unit in units]
-        root = _scheduler(self) if "is_last_backward" in changes else None
-        was_last = root.is_last_backward if root is not None else True
-        try:
-            if root is not None:
-                root.is_last_backward = changes.pop("is_last_backward")
-            for unit in units:
-                unit.set(**_checked_changes(unit, changes))
-            yield
-        finally:
-            for unit, settings in zip(units, before, strict=True):
-                unit.settings = settings
-            if root is not None:
-                root.is_last_backward = was_last
-
-    # Order
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Set the modules to all-gather while this one runs forward, instead of the next."""
-        _hooks(self).forward_prefetch = _hooks_of_all(modules)
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Set the modules to all-gather while this one runs backward, instead of the previous."""
-        _hooks(self).backward_prefetch = _hooks_of_all(modules)
-
-    def set_post_optim_event(self, event: Any) -> None:
-        """Make the next forward's all-gathers wait for this event, not for all of compute."""
-        _scheduler(self).post_optim_event = event
-
-    # Collectives
-
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather this unit through a custom collective, in memory that it allocates."""
         self._only_unit("set_custom_all_gather").comm.customize(all_gather=comm)
@@ -434,8 +421,7 @@ class FSDPModule:
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate in memory that the process group's backend allocates, if it can."""
-        for unit in self._units(recurse=False):
-            _require_own_collectives(unit, "set_allocate_memory_from_process_group_for_comm")
+        for unit in self._units_without("set_allocate_memory_from_process_group_for_comm"):
             unit.comm.current = unit.comm.default
             group = unit.mesh_info.shard.group
             if enable and group is not None:
@@ -444,8 +430,7 @@ class FSDPModule:
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """All-gather in symmetric memory; needs GPUs on which NCCL can register it."""
-        for unit in self._units(recurse=False):
-            _require_own_collectives(unit, "set_symm_mem_for_comm")
+        for unit in self._units_without("set_symm_mem_for_comm"):
             gather = symmetric_all_gather(unit.name, unit.mesh_info, backend)
             unit.comm.customize(all_gather=gather)
 
@@ -457,22 +442,15 @@ class FSDPModule:
         A collective call: all ranks of the mesh must make it.
         """
         for unit in self._units(recurse):
-            unit.comm.reduce_axis = (
-                unit.mesh_info.second_shard_axis() if enable else unit.mesh_info.shard
-            )
-
-    def _set(self, recurse: bool, **changes: Any) -> None:
-        for unit in self._units(recurse):
-            unit.set(**changes)
+            mesh_info = unit.mesh_info
+            unit.comm.reduce_axis = mesh_info.second_shard_axis() if enable else mesh_info.shard
 
     def _units(self, recurse: bool) -> list[Unit]:
-        module = cast(nn.Module, self)
-        modules = module.modules() if recurse else [module]
-        hooks_list = dict.fromkeys(r for m in modules if (r := hooks_of(m)) is not None)
-        return [unit for hooks in hooks_list for unit in hooks.units]
+        return units_below(cast(nn.Module, self)) if recurse else require_hooks(self).units
 
     def _only_unit(self, what: str) -> Unit:
-        units = [unit for unit in _hooks(self).units if unit.params] or _hooks(self).units[:1]
+        own = require_hooks(self).units
+        units = [unit for unit in own if unit.params] or own[:1]
         if len(units) > 1:
             raise ConfigError(
                 f"{units[0].name}: {what} needs parameters on one mesh, found {len(units)} meshes; "
@@ -480,74 +458,14 @@ class FSDPModule:
             )
         return units[0]
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or convert the shards, and plan the units again."""
-        hooks = _hooks(self)
-        for unit in hooks.reads:
-            unit.reshard_now()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for unit in hooks.units:
-            unit.refresh()
-        return result
-
-
-def _hooks(module: Any) -> ModuleHooks:
-    hooks = hooks_of(module)
-    if hooks is None:
-        raise LifecycleError(
-            f"{type(module).__name__}: a module that fully_shard was called on is expected, found "
-            "one without a unit; call fully_shard on it first."
-        )
-    return hooks
-
-
-def _scheduler(module: Any) -> Scheduler:
-    return _hooks(module).ensure_scheduler()
-
-
-def _hooks_of_all(modules: Sequence[Any]) -> list[ModuleHooks]:
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ConfigError(
-                "prefetch: a list of sharded modules is expected, found "
-                f"{type(module).__name__}; call fully_shard on it first."
-            )
-    return [_hooks(module) for module in modules]
-
-
-def _checked_reshard(unit: Unit, value: Any) -> bool | int:
-    if isinstance(value, bool):
-        return value
-    if not isinstance(value, int):
-        raise ConfigError(
-            f"{unit.name}: reshard_after_forward must be a bool or a number of ranks, found "
-            f"{value!r}; pass True, False or a divisor of {unit.mesh_info.shard.size}."
-        )
-    size = subgroup_size(unit.mesh_info, value)
-    if not isinstance(size, bool):
-        unit.require_plain_params()
-        unit.mesh_info.subgroup_axis(size)
-    return size
-
-
-def _checked_changes(unit: Unit, changes: dict[str, Any]) -> dict[str, Any]:
-    known = set(type(unit.settings).__slots__)
-    unknown = sorted(set(changes) - known)
-    if unknown:
-        raise ConfigError(
-            f"{unit.name}: settings must be among {sorted(known)}, found {unknown}; correct the "
-            "name."
-        )
-    if changes.get("reshard_after_forward") is not None:
-        value = _checked_reshard(unit, changes["reshard_after_forward"])
-        return {**changes, "reshard_after_forward": value}
-    return changes
-
-
-def _require_own_collectives(unit: Unit, what: str) -> None:
-    current = unit.comm.current
-    if isinstance(current, CustomCollectives) and not all(map(is_ours, current.replaced)):
-        raise MisuseError(
-            f"{unit.name}: {what} must come without custom collectives, found them set; choose one "
-            "of the two."
-        )
+    def _units_without(self, what: str) -> list[Unit]:
+        """The units, which must not have custom collectives."""
+        units = self._units(recurse=False)
+        for unit in units:
+            current = unit.comm.current
+            if isinstance(current, CustomCollectives) and not all(map(is_ours, current.replaced)):
+                raise MisuseError(
+                    f"{unit.name}: {what} must come without custom collectives, found them set; "
+                    "choose one of the two."
+                )
+        return units

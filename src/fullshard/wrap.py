@@ -16,15 +16,24 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.runtime.ties import chains_of, innermost
 
 __all__ = [
     "CustomPolicy",
@@ -39,16 +48,16 @@ __all__ = [
 ]
 
 
+_Options = dict[str, Any]
+
+
 class Policy(ABC):
     """A policy that is called once for a whole model."""
 
     @abstractmethod
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]:
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: _Options
+    ) -> dict[nn.Module, _Options]:
         """Return the modules to take, each with its options: those of the root, or changed ones."""
 
     def why(self, module: nn.Module) -> str:
@@ -60,38 +69,6 @@ class Policy(ABC):
 _Policy = Policy
 
 
-class ModuleWrapPolicy(Policy):
-    """Takes every module that is an instance of one of the classes, with the root's options.
-
-    It is also callable, as a policy of the other kind.
-    """
-
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self._classes = _checked_classes("ModuleWrapPolicy", module_classes)
-
-    def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]:
-        return {
-            module: dict(root_kwargs)
-            for module in root_module.modules()
-            if module not in ignored_modules and isinstance(module, self._classes)
-        }
-
-    def why(self, module: nn.Module) -> str:
-        taken_as = next((each for each in self._classes if isinstance(module, each)), type(module))
-        return f"is a {taken_as.__name__}"
-
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        return recurse or isinstance(module, self._classes)
-
-    def __repr__(self) -> str:
-        return f"ModuleWrapPolicy({{{', '.join(each.__name__ for each in self._classes)}}})"
-
-
 class CustomPolicy(Policy):
     """Takes the modules that your function selects, with the options that it returns.
 
@@ -99,7 +76,7 @@ class CustomPolicy(Policy):
     root's options, or a dict of options that override the root's.
     """
 
-    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | _Options]) -> None:
         if not callable(lambda_fn):
             raise ConfigError(
                 f"CustomPolicy: a function of a module is expected, found {lambda_fn!r}; pass for "
@@ -108,16 +85,13 @@ class CustomPolicy(Policy):
         self._lambda_fn = lambda_fn
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]:
-        taken: dict[nn.Module, dict[str, Any]] = {}
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: _Options
+    ) -> dict[nn.Module, _Options]:
+        taken: dict[nn.Module, _Options] = {}
         for name, module in root_module.named_modules():
             if module in ignored_modules:
                 continue
-            answer = self._lambda_fn(module)
+            answer = self._answer(module)
             if not isinstance(answer, (bool, dict)):
                 raise ConfigError(
                     f"{name or type(module).__name__}: the lambda_fn of a CustomPolicy must return "
@@ -127,8 +101,33 @@ class CustomPolicy(Policy):
                 taken[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return taken
 
+    def _answer(self, module: nn.Module) -> bool | _Options:
+        return self._lambda_fn(module)
+
     def why(self, module: nn.Module) -> str:
         return f"chosen by {getattr(self._lambda_fn, '__name__', 'a CustomPolicy')}"
+
+
+class ModuleWrapPolicy(CustomPolicy):
+    """Takes every module that is an instance of one of the classes, with the root's options.
+
+    It is also callable, as a policy of the other kind.
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self._classes = _checked_classes("ModuleWrapPolicy", module_classes)
+
+    def _answer(self, module: nn.Module) -> bool:
+        return isinstance(module, self._classes)
+
+    def why(self, module: nn.Module) -> str:
+        return f"is a {next(each.__name__ for each in self._classes if isinstance(module, each))}"
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        return recurse or isinstance(module, self._classes)
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({{{', '.join(each.__name__ for each in self._classes)}}})"
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -205,15 +204,7 @@ def _or_policy(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Wrapping:
-    """What `wrap` does inside an `enable_wrap`."""
-
-    wrapper_cls: Callable[..., nn.Module]
-    options: dict[str, Any]
-
-
-_wrapping: ContextVar[_Wrapping | None] = ContextVar("wrapping", default=None)
+_wrapping: ContextVar[Callable[..., nn.Module] | None] = ContextVar("wrapping", default=None)
 
 
 @contextmanager
@@ -235,7 +226,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
             "enable_wrap: blocks must not be nested, found one around this; end that one first, or "
             "pass the options that differ to wrap()."
         )
-    token = _wrapping.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    token = _wrapping.set(functools.partial(wrapper_cls, **wrapper_kwargs))
     try:
         yield
     finally:
@@ -247,26 +238,18 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
     Options given here override those of `enable_wrap`.
     """
-    wrapping = _wrapping.get()
-    if wrapping is None:
-        return module
-    return wrapping.wrapper_cls(module, **{**wrapping.options, **wrap_overrides})
+    wrapped = _wrapping.get()
+    return module if wrapped is None else wrapped(module, **wrap_overrides)
 
 
 def _checked_classes(subject: str, classes: Any) -> tuple[type, ...]:
-    if isinstance(classes, type) or not isinstance(classes, Iterable):
-        name = classes.__name__ if isinstance(classes, type) else repr(classes)
+    is_set = isinstance(classes, Iterable) and not isinstance(classes, type)
+    checked = tuple(dict.fromkeys(classes)) if is_set else ()
+    if not is_set or not all(isinstance(each, type) for each in checked):
         raise ConfigError(
-            f"{subject}: a set of module classes is expected, found {name}; put the class in "
-            "braces, as in {Block}."
+            f"{subject}: a set of module classes is expected, found {classes!r}; pass for example "
+            "{Block}."
         )
-    checked = tuple(dict.fromkeys(classes))
-    for each in checked:
-        if not isinstance(each, type):
-            raise ConfigError(
-                f"{subject}: module classes are expected, found {each!r}; pass classes, not "
-                "modules or names: for example {type(module)}."
-            )
     return checked
 
 
@@ -286,20 +269,12 @@ class Chosen:
     name: str
     module: nn.Module
     params: tuple[tuple[str, nn.Parameter], ...]
-    overrides: Mapping[str, Any]
+    overrides: _Options
     why: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """The units that a policy makes of a model, children before parents, and the model itself."""
-
-    units: tuple[Chosen, ...]
-    root: Chosen
-
-    def __iter__(self) -> Iterator[Chosen]:
-        yield from self.units
-        yield self.root
+# What a policy takes: modules, children before parents, each with its own options and the reason.
+_Taken = dict[nn.Module, tuple[_Options, str]]
 
 
 def choose(
@@ -310,14 +285,14 @@ def choose(
     ignored_params: Iterable[nn.Parameter] = (),
     options: Mapping[str, Any] | None = None,
     needs_forward: bool = False,
-) -> Choice:
+) -> list[Chosen]:
     """Return the modules that a policy of either kind chooses. Changes nothing.
 
-    They are the modules that torch's automatic wrapping would wrap. A module that is used in
-    several places is chosen once.
+    They are the modules that torch's automatic wrapping would wrap, children before parents, and
+    last the model itself. A module that is used in several places is chosen once.
 
     Args:
-        model: Always chosen, as the root, whatever the policy says.
+        model: Always chosen, whatever the policy says.
         policy: A function or a policy object, also one of torch's own.
         ignored_modules: Not chosen, nor anything inside them; no unit owns their parameters.
         ignored_params: Parameters that no unit owns, and that do not count.
@@ -326,24 +301,25 @@ def choose(
     """
     ignored = {inner for module in ignored_modules for inner in module.modules()}
     left_out = {*ignored_params, *(p for module in ignored for p in module.parameters())}
-    if isinstance(policy, type) or not (callable(policy) or _is_policy_object(policy)):
+    # An object is called for a whole model: ours, torch's, or any with that method.
+    is_object = callable(getattr(policy, "_run_policy", None))
+    if isinstance(policy, type) or not (is_object or callable(policy)):
         raise ConfigError(
             "policy: a function (module, recurse, nonwrapped_numel) -> bool or a policy object is "
             f"expected, found {policy!r}; pass for example ModuleWrapPolicy({{Block}})."
         )
-    if _is_policy_object(policy):
-        found = _run_object(model, policy, ignored, dict(options or {}))
+    if is_object:
+        taken = _run_object(model, policy, ignored, dict(options or {}))
     else:
-        found = _run_function(model, policy, ignored, left_out)
-    if needs_forward:
-        found = [each for each in found if each.module is model or has_forward(each.module)]
-    params = _own_params(model, {model, *(each.module for each in found)}, left_out)
-    found = [replace(each, params=tuple(params.get(each.module, ()))) for each in found]
-    units = tuple(each for each in found if each.module is not model)
+        taken = _run_function(model, policy, ignored, left_out)
     # A policy object may have options for the model itself.
-    overrides = next((each.overrides for each in found if each.module is model), {})
-    why = "the model itself: what no other unit has" if units else "the whole model is one unit"
-    return Choice(units, Chosen("", model, tuple(params.get(model, ())), overrides, why))
+    overrides, _ = taken.pop(model, ({}, ""))
+    taken = {m: each for m, each in taken.items() if not needs_forward or has_forward(m)}
+    why = "the model itself: what no other unit has" if taken else "the whole model is one unit"
+    taken[model] = overrides, why
+    names = {module: name for name, module in model.named_modules()}
+    params = _own_params(model, taken, left_out)
+    return [Chosen(names[m], m, tuple(params[m]), *each) for m, each in taken.items()]
 
 
 def wrap_chosen(
@@ -353,18 +329,16 @@ def wrap_chosen(
     **options: Any,
 ) -> None:
     """Replace the chosen modules by `wrapper_cls(module, **options)`, wherever they are used."""
-    if isinstance(wrapper_cls, type):
-        for name, module in model.named_modules():
-            if isinstance(module, wrapper_cls):
-                raise ConfigError(
-                    f"{name or type(module).__name__}: modules that are not wrapped yet are "
-                    f"expected, found a {wrapper_cls.__name__}; wrap either by hand or by a policy."
-                )
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():
-        for name, child in parent._modules.items():
+    for name, module in model.named_modules():
+        if isinstance(wrapper_cls, type) and isinstance(module, wrapper_cls):
+            raise ConfigError(
+                f"{name or type(module).__name__}: modules that are not wrapped yet are "
+                f"expected, found a {wrapper_cls.__name__}; wrap either by hand or by a policy."
+            )
+        for child_name, child in module._modules.items():
             if child is not None:
-                places.setdefault(child, []).append((parent, name))
+                places.setdefault(child, []).append((module, child_name))
     for unit in units:
         wrapped = wrapper_cls(unit.module, **{**options, **unit.overrides})
         for parent, name in places[unit.module]:
@@ -383,39 +357,28 @@ def name_of(policy: Any) -> str:
     return str(getattr(policy, "__name__", type(policy).__name__))
 
 
-def _is_policy_object(policy: Any) -> bool:
-    """Whether a policy is called for a whole model: ours, torch's, or any with that method."""
-    return not isinstance(policy, type) and callable(getattr(policy, "_run_policy", None))
-
-
 def _run_object(
     model: nn.Module, policy: Any, ignored: set[nn.Module], options: dict[str, Any]
-) -> list[Chosen]:
-    taken = policy._run_policy(model, ignored, dict(options))  # a policy may write to its copy
-    subject = f"{name_of(policy)}._run_policy"
-    if not isinstance(taken, Mapping):
+) -> _Taken:
+    wanted = policy._run_policy(model, ignored, dict(options))  # a policy may write to its copy
+    is_dict = isinstance(wanted, Mapping)
+    if not is_dict or not all(isinstance(own, Mapping) for own in wanted.values()):
         raise ConfigError(
-            f"{subject}: a dict from modules to their options is expected, found {taken!r}; "
-            "return {} to choose nothing."
+            f"{name_of(policy)}._run_policy: a dict from modules to dicts of options is expected, "
+            f"found {wanted!r}; return root_kwargs for the options of the root, {{}} for no module."
         )
-    found = []
-    for name, module in _post_order(model):
-        if module not in taken:
-            continue
-        wanted = taken[module]
-        if not isinstance(wanted, Mapping):
-            raise ConfigError(
-                f"{subject}: a dict of options per module is expected, found {wanted!r} for "
-                f"{name or type(module).__name__}; return root_kwargs for the options of the root."
-            )
-        overrides = {
-            key: value
-            for key, value in wanted.items()
-            if key not in options or options[key] is not value
-        }
-        why = policy.why(module) if isinstance(policy, Policy) else f"chosen by {name_of(policy)}"
-        found.append(Chosen(name, module, (), overrides, why))
-    return found
+    taken: _Taken = {}
+    for module in _post_order(model, set()):
+        if module in wanted:
+            overrides = {
+                key: value
+                for key, value in wanted[module].items()
+                if key not in options or options[key] is not value
+            }
+            is_ours = isinstance(policy, Policy)
+            why = policy.why(module) if is_ours else f"chosen by {name_of(policy)}"
+            taken[module] = overrides, why
+    return taken
 
 
 def _run_function(
@@ -423,17 +386,16 @@ def _run_function(
     policy: Callable[..., bool],
     ignored: set[nn.Module],
     ignored_params: set[nn.Parameter],
-) -> list[Chosen]:
-    names = {module: name for name, module in model.named_modules()}
-    found: list[Chosen] = []
+) -> _Taken:
+    taken: _Taken = {}
     taken_numels: dict[nn.Module, int] = {}
 
     def ask(module: nn.Module, recurse: bool, numel: int) -> bool:
         answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
         if not isinstance(answer, bool):
             raise ConfigError(
-                f"{names[module] or type(module).__name__}: the policy {name_of(policy)} must "
-                f"return True or False, found {answer!r}; return a bool."
+                f"{type(module).__name__}: the policy {name_of(policy)} must return True or False, "
+                f"found {answer!r}; return a bool."
             )
         return answer
 
@@ -448,59 +410,39 @@ def _run_function(
         taken_numel = sum(visit(child) for child in module.children() if child not in ignored)
         left = numel - taken_numel
         if module is not model and ask(module, False, left):
-            why = f"chosen by {name_of(policy)}, {left:,} elements left"
-            found.append(Chosen(names[module], module, (), {}, why))
+            taken[module] = {}, f"chosen by {name_of(policy)}, {left:,} elements left"
             taken_numel = numel
         taken_numels[module] = taken_numel
         return taken_numel
 
     visit(model)
-    return found
+    return taken
 
 
 def _own_params(
-    model: nn.Module, chosen: set[nn.Module], ignored_params: set[nn.Parameter]
+    model: nn.Module, chosen: Collection[nn.Module], ignored_params: set[nn.Parameter]
 ) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
     """Each parameter at the innermost unit around all modules that use it."""
-    around: dict[nn.Module, tuple[nn.Module, ...]] = {}
-    users: dict[nn.Parameter, list[nn.Module]] = {}
-    names: dict[nn.Parameter, str] = {}
-
-    def walk(path: str, module: nn.Module, units: tuple[nn.Module, ...]) -> None:
-        if module in around:
-            return
-        around[module] = units = (*units, module) if module in chosen else units
-        for name, param in module._parameters.items():
+    around = chains_of([model], lambda module: module if module in chosen else None)
+    users: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
+    for module, chain in around.items():
+        for param in module._parameters.values():
             if param is not None and param not in ignored_params:
-                users.setdefault(param, []).append(module)
-                names.setdefault(param, path + name)
-        for name, child in module.named_children():
-            walk(f"{path}{name}.", child, units)
-
-    walk("", model, ())
-    owned: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
-    for param, modules in users.items():
-        owner = model
-        for level in zip(*(around[module] for module in modules), strict=False):
-            if any(unit is not level[0] for unit in level):
-                break
-            owner = level[0]
-        owned.setdefault(owner, []).append((names[param], param))
+                users.setdefault(param, []).append(chain)
+    names = {param: name for name, param in model.named_parameters()}
+    owned: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {module: [] for module in chosen}
+    for param, chains in users.items():
+        owned[innermost(chains)].append((names[param], param))
     return owned
 
 
-def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
     """All modules, each once, children before parents."""
-    seen: set[nn.Module] = {model}
-
-    def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for name, child in module.named_children():
-            if child not in seen:
-                seen.add(child)
-                yield from walk(f"{path}.{name}" if path else name, child)
-        yield path, module
-
-    yield from walk("", model)
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _post_order(child, seen)
+    yield module
 
 
 # Repeated blocks: the units of a model for which no policy is given.
@@ -518,52 +460,32 @@ _LEAST_SHARE = 0.02
 _LEAST_SHARE_OF_LAYERS = 0.2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Family:
-    """The modules of one class that a model repeats, and their share of its elements."""
-
-    members: tuple[nn.Module, ...]
-    share: float
-
-    @property
-    def is_worthwhile(self) -> bool:
-        is_composite = any(_is_composite(member) for member in self.members)
-        return self.share >= (_LEAST_SHARE if is_composite else _LEAST_SHARE_OF_LAYERS)
-
-    def __str__(self) -> str:
-        name = type(self.members[0]).__name__
-        return f"{len(self.members)} {name} with {self.share:.0%} of the model"
-
-
-class RepeatedBlocks(Policy):
+class RepeatedBlocks(CustomPolicy):
     """Takes the blocks that a model repeats. Made for one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._families = {
-            member: family for family in repeated_blocks(model) for member in family.members
-        }
+        self._reasons: dict[nn.Module, str] = {}
+        for members in repeated_blocks(model):
+            name, share = type(members[0]).__name__, _numel(members) / _numel([model])
+            reason = f"one of {len(members)} {name} with {share:.0%} of the model"
+            self._reasons.update(dict.fromkeys(members, reason))
 
-    def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]:
-        return {each: dict(root_kwargs) for each in self._families if each not in ignored_modules}
+    def _answer(self, module: nn.Module) -> bool:
+        return module in self._reasons
 
     def why(self, module: nn.Module) -> str:
-        return f"one of {self._families[module]}"
+        return self._reasons[module]
 
 
-def repeated_blocks(model: nn.Module) -> tuple[Family, ...]:
+def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
     """The families of a model that are worth units of their own, the largest first."""
-    model_numel = _numel([model])
-    found = [
-        Family(tuple(members), _numel(members) / model_numel)
-        for members in _by_class(_members(model)).values()
-    ]
-    worthwhile = [family for family in found if family.is_worthwhile]
-    return tuple(sorted(worthwhile, key=lambda family: -family.share))
+
+    def is_worthwhile(members: list[nn.Module]) -> bool:
+        is_composite = any(map(_is_composite, members))
+        least_share = _LEAST_SHARE if is_composite else _LEAST_SHARE_OF_LAYERS
+        return _numel(members) >= least_share * _numel([model])
+
+    return sorted(filter(is_worthwhile, _by_class(_members(model))), key=_numel, reverse=True)
 
 
 def _members(model: nn.Module) -> list[nn.Module]:
@@ -624,14 +546,14 @@ def _blocks(family: list[nn.Module]) -> list[nn.Module]:
 
 def _families(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     able = [each for each in modules if has_forward(each) and any(True for _ in each.parameters())]
-    return [members for members in _by_class(able).values() if len(members) > 1]
+    return [members for members in _by_class(able) if len(members) > 1]
 
 
-def _by_class(modules: Iterable[nn.Module]) -> dict[type, list[nn.Module]]:
+def _by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     grouped: dict[type, list[nn.Module]] = {}
     for module in dict.fromkeys(modules):
         grouped.setdefault(type(module), []).append(module)
-    return grouped
+    return list(grouped.values())
 
 
 def _is_composite(module: nn.Module) -> bool:
@@ -639,5 +561,4 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _numel(modules: Iterable[nn.Module]) -> int:
-    params = {param for module in modules for param in module.parameters()}
-    return sum(param.numel() for param in params)
+    return sum(param.numel() for param in {p for each in modules for p in each.parameters()})

@@ -95,7 +95,7 @@ class FolderArchitecture(Architecture):
     @cached_property
     def _block_classes(self) -> tuple[type[nn.Module], ...]:
         families = repeated_blocks(self._without_adapters())
-        return tuple({type(member): None for family in families for member in family.members})
+        return tuple({type(member): None for family in families for member in family})
 
     def _read_config(self) -> Any:
         if not (self._folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""What a module's forward and backward trigger. The only file that says when.
+"""What a module's forward and backward trigger, and in which order. The only file that says when.
 
 [Note: hooks and autograd] Autograd runs what is ready in the reverse order of forward, and hands a
 parameter its gradient before anything else: when the inputs of a call have their gradients, so have
@@ -11,93 +11,119 @@ used through `detach()`, is still read after the last trainable one has its grad
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 
-from fullshard._torch import in_backward, node_sequence_nr, sequence_nr, untraced, view_base
-from fullshard.api import BackwardPrefetch, MixedPrecisionPolicy
-from fullshard.errors import LifecycleError
-from fullshard.runtime.scheduler import (
-    ForwardPass,
-    HookOptions,
-    Phase,
-    ScheduledModules,
-    Scheduler,
+from fullshard._torch import (
+    in_backward,
+    node_sequence_nr,
+    queue_backward_callback,
+    sequence_nr,
+    untraced,
+    view_base,
 )
-from fullshard.runtime.trees import map_arguments, map_tensors, tensors
+from fullshard.api import BackwardPrefetch, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.comm.agreement import Agreement
+from fullshard.comm.mesh import MeshInfo
+from fullshard.errors import DisagreementError, LifecycleError, MisuseError
+from fullshard.runtime.trees import map_tensors
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.context import CommContext
+from fullshard.unit.flat_param import ParamForm
 from fullshard.unit.reduce_scatter import GradBucket
-from fullshard.unit.unit import Unit
+from fullshard.unit.settings import UnitSettings
+from fullshard.unit.unit import UNSHARDED, Unit
 
 _ATTRIBUTE = "_fullshard_hooks"
-# Weak dictionaries, because a module that is not sharded itself, but whose parameters are, must not
+# A weak dictionary, because a module that is not sharded itself, but whose parameters are, must not
 # get an attribute that keeps the hooks alive or that a copy of the module would share.
 _managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleHooks]]
 _managers = weakref.WeakKeyDictionary()
 
 
+@dataclass(frozen=True, slots=True)
+class ShardRequest:
+    """What one `fully_shard` call or one wrapper asks for, checked.
+
+    `owner` is the module that a wrapper's flat parameters are registered at.
+    """
+
+    modules: tuple[nn.Module, ...]
+    mesh_info: MeshInfo
+    device: torch.device
+    policy: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    settings: UnitSettings
+    placement_fn: Callable[[nn.Parameter], Any] | None = None
+    ignored: Collection[nn.Parameter] = ()
+    ignored_modules: Collection[nn.Module] = ()
+    form: ParamForm = ParamForm.DTENSOR
+    owner: nn.Module | None = None
+    prefetches_forward: bool = True
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    casts_root_inputs: bool = False
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ModuleCall:
     """One run of one module: what autograd's hooks point to.
 
-    Active in backward from the first gradient at its outputs until all of its inputs that take a
-    gradient have it. Autograd keeps it alive through the hooks; it holds no tensors.
+    Autograd keeps it alive through the hooks; it holds no tensors. `forward` is the forward that it
+    is part of (`Scheduler.finished`), `previous` what finished before it: what backward reaches
+    next. It is active in backward (`ModuleHooks.active`) from the first gradient at its outputs
+    until all of its inputs that take a gradient have it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_first_node",
-        "_num_pending",
-        "forward",
-        "hooks",
-        "is_active",
-        "num_inputs",
-        "opens_forward",
-        "position",
-    )
+    hooks: ModuleHooks
+    forward: list[ModuleHooks]
+    opens_forward: bool
+    previous: ModuleHooks | None = None
+    num_inputs: int = 0
+    _num_pending: int = 0
+    _first_node: int = 0
 
-    def __init__(self, hooks: ModuleHooks, forward: ForwardPass, *, opens_forward: bool) -> None:
-        self.hooks = hooks
-        self.forward = forward
-        self.opens_forward = opens_forward
-        self.position = 0
-        self.num_inputs = 0
-        self.is_active = False
-        self._num_pending = 0
-        self._first_node = 0
-
-    @property
-    def is_last_in_backward(self) -> bool:
-        """Whether backward reaches no other module of the same forward after this call."""
-        return self.forward.before(self.position) is None
-
-    def follow_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def take_inputs(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device | None,
+        dtype: torch.dtype | None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with views in place of inputs that take a gradient.
+        """The arguments, moved and cast, with views in place of inputs that take a gradient.
 
         A view's gradient is complete when this call is done with it. The input's own would wait
         for everyone who was given the same tensor, and hooks would pile up on a leaf.
         """
         views: dict[torch.Tensor, torch.Tensor] = {}
+        is_followed = torch.is_grad_enabled()
 
-        def followed(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
+        def taken(tensor: torch.Tensor) -> torch.Tensor:
+            if device is not None:
+                tensor = tensor.to(device, non_blocking=True)
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            if not is_followed or not tensor.requires_grad:
                 return tensor
             view = views.get(tensor)
             if view is None:
                 is_strided = tensor.layout is torch.strided and not tensor.is_nested
-                view = tensor.view_as(tensor) if is_strided else tensor
+                view = views[tensor] = tensor.view_as(tensor) if is_strided else tensor
                 view.register_hook(self._input_arrived)
-                views[tensor] = view
             return view
 
-        args, kwargs = map_arguments(followed, args, kwargs)
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            args = (taken(args[0]),)  # most modules are: not worth a walk (rule 7)
+        else:
+            args, kwargs = map_tensors(taken, args), map_tensors(taken, kwargs)
         self.num_inputs = len(views)
         # Autograd numbers its nodes as it makes them: from here on they are this call's.
         self._first_node = sequence_nr()
@@ -105,13 +131,18 @@ class ModuleCall:
 
     def hook_outputs(self, output: Any) -> bool:
         """Hook the outputs; whether a gradient can reach this call at all."""
-        is_hooked = False
-        for tensor in (output,) if type(output) is torch.Tensor else tensors(output):
+        num_hooked = 0
+
+        def hooked(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal num_hooked
             node = self._own_node(tensor) if tensor.requires_grad else None
             if node is not None:
                 node.register_prehook(self._reached)
-                is_hooked = True
-        return is_hooked
+                num_hooked += 1
+            return tensor
+
+        map_tensors(hooked, output)
+        return num_hooked > 0
 
     def _own_node(self, output: torch.Tensor) -> Any:
         """The node that a gradient meets first in this call; None if it only passes through."""
@@ -123,8 +154,7 @@ class ModuleCall:
         return None
 
     def _reached(self, grads: Any) -> None:
-        if not self.is_active:
-            self.is_active = True
+        if self not in self.hooks.active:
             self._num_pending = self.num_inputs
             self.hooks.pre_backward(self)
 
@@ -132,38 +162,42 @@ class ModuleCall:
         if grad.grad_fn is not None:
             # With create_graph: the weights will be read again to differentiate this gradient.
             grad.grad_fn.register_prehook(self._reached)
-        if self.is_active:
+        if self in self.hooks.active:
             self._num_pending -= 1
             if self._num_pending == 0:
                 self.hooks.post_backward(self)
 
 
-class ModuleHooks(ScheduledModules):
+class ModuleHooks:
     """The hooks of the modules of one `fully_shard` call or wrapper.
 
-    `_open` are the calls in forward, `_active` those in backward, `_awaited` those of a list of
-    modules that backward has not reached yet (weakly: a graph that is dropped takes its calls with
-    it), `_ran` the modules that ran in the current forward.
+    `units` were made of their parameters. `lenders` are units of other calls that own parameters
+    which these modules use too. The prefetch lists are those that the user set. `active` are the
+    calls in backward, `_open` those in forward, `_awaited` those of a list of modules that backward
+    has not reached yet (weakly: a graph that is dropped takes its calls with it), `_ran` the
+    modules that ran in the current forward.
     """
 
     def __init__(
         self,
-        name: str,
-        modules: Sequence[nn.Module],
+        request: ShardRequest,
         units: Sequence[Unit],
-        policy: MixedPrecisionPolicy,
-        device: torch.device,
+        managed: Iterable[nn.Module],
         make_scheduler: Callable[[ModuleHooks], Scheduler],
-        options: HookOptions = HookOptions(),  # noqa: B008 (frozen)
     ) -> None:
-        super().__init__(name, modules, units, options)
-        self.policy = policy
-        self.device = device
-        self.shared_comm_ctx: CommContext | None = None
-        self.is_root = False
+        self.name = units[0].name
+        self.modules = request.modules
+        self.request = request
+        self.policy = request.policy
+        self.device = request.device
+        self.units = list(units)
+        self.lenders: list[Unit] = []
+        self.forward_prefetch: Sequence[ModuleHooks] = ()
+        self.backward_prefetch: Sequence[ModuleHooks] = ()
+        self.scheduler: Scheduler | None = None
+        self.active: set[ModuleCall] = set()
         self._make_scheduler = make_scheduler
         self._open: list[ModuleCall] = []
-        self._active: set[ModuleCall] = set()
         self._awaited: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
         self._ran: set[nn.Module] = set()
         for unit in units:
@@ -173,6 +207,20 @@ class ModuleHooks(ScheduledModules):
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward)
+        _managers.update((module, weakref.ref(self)) for module in managed)
+
+    @property
+    def reads(self) -> list[Unit]:
+        """The units that must be unsharded for these modules to run."""
+        return [*self.units, *self.lenders] if self.lenders else self.units
+
+    @property
+    def is_root(self) -> bool:
+        return self.scheduler is not None and self.scheduler.root is self
+
+    @property
+    def is_unsharded_in_backward(self) -> bool:
+        return all(unit.settings.unshard_in_backward for unit in self.units)
 
     def ensure_scheduler(self) -> Scheduler:
         if self.scheduler is None:
@@ -198,7 +246,7 @@ class ModuleHooks(ScheduledModules):
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        scheduler = self.scheduler if self.scheduler is not None else self.ensure_scheduler()
+        scheduler = self.ensure_scheduler()
         # A forward inside backward is a recomputation: it leaves resharding and order alone.
         is_recomputing = in_backward()
         opens_forward = scheduler.owner is None and not is_recomputing
@@ -207,19 +255,18 @@ class ModuleHooks(ScheduledModules):
         else:
             if opens_forward:
                 scheduler.begin_forward(module)
-                if self.device.type != "cpu":
-                    args, kwargs = map_arguments(_moving(self.device), args, kwargs)
-            scheduler.started(self)
-        if self.policy.param_dtype is not None and self._casts_inputs:
-            args, kwargs = map_arguments(_casting(self.policy.param_dtype), args, kwargs)
+            scheduler.start(self)
+        call = ModuleCall(self, scheduler.finished, opens_forward)
+        device = self.device if opens_forward and self.device.type != "cpu" else None
+        casts = self.policy.cast_forward_inputs or (self.is_root and self.request.casts_root_inputs)
+        dtype = self.policy.param_dtype if casts else None
+        args, kwargs = call.take_inputs(args, kwargs, device, dtype)
         scheduler.unshard(self)
         for unit in self.reads:
             unit.wait()
         if not is_recomputing:
             scheduler.prefetch_forward(self)
-        call = ModuleCall(self, scheduler.current, opens_forward=opens_forward)
         if torch.is_grad_enabled():
-            args, kwargs = call.follow_inputs(args, kwargs)
             for unit in self.units:
                 if not call.num_inputs:
                     unit.listen()
@@ -230,33 +277,30 @@ class ModuleHooks(ScheduledModules):
             seam.begin(Activity.FORWARD, self.name)
         return args, kwargs
 
-    @property
-    def _casts_inputs(self) -> bool:
-        is_cast_as_root = self.is_root and self.options.casts_root_inputs
-        return self.policy.cast_forward_inputs or is_cast_as_root
-
     @untraced
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        scheduler = self.scheduler
-        assert scheduler is not None
+        scheduler = self.ensure_scheduler()
         call = self._open.pop()
         if seam.observers:
             seam.end(Activity.FORWARD, self.name)
         if torch.is_grad_enabled() and call.hook_outputs(output) and len(self.modules) > 1:
             self._awaited.add(call)
+        finished = scheduler.finished
         if in_backward():
-            call.position = scheduler.current.last_position(self)
+            before = finished[: -1 - finished[::-1].index(self)] if self in finished else []
+            call.previous = before[-1] if before else None
         else:
-            call.position = len(scheduler.current.finished)
-            scheduler.current.finished.append(self)
+            call.previous = finished[-1] if finished else None
+            finished.append(self)
             self._ran.add(module)
             if len(self._ran) == len(self.modules) and not self._open:
                 self._ran.clear()
                 self._reshard_after_forward()
             if call.opens_forward:
                 scheduler.end_forward()
-        if self.policy.output_dtype is not None:
-            output = map_tensors(_casting(self.policy.output_dtype), output)
+        dtype = self.policy.output_dtype
+        if dtype is not None:
+            output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
         return output
 
     def _reshard_after_forward(self) -> None:
@@ -289,17 +333,16 @@ class ModuleHooks(ScheduledModules):
     @untraced
     def pre_backward(self, call: ModuleCall) -> None:
         """A gradient reached a call's outputs."""
-        scheduler = self.scheduler
-        assert scheduler is not None
+        scheduler = self.ensure_scheduler()
         scheduler.enter_backward()
         self._awaited.discard(call)
-        self._active.add(call)
+        self.active.add(call)
         if self.is_unsharded_in_backward:
             scheduler.unshard(self)
             for unit in self.reads:
                 unit.wait()
-        if self.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            scheduler.prefetch_backward(self, call.forward, call.position)
+        if self.request.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            scheduler.prefetch_backward(call)
         if seam.observers:
             seam.begin(Activity.BACKWARD, self.name)
 
@@ -307,62 +350,54 @@ class ModuleHooks(ScheduledModules):
     def post_backward(self, call: ModuleCall) -> None:
         """All inputs of a call have their gradients: its weights are not read any more."""
         self._leave([call])
-        if self._active:
-            return
-        # Of a list of modules, others that ran in the same forward are still to come: gathering and
-        # reducing once for all of them is what makes them one unit.
-        if len(self.modules) > 1 and any(c.forward is call.forward for c in self._awaited):
-            return
-        self._finish_backward([call])
+        # Of a list of modules, others that ran in the same forward may be still to come: gathering
+        # and reducing once for all of them is what makes them one unit.
+        is_list = len(self.modules) > 1
+        is_awaited = is_list and any(c.forward is call.forward for c in self._awaited)
+        if not self.active and not is_awaited:
+            self._finish_backward([call])
 
     @untraced
     def _grads_ready(self, unit: Unit, only: GradBucket | None) -> None:
         """All gradients of a unit are there, or one that is a large bucket by itself."""
-        scheduler = self.scheduler
-        assert scheduler is not None
+        scheduler = self.ensure_scheduler()
         scheduler.enter_backward()
-        if only is not None:
-            scheduler.reduce_scatter(unit, self, only)
-            return
         # With no input to wait for, nothing is left to be computed once the gradients are there;
         # but inputs may be out of sight, and then a frozen weight is still read for theirs.
-        waits = unit.has_frozen or any(call.num_inputs for call in self._active)
-        if len(self.units) == 1 and not waits:
-            calls = list(self._active)
+        waits = unit.has_frozen or any(call.num_inputs for call in self.active)
+        if only is None and len(self.units) == 1 and not waits:
+            calls = list(self.active)
             self._leave(calls)
             self._finish_backward(calls)
         else:
-            scheduler.reduce_scatter(unit, self)
+            scheduler.reduce_scatter(unit, self, only)
 
     def _leave(self, calls: Iterable[ModuleCall]) -> None:
         """Nothing more is computed in backward for these calls."""
         for call in calls:
-            call.is_active = False
+            self.active.discard(call)
             if seam.observers:
                 seam.end(Activity.BACKWARD, self.name)
-        self._active.difference_update(calls)
 
     def _finish_backward(self, calls: Sequence[ModuleCall]) -> None:
-        scheduler = self.scheduler
-        assert scheduler is not None
+        scheduler = self.ensure_scheduler()
         for unit in self.units:
             # Reshard first, so that the full buffer is free before the bucket is allocated. A
             # backward inside forward (a gradient penalty) leaves what still computes.
             if unit.settings.reshard_after_backward and not self._open:
                 unit.reshard()
-                if all(call.is_last_in_backward for call in calls):
+                if all(call.previous is None for call in calls):
                     unit.comm_ctx.free_now(unit)  # no all-gather will follow that could free it
             if unit.has_full_grads:
                 scheduler.reduce_scatter(unit, self)
-        if self.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if self.request.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             for call in calls:
-                scheduler.prefetch_backward(self, call.forward, call.position)
+                scheduler.prefetch_backward(call)
 
     def end_backward(self) -> None:
-        if self._active:
-            self._leave(list(self._active))
-        scheduler = self.scheduler
-        assert scheduler is not None
+        """Reduce and reshard what a backward left open."""
+        self._leave(list(self.active))
+        scheduler = self.ensure_scheduler()
         for unit in self.units:
             is_due = unit.has_full_grads
             if is_due:
@@ -378,24 +413,24 @@ class ModuleHooks(ScheduledModules):
     # Calls from outside
 
     def reset(self) -> None:
-        self._leave(list(self._active))
+        """Forget the calls that a failed step left open."""
+        self._leave(list(self.active))
         self._open.clear()
         self._ran.clear()
 
     def require_not_computing(self, what: str) -> None:
         """Raise if the unit's weights are being read right now."""
-        if self._open or self._active:
-            phase = self.scheduler.phase if self.scheduler is not None else Phase.IDLE
+        if self._open or self.active:
+            phase = "idle" if self.scheduler is None else self.scheduler.phase
             raise LifecycleError(
                 f"{self.name}: {what}() must not be called while the module computes, found it in "
-                f"{phase.value}; call it before the forward or after the backward of the module."
+                f"{phase}; call it before the forward or after the backward of the module."
             )
 
     def unshard(self, async_op: bool) -> UnshardHandle | None:
         """All-gather the parameters, outside of forward and backward or ahead of them."""
         is_past = any(unit.grads.was_reduced for unit in self.units)
-        scheduler = self.scheduler
-        if scheduler is not None and scheduler.phase is Phase.BACKWARD and is_past:
+        if self.scheduler is not None and self.scheduler.is_in_backward and is_past:
             raise LifecycleError(
                 f"{self.name}: unshard() must come before a module's backward or after the whole "
                 "backward, found its gradients reduced in the backward that is still running; the "
@@ -426,10 +461,238 @@ class UnshardHandle:
         self._units.clear()
 
 
+# What ranks compare in the first step, before they do it.
+_CHECKED_OPS = (
+    "gather in forward",
+    "gather in backward",
+    "reduce",
+    "end of forward",
+    "end of backward",
+    "failure in the user's code",
+)
+
+
+class Scheduler:
+    """Owns the order of execution of all sharded modules in one tree, outer before inner.
+
+    The root module makes it before its first forward. A forward begins with the first module that
+    runs (`owner`) and ends with it; `started` and `finished` have the modules of the one under way
+    or of the last one, in order. A backward may run inside a forward (a gradient penalty).
+    `_orders` has the order of the last forward of each owner, `_order` what is expected of the
+    current one: nothing once it is left. `_unchecked` has the phases that ranks still compare.
+    """
+
+    def __init__(
+        self, members: Sequence[ModuleHooks], comm_ctx: CommContext, agreement: Agreement | None
+    ) -> None:
+        self.members = list(members)
+        self.comm_ctx = comm_ctx
+        self.owner: nn.Module | None = None
+        self.is_in_backward = False
+        self.started: list[ModuleHooks] = []
+        self.finished: list[ModuleHooks] = []
+        self.is_last_backward = True
+        self.post_optim_event: Any = None
+        self._agreement = agreement
+        self._unchecked = {"forward", "backward"} if agreement is not None else set()
+        self._orders: dict[nn.Module, list[ModuleHooks]] = {}
+        self._order: list[ModuleHooks] = []
+
+    @property
+    def root(self) -> ModuleHooks:
+        return self.members[0]
+
+    @property
+    def units(self) -> list[Unit]:
+        return [unit for member in self.members for unit in member.units]
+
+    @property
+    def phase(self) -> str:
+        if self.is_in_backward:
+            return "backward"
+        return "idle" if self.owner is None else "forward"
+
+    # Forward
+
+    def begin_forward(self, owner: nn.Module) -> None:
+        if self.is_in_backward:
+            self.abort()  # the backward before this forward did not reach its end
+        self.owner = owner
+        self.started = []
+        self.finished = []
+        self._order = self._orders.get(owner, [])
+        self.comm_ctx.all_gathers_follow_compute(self.post_optim_event)
+        # Compute gets the memory of gradients back, which an optimizer elsewhere may still read.
+        self.comm_ctx.device.wait(self.post_optim_event)
+        self.post_optim_event = None
+        for unit in self.units:
+            unit.refresh()
+            unit.grads.release_unused_buffers()
+
+    def start(self, member: ModuleHooks) -> None:
+        expected = self._expected_next()
+        self.started.append(member)
+        if expected is not member:
+            self._leave_order(expected, f"{member.name}: gather in forward")
+
+    def _leave_order(self, expected: ModuleHooks | None, found: str) -> None:
+        """Another order than last time: predict no more, and check that all ranks agree."""
+        was_expected, self._order = bool(self._order), []
+        if not was_expected or self._agreement is None or "forward" in self._unchecked:
+            return
+        before = f"{self.root.name}: end of forward"
+        if expected is not None:
+            before = f"{expected.name}: gather in forward"
+        if get_debug_level() != DebugLevel.OFF:
+            warnings.warn(
+                f"{found}: rank {dist.get_rank()} runs units in another order than in the last "
+                f"forward, which had '{before}' here.",
+                stacklevel=2,
+            )
+        self._agreement.compare_detour(found, before)
+
+    def _expected_next(self) -> ModuleHooks | None:
+        num_started = len(self.started)
+        return self._order[num_started] if num_started < len(self._order) else None
+
+    @property
+    def expects_no_all_gather(self) -> bool:
+        """Whether this forward, as far as the last one tells, starts no further module."""
+        return bool(self._order) and len(self.started) == len(self._order)
+
+    def unshard(self, member: ModuleHooks) -> None:
+        """Issue the all-gathers that a module needs, in forward or in backward."""
+        for unit in member.reads:
+            if unit.state is not UNSHARDED:
+                if self._unchecked:
+                    self._agree(f"gather in {self.phase}", member)
+                unit.unshard()
+
+    def prefetch_forward(self, member: ModuleHooks) -> None:
+        """Issue the all-gather of what comes next: as the user said, or as in the last forward."""
+        others = member.forward_prefetch
+        if not others and member.request.prefetches_forward:
+            expected = self._expected_next()
+            others = [] if expected is None else [expected]
+        for other in others:
+            self.unshard(other)
+
+    def end_forward(self) -> None:
+        self.is_in_backward = False  # a backward inside this forward may have failed
+        expected = self._expected_next()
+        if expected is not None:
+            self._leave_order(expected, f"{self.root.name}: end of forward")
+        for member in self.members:
+            member.end_forward()
+        self._end_checks("forward")
+        assert self.owner is not None
+        self._orders[self.owner] = self.started
+        self.owner = None
+        if not torch.is_grad_enabled():
+            self.comm_ctx.free_pending()  # no backward will come to use it
+
+    # Backward
+
+    def enter_backward(self) -> None:
+        if not self.is_in_backward:
+            self.is_in_backward = True
+            queue_backward_callback(self.end_backward)
+
+    def prefetch_backward(self, call: ModuleCall) -> None:
+        """Issue the all-gather of what backward reaches next: as the user said, or by order."""
+        others = call.hooks.backward_prefetch
+        if not others and call.previous is not None and call.previous.scheduler is self:
+            others = [call.previous]
+        for other in others:
+            if other.is_unsharded_in_backward:
+                self.unshard(other)
+
+    def reduce_scatter(
+        self, unit: Unit, member: ModuleHooks, only: GradBucket | None = None
+    ) -> None:
+        if self._unchecked and unit.settings.requires_gradient_sync:
+            self._agree("reduce", member)
+        unit.reduce_scatter(only)
+
+    def end_backward(self) -> None:
+        """Settle what backward left open, and make every gradient visible."""
+        for member in reversed(self.members):
+            member.end_backward()
+        if self.is_last_backward:
+            self._end_checks("backward")
+            self.comm_ctx.finish_reduce_scatters()
+            self.comm_ctx.free_pending()
+            for unit in self.units:
+                unit.grads.synchronize_host()
+        self.is_in_backward = False
+
+    # Failure
+
+    def abort(self) -> None:
+        """Everything sharded, nothing in flight, no gradient of the failed step.
+
+        Never raises (rule 11): whatever failed, also a collective, every unit is reset.
+        """
+        self.owner = None
+        self.is_in_backward = False
+        for member in self.members:
+            member.reset()
+        self.comm_ctx.abort_reduce_scatters()
+        for unit in self.units:
+            unit.abort()
+
+    def fail_forward(self, error: BaseException) -> None:
+        """The user's code raised: tell the others if they would wait for us, then abort."""
+        try:
+            if not isinstance(error, DisagreementError):
+                self._agree("failure in the user's code", self.root)
+        except Exception:
+            pass  # the others know now, or cannot be told; this rank raises what happened to it
+        finally:
+            self.abort()
+
+    # Agreement between ranks
+
+    def _agree(self, op: str, member: ModuleHooks) -> None:
+        """Until the first step of a phase is over, check that all ranks are about to do this."""
+        if self.phase in self._unchecked:
+            assert self._agreement is not None
+            number = _CHECKED_OPS.index(op) * len(self.members) + self.members.index(member)
+            self._agreement.compare_step(number, self._describe)
+
+    def _describe(self, number: int) -> str:
+        op, index = divmod(number, len(self.members))
+        return f"{self.members[index].name}: {_CHECKED_OPS[op]}"
+
+    def _end_checks(self, phase: str) -> None:
+        self._agree(f"end of {phase}", self.root)
+        # In the first step ranks compare all they do; in the others only if asked to.
+        if get_debug_level() != DebugLevel.DETAIL:
+            self._unchecked.discard(phase)
+
+
 def hooks_of(module: nn.Module) -> ModuleHooks | None:
     """The hooks of a module that was given to `fully_shard` or a wrapper, if it was."""
     found = module.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, ModuleHooks) else None
+
+
+def require_hooks(module: Any) -> ModuleHooks:
+    """The hooks of a module that has some."""
+    hooks = hooks_of(module)
+    assert hooks is not None  # whatever changed its class made them
+    return hooks
+
+
+def hooks_below(*modules: nn.Module) -> list[ModuleHooks]:
+    """All hooks at or below modules, outer before inner, each once."""
+    found = (hooks_of(child) for module in modules for child in module.modules())
+    return list(dict.fromkeys(hooks for hooks in found if hooks is not None))
+
+
+def units_below(module: nn.Module) -> list[Unit]:
+    """All units at or below a module, outer before inner."""
+    return [unit for hooks in hooks_below(module) for unit in hooks.units]
 
 
 def hooks_of_unit(unit: Unit) -> ModuleHooks | None:
@@ -444,20 +707,26 @@ def hooks_managing(module: nn.Module) -> ModuleHooks | None:
     return None if found is None else found()
 
 
-def manage(hooks: ModuleHooks, modules: Iterable[nn.Module]) -> None:
-    """Remember that hooks manage the parameters of these modules."""
-    _managers.update((module, weakref.ref(hooks)) for module in modules)
+class ShardedModule:
+    """What modules that `fully_shard` was called on and wrappers have in common."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; if it raises, reset the scheduler."""
+        return require_hooks(self).guarded(super().__call__, args, kwargs)  # type: ignore[misc]
 
-def _casting(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise MisuseError(
+            f"{type(self).__name__}: a sharded module must not be copied object by object, found "
+            "copy.deepcopy on it; copy before sharding, or build a second model, shard it alike "
+            "and load the state dict of this one."
+        )
 
-    return cast
-
-
-def _moving(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
-
-    return move
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or convert the shards, and plan the units again."""
+        hooks = require_hooks(self)
+        for unit in hooks.reads:
+            unit.reshard_now()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for unit in hooks.units:
+            unit.refresh()
+        return result

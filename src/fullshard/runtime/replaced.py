@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard._torch import copy_hooks, local_tensor
 from fullshard.comm.placement import as_dtensor, with_dtype
@@ -29,83 +29,31 @@ from fullshard.errors import LifecycleError
 from fullshard.unit.flat_param import FlatParamSlice, FlatSlice
 from fullshard.unit.param import DTensorParam, ShardedParam
 
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """The sharded parameter that replaced an original, and the rank of its shard."""
-
-    sharded: ShardedParam
-    rank: int
-
-    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor shaped and placed like the original."""
-        sharded = self.sharded
-        assert isinstance(sharded, DTensorParam)
-        spec = sharded.shard_spec
-        if isinstance(whole, DTensor):
-            if whole.placements == spec.placements:
-                return whole  # it is a shard already
-            whole = local_tensor(whole)
-        part = sharded.shard_of(whole, self.rank)
-        return as_dtensor(part.clone(), with_dtype(spec, part.dtype))
-
-
-class _Replacements:
-    """Replacements by the identity of a tensor that is held weakly.
-
-    Not attributes of the tensors: an original that is a non-leaf or a subclass may refuse them, and
-    a weak dictionary would compare DTensors by value.
-    """
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], Replacement]] = {}
-        self._is_watching = False
-
-    def add(self, tensor: torch.Tensor, replacement: Replacement) -> None:
-        key = id(tensor)
-
-        def forget(_: object) -> None:
-            self._by_id.pop(key, None)
-
-        self._by_id[key] = (weakref.ref(tensor, forget), replacement)
-        if not self._is_watching:
-            self._is_watching = True
-            register_optimizer_step_pre_hook(_before_step)
-            register_optimizer_step_post_hook(_after_step)
-
-    def get(self, tensor: torch.Tensor) -> Replacement | None:
-        entry = self._by_id.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
-
-    def __bool__(self) -> bool:
-        return bool(self._by_id)
-
-
-_originals = _Replacements()
+# From originals to (sharded parameter, rank of its shard). Not attributes of the tensors: an
+# original that is a non-leaf or a subclass may refuse them.
+_originals = WeakIdKeyDictionary()
 _by_shard: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
 def record_replacement(original: nn.Parameter, sharded: ShardedParam, rank: int) -> None:
     """Record that a shard replaces `original`, and give it the original's attributes and hooks."""
     shard = sharded.shard
-    if isinstance(sharded, FlatSlice):
-        if shard is not original or isinstance(sharded, FlatParamSlice):
-            _originals.add(original, Replacement(sharded, rank))
-        else:
-            _by_shard[id(shard)] = sharded
-        return
-    for name, value in vars(original).items():
-        setattr(shard, name, value)
-    copy_hooks(original, shard)
-    _originals.add(original, Replacement(sharded, rank))
-    _by_shard[id(shard)] = sharded
+    if shard is not original or isinstance(sharded, FlatParamSlice):
+        _originals[original] = sharded, rank
+        _watch_optimizers()
+    if not isinstance(sharded, FlatParamSlice):
+        _by_shard[id(shard)] = sharded
+    if not isinstance(sharded, FlatSlice):
+        for name, value in vars(original).items():
+            setattr(shard, name, value)
+        copy_hooks(original, shard)
 
 
 def replacement_of(param: torch.Tensor) -> ShardedParam | None:
     """The sharded parameter that replaced an original, or whose shard `param` is."""
-    found = _originals.get(param)
+    found: tuple[ShardedParam, int] | None = _originals.get(param)
     if found is not None:
-        return found.sharded
+        return found[0]
     sharded = _by_shard.get(id(param))
     return sharded if sharded is not None and sharded.shard is param else None
 
@@ -116,11 +64,15 @@ def repoint_living_optimizers() -> None:
     Before its next step would be early enough for the step, but not for `zero_grad`, a gradient
     scaler's `unscale_`, or the memory of the originals.
     """
-    if not _originals:
-        return
-    for candidate in gc.get_objects():
+    for candidate in gc.get_objects() if _originals else ():
         if issubclass(type(candidate), Optimizer):
             repoint(candidate)
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -144,36 +96,46 @@ def repoint(optimizer: Optimizer, *, with_gradients: bool = False) -> None:
     for group in getattr(optimizer, "param_groups", ()):
         params = group["params"]
         for index, param in enumerate(params):
-            found = _originals.get(param)
-            if found is None:
+            sharded, rank = _originals.get(param, (None, 0))
+            if sharded is None:
                 continue
-            shard = found.sharded.param
+            shard = sharded.param
             if param in optimizer.state:
-                state = dict(_sharded_state(optimizer, param, found))
+                state = _sharded_state(optimizer, param, sharded, rank)
                 del optimizer.state[param]
                 optimizer.state[shard] = state
             params[index] = shard  # after what may raise: a second attempt must raise, too
-            is_flat = isinstance(found.sharded, FlatSlice)
-            if with_gradients and not is_flat and param.grad is not None and shard.grad is None:
-                shard.grad = found.shard_of(param.grad)
-        if len({id(param) for param in params}) < len(params):
-            params[:] = dict.fromkeys(params)  # one flat parameter stands for several originals
+            takes_grad = isinstance(sharded, DTensorParam) and shard.grad is None
+            if with_gradients and takes_grad and param.grad is not None:
+                shard.grad = _shard_of(sharded, param.grad, rank)
+        # One flat parameter stands for several originals.
+        params[:] = dict.fromkeys(params)
 
 
 def _sharded_state(
-    optimizer: Optimizer, param: torch.Tensor, found: Replacement
-) -> Iterator[tuple[str, Any]]:
-    for name, value in optimizer.state[param].items():
+    optimizer: Optimizer, param: torch.Tensor, sharded: ShardedParam, rank: int
+) -> dict[str, Any]:
+    state = dict(optimizer.state[param])
+    for name, value in state.items():
         # All state of a 0-dim parameter is 0-dim; only the step count is not shaped like it.
         is_count = name == "step" or not isinstance(value, torch.Tensor)
         if is_count or (value.ndim == 0 and param.ndim > 0):
-            yield name, value
-        elif value.shape == param.shape and not isinstance(found.sharded, FlatSlice):
-            yield name, found.shard_of(value)
-        else:
-            kind = type(optimizer).__name__
+            continue
+        if value.shape != param.shape or not isinstance(sharded, DTensorParam):
             raise LifecycleError(
-                f"{found.sharded.name}: {kind} has state from before sharding; it "
+                f"{sharded.name}: {type(optimizer).__name__} has state from before sharding; it "
                 f"must have the parameter's shape {tuple(param.shape)} and be sharded by itself, "
                 f"found {name!r} of shape {tuple(value.shape)}; build the optimizer after sharding."
             )
+        state[name] = _shard_of(sharded, value, rank)
+    return state
+
+
+def _shard_of(sharded: DTensorParam, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """This rank's part of a tensor shaped and placed like the original."""
+    if isinstance(whole, DTensor):
+        if whole.placements == sharded.shard_spec.placements:
+            return whole  # it is a shard already
+        whole = local_tensor(whole)
+    part = sharded.shard_of(whole, rank)
+    return as_dtensor(part.clone(), with_dtype(sharded.shard_spec, part.dtype))

@@ -6,88 +6,113 @@ The other hooks borrow it: its unit is unsharded whenever their modules run, als
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from torch import nn
 
-from fullshard.runtime.hooks import ModuleHooks, hooks_managing, hooks_of, hooks_of_unit
+from fullshard.runtime.hooks import (
+    ModuleHooks,
+    hooks_below,
+    hooks_managing,
+    hooks_of,
+    hooks_of_unit,
+)
 from fullshard.runtime.replaced import replacement_of
-from fullshard.unit.param import ShardedParam
 from fullshard.unit.unit import Unit
 
-
-def hooks_below(top: ModuleHooks) -> Iterator[ModuleHooks]:
-    """All hooks in the module tree, outer before inner, each once."""
-    found = (hooks_of(child) for module in top.modules for child in module.modules())
-    yield from dict.fromkeys(hooks for hooks in found if hooks is not None)
+_T = TypeVar("_T")
 
 
-def lending_tops(top: ModuleHooks) -> Iterator[ModuleHooks]:
+def chains_of(
+    roots: Iterable[nn.Module], owner_of: Callable[[nn.Module], _T | None]
+) -> dict[nn.Module, tuple[_T, ...]]:
+    """For every module, the owners of the modules around it and of itself, outermost first."""
+    chains: dict[nn.Module, tuple[_T, ...]] = {}
+
+    def walk(module: nn.Module, around: tuple[_T, ...]) -> None:
+        if module not in chains:
+            owner = owner_of(module)
+            if owner is not None and (not around or around[-1] is not owner):
+                around = (*around, owner)
+            chains[module] = around
+            for child in module.children():
+                walk(child, around)
+
+    for root in roots:
+        walk(root, ())
+    return chains
+
+
+def innermost(chains: Sequence[tuple[_T, ...]]) -> _T:
+    """What all chains have in common that is furthest in."""
+    common = chains[0][0]
+    for level in zip(*chains, strict=False):
+        if any(owner is not level[0] for owner in level):
+            break
+        common = level[0]
+    return common
+
+
+def lending_tops(top: ModuleHooks) -> list[ModuleHooks]:
     """The roots of other trees that own parameters which modules below `top` use.
 
     There are some when one of two tied modules runs before the module around both, or when there
     is no such module.
     """
-    below = list(hooks_below(top))
-    for owner in dict.fromkeys(_owners(top, below)):
-        if owner not in below:
-            root = owner if owner.scheduler is None else owner.scheduler.root
-            assert isinstance(root, ModuleHooks)
-            yield root
-
-
-def _owners(top: ModuleHooks, below: Sequence[ModuleHooks]) -> Iterator[ModuleHooks]:
-    """Those that lend to hooks below, and those that manage what their modules use."""
-    for hooks in below:
-        for unit in hooks.lenders:
-            yield from filter(None, [hooks_of_unit(unit)])
+    below = hooks_below(*top.modules)
+    owners = [hooks_of_unit(unit) for hooks in below for unit in hooks.lenders]
     for module in top.modules:
-        for child in module.modules():
-            for param in child._parameters.values():
-                found = None if param is None else replacement_of(param)
-                if found is not None:
-                    yield from filter(None, map(hooks_managing, _modules_of(found)))
+        for param in module.parameters():
+            found = replacement_of(param)
+            if found is not None:
+                owners += [hooks_managing(location.module) for location in found.locations]
+    others = dict.fromkeys(each for each in owners if each is not None and each not in below)
+    return [each if each.scheduler is None else each.scheduler.root for each in others]
 
 
 def join_late_ties(hooks_list: Sequence[ModuleHooks]) -> None:
     """Where a user has tied a parameter to another one since sharding, let the other replace it."""
     for unit in [unit for hooks in hooks_list for unit in hooks.units]:
-        before = list(unit.params)
-        for param in before:
+        for param in unit.params:
             for location in list(param.locations):
                 found = location.get()
                 other = None if found is None else replacement_of(found)
                 if other is not None and other is not param:
                     param.locations.remove(location)
                     other.locations.append(location)
-        unit.params = [param for param in before if param.locations]
-        if len(unit.params) < len(before):
+        if not all(param.locations for param in unit.params):
+            unit.params = [param for param in unit.params if param.locations]
             unit.replan()
 
 
-def settle_ties(tops: Sequence[ModuleHooks], hooks_list: Sequence[ModuleHooks]) -> None:
+def settle_ties(tops: Sequence[ModuleHooks]) -> None:
     """Give every parameter that several hooks use to the innermost hooks around them."""
-    chains = _chains(tops)
+    modules = [module for top in tops for module in top.modules]
+    chains = chains_of(modules, hooks_of)
+    hooks_list = hooks_below(*modules)
     for hooks in hooks_list:
         hooks.lenders.clear()
     changed: list[Unit] = []
     for owner in hooks_list:
-        for unit in list(owner.units):
+        for unit in owner.units:
             for param in list(unit.params):
                 # Modules outside of the tree are not run by it: the tie waits for their root.
-                users = [chains[m][-1] for m in _modules_of(param) if m in chains]
+                places = [location.module for location in param.locations]
+                around = [chains[module] for module in places if module in chains]
+                users = dict.fromkeys(chain[-1] for chain in around)
                 if all(user is owner for user in users):
                     continue
-                around = _innermost_around(chains, param)
-                target = next((u for u in around.units if _can_take(u, unit)), unit)
+                taker = innermost(around)
+                target = next((each for each in taker.units if _can_take(each, unit)), unit)
                 if target is not unit:
                     unit.make_whole()
                     target.make_whole()
                     unit.params.remove(param)
                     target.params.append(param)
                     changed += [unit, target]
-                for user in dict.fromkeys(users):
-                    if target not in user.units and target not in user.lenders:
+                for user in users:
+                    if target not in user.reads:
                         user.lenders.append(target)
     for unit in dict.fromkeys(changed):
         unit.replan()
@@ -97,39 +122,3 @@ def _can_take(unit: Unit, other: Unit) -> bool:
     """Whether a parameter of another unit could be one of this."""
     forms = [None if each.flat is None else each.flat.form for each in (unit, other)]
     return unit.mesh_info is other.mesh_info and forms[0] is forms[1]
-
-
-def _modules_of(param: ShardedParam) -> list[nn.Module]:
-    return [location.module for location in param.locations]
-
-
-def _chains(tops: Sequence[ModuleHooks]) -> dict[nn.Module, tuple[ModuleHooks, ...]]:
-    """For every module, the hooks around it, outermost first."""
-    chains: dict[nn.Module, tuple[ModuleHooks, ...]] = {}
-
-    def walk(module: nn.Module, around: tuple[ModuleHooks, ...]) -> None:
-        hooks = hooks_of(module)
-        if hooks is not None and (not around or around[-1] is not hooks):
-            around = (*around, hooks)
-        if module in chains:
-            return
-        chains[module] = around
-        for child in module.children():
-            walk(child, around)
-
-    for top in tops:
-        for module in top.modules:
-            walk(module, ())
-    return chains
-
-
-def _innermost_around(
-    chains: dict[nn.Module, tuple[ModuleHooks, ...]], param: ShardedParam
-) -> ModuleHooks:
-    around = [chains[module] for module in _modules_of(param) if module in chains]
-    common = around[0][0]
-    for level in zip(*around, strict=False):
-        if any(hooks is not level[0] for hooks in level):
-            break
-        common = level[0]
-    return common

@@ -6,44 +6,34 @@ from math import prod
 
 from torch import nn
 
-from fullshard.layout import UnitLayout
-from fullshard.runtime.hooks import hooks_of
+from fullshard.runtime.hooks import units_below
 from fullshard.trace.timeline import UnitFacts
 from fullshard.unit.unit import Unit
 
 
 def unit_facts(model: nn.Module) -> list[UnitFacts]:
     """The units of a model, outer ones first; units without parameters are left out."""
-    hooks_list = dict.fromkeys(hooks_of(module) for module in model.modules())
-    units = [unit for hooks in hooks_list if hooks is not None for unit in hooks.units]
-    return [_facts(unit) for unit in units if unit.params]
+    return [_facts(unit) for unit in units_below(model) if unit.params]
 
 
 def _facts(unit: Unit) -> UnitFacts:
-    layouts = (unit.layout, unit.extension_layout)
+    gather_bytes = padding_bytes = num_buckets = 0
+    for layout in (unit.layout, unit.extension_layout):
+        num_bytes = sum(
+            layout.num_ranks * bucket.segment_numel * lane.dtypes.computed.itemsize
+            for lane in layout.lanes
+            for bucket in lane.buckets
+        )
+        carried = sum(param.split.numel * param.dtypes.computed.itemsize for param in layout.params)
+        gather_bytes += num_bytes
+        padding_bytes += max(num_bytes - carried, 0)  # uneven splits, and alignment
+        num_buckets += sum(len(lane.buckets) for lane in layout.lanes)
     return UnitFacts(
         name=unit.name,
         num_parameters=len(unit.params),
-        numel=sum(prod(sharded_param.shape) for sharded_param in unit.params),
-        num_bytes=sum(
-            prod(sharded_param.shape) * sharded_param.dtype.itemsize
-            for sharded_param in unit.params
-        ),
-        padding_bytes=sum(_padding_bytes(layout) for layout in layouts),
-        num_buckets=sum(len(lane.buckets) for layout in layouts for lane in layout.lanes),
-        gather_bytes=sum(_message_bytes(layout) for layout in layouts),
+        numel=sum(prod(param.shape) for param in unit.params),
+        num_bytes=sum(prod(param.shape) * param.dtype.itemsize for param in unit.params),
+        padding_bytes=padding_bytes,
+        num_buckets=num_buckets,
+        gather_bytes=gather_bytes,
     )
-
-
-def _message_bytes(layout: UnitLayout) -> int:
-    return sum(
-        layout.num_ranks * bucket.segment_numel * lane.dtypes.computed.itemsize
-        for lane in layout.lanes
-        for bucket in lane.buckets
-    )
-
-
-def _padding_bytes(layout: UnitLayout) -> int:
-    """What buckets carry beyond parameters: uneven splits, and alignment."""
-    carried = sum(param.split.numel * param.dtypes.computed.itemsize for param in layout.params)
-    return max(_message_bytes(layout) - carried, 0)
