@@ -1,7 +1,7 @@
 """Every way to run a sharded model computes what the unsharded model computes.
 
-The judge is the unsharded model that sees every rank's batch, and mostly also torch's own
-`fully_shard`, which sees this rank's.
+The oracles are the unsharded model, which sees every rank's batch, and mostly torch's own API,
+which sees this rank's.
 """
 
 import copy
@@ -14,447 +14,459 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register_forward_method
-from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
 
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 from fullshard.unit.unit import Sharded, Unit
 from tests.counted import CountedGather, CountedReduce
+from tests.wrapped import (
+    APIS,
+    WIDTH,
+    Block,
+    Closeness,
+    Lesson,
+    Model,
+    Net,
+    Package,
+    ShardUnit,
+    assert_all_sharded,
+    assert_api_trains_alike,
+    assert_trains_alike,
+    each_backward,
+    held_bytes,
+    linear,
+    loss_of,
+    make_batch,
+    several,
+    shard_blocks,
+    shard_parts,
+    unit_sharder,
+    units_of,
+    vector,
+)
 
-WIDTH = 6
-Door = Callable[..., Any]
-Shard = Callable[[Door, Any], None]
-Step = Callable[[Any, Tensor, float], Any]
-"""`step(model, batch, scale)` runs forward and backward, its losses multiplied by `scale`."""
-
-
-def batch_of(rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, WIDTH, generator=generator)
+all_apis = pytest.mark.parametrize("api", APIS)
 
 
 def one_loss(model: Any, batch: Tensor, scale: float) -> Tensor:
-    loss = model(batch).square().mean()
+    return each_backward(model, [batch], scale)
+
+
+def shard_list(*names: str) -> Callable[[ShardUnit, Any], Any]:
+    """Every module of these lists is a unit, and the root."""
+
+    def shard(shard_unit: ShardUnit, model: nn.Module) -> Any:
+        parts = [
+            f"{name}.{index}"
+            for name in names
+            for index in range(len(model.get_submodule(name)))  # type: ignore[arg-type]
+        ]
+        return shard_parts(shard_unit, model, *parts)
+
+    return shard
+
+
+def parts(*names: str) -> Callable[[ShardUnit, Any], Any]:
+    return lambda shard_unit, model: shard_parts(shard_unit, model, *names)
+
+
+# Ways to run forward and backward
+
+
+def several_forwards(model: Any, batches: list[Any], scale: float) -> Tensor:
+    total = torch.stack([loss_of(model(batch)) for batch in batches]).sum()
+    (total * scale).backward()
+    return total.detach()
+
+
+def forwards_then_backwards(model: Any, batches: list[Any], scale: float) -> list[Tensor]:
+    losses = [loss_of(model(batch)) for batch in batches]
+    for loss in losses:
+        (loss * scale).backward()
+    return losses
+
+
+def forwards_then_backwards_in_reverse(
+    model: Any, batches: list[Any], scale: float
+) -> list[Tensor]:
+    losses = [loss_of(model(batch)) for batch in batches]
+    for loss in reversed(losses):
+        (loss * scale).backward()
+    return losses
+
+
+def two_backwards_of_one_forward(model: Any, batches: list[Any], scale: float) -> list[Tensor]:
+    output = model(batches[0])
+    losses = [loss_of(output[:2]), output[2:].sigmoid().sum()]
+    (losses[0] * scale).backward(retain_graph=True)
+    (losses[1] * scale).backward()
+    return losses
+
+
+def dropped_forwards(model: Any, batches: list[Any], scale: float) -> list[Tensor]:
+    dropped = model(batches[0] * 2).sum().detach()
+    kept = model(batches[0] * 3)  # its graph lives on through the step
+    return [dropped, kept.detach(), each_backward(model, batches, scale)]
+
+
+def evaluated_first(model: Any, batches: list[Any], scale: float) -> list[Tensor]:
+    model.eval()
+    with torch.no_grad():
+        seen = model(batches[0])
+    with torch.inference_mode():
+        inferred = model(batches[0])
+        assert inferred.is_inference()
+    assert not any(param.is_inference() for param in model.parameters())
+    model.train()
+    return [seen, inferred.clone(), each_backward(model, batches, scale)]
+
+
+def gradient_of_the_input(model: Any, batches: list[Any], scale: float) -> list[Tensor]:
+    batch = batches[0].requires_grad_()
+    loss = one_loss(model, batch, scale)
+    return [loss, batch.grad / scale]
+
+
+def gradient_by_autograd_grad(model: Any, batches: list[Any], scale: float) -> list[Tensor]:
+    batch = batches[0].requires_grad_()
+    (found,) = torch.autograd.grad(loss_of(model(batch)), batch)
+    return [found, one_loss(model, batch.detach(), scale)]
+
+
+def gradient_penalty(model: Any, batches: list[Any], scale: float) -> Tensor:
+    """On the gradient of the input, which is differentiated again."""
+    batch = batches[0].requires_grad_()
+    output = model(batch)
+    (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
+    loss = loss_of(output) + (slope.norm(dim=-1) - 1).square().mean()
     (loss * scale).backward()
-    return loss
+    return loss.detach()
 
 
-def full(tensor: Tensor) -> Tensor:
-    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+def a_part_alone(model: Any, batches: list[Any], scale: float) -> list[Tensor]:
+    """Before and after the whole model runs."""
+    part = model.blocks[1]
+    before = one_loss(part, batches[0], scale)
+    whole = one_loss(model, batches[0], scale)
+    return [before, whole, one_loss(part, batches[0], scale)]
 
 
-def units_of(model: nn.Module) -> list[Unit]:
-    hooks_list = dict.fromkeys(r for m in model.modules() if (r := hooks_of(m)) is not None)
-    return [unit for hooks in hooks_list for unit in hooks.units]
+def a_part_in_the_same_backward(model: Any, batches: list[Any], scale: float) -> Tensor:
+    alone = loss_of(model.blocks[0](batches[0]))
+    loss = alone + loss_of(model(batches[0])) + model.blocks[1](batches[0]).sum()
+    (loss * scale).backward()
+    return loss.detach()
 
 
-def held_bytes(unit: Unit) -> int:
-    gatherer = unit._all_gather
-    if gatherer is None:
-        return 0
-    return gatherer._full_buffer._storage.size() + gatherer._staging._storage.size()
+class PlannedError(Exception):
+    """Raised by the tests' models."""
 
 
-def assert_at_rest(model: nn.Module) -> None:
-    """After backward everything is sharded and no memory is held."""
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), name
-    for unit in units_of(model):
-        assert isinstance(unit.state, Sharded), unit
-        assert held_bytes(unit) == 0, unit
+def after_a_failed_forward(model: Any, batches: list[Any], scale: float) -> Tensor:
+    def fail(*_: Any) -> None:
+        raise PlannedError
+
+    handle = model.head.register_forward_pre_hook(fail)
+    with pytest.raises(PlannedError):
+        model(batches[0])
+    handle.remove()
+    return each_backward(model, batches, scale)
 
 
-def assert_same_steps(
-    rank: Rank,
-    build: Callable[[], nn.Module],
-    shard: Shard,
-    step: Step = one_loss,
-    *,
-    steps: int = 3,
-    torch_too: bool = True,
-    at_rest: bool = True,
-    lr: float = 0.1,
-) -> nn.Module:
-    """Train unsharded (all ranks' batches), with fullshard, and with torch's door; compare."""
-    torch.manual_seed(0)
-    reference = build()
-    ours = copy.deepcopy(reference)
-    models = {"fullshard": ours}
-    shard(functools.partial(fully_shard, mesh=rank.mesh()), ours)
-    if torch_too:
-        theirs = copy.deepcopy(reference)
-        shard(functools.partial(torch_fully_shard, mesh=rank.mesh()), theirs)
-        models["torch"] = theirs
-    optimizers = [
-        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-        for model in (reference, *models.values())
-    ]
-    for number in range(steps):
-        expected: Any = None
-        for replica in range(rank.size):
-            torch.manual_seed(number)
-            result = step(reference, batch_of(replica, number), 1 / rank.size)
-            if replica == rank.rank:
-                expected = result
-        for name, model in models.items():
-            torch.manual_seed(number)
-            found = step(model, batch_of(rank.rank, number), 1.0)
-            what = f"step {number}, {name}"
-            torch.testing.assert_close(found, expected, msg=lambda m, w=what: f"{w}: result: {m}")
-            compare(model, reference, what, gradients=True)
-        if at_rest:
-            assert_at_rest(ours)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for name, model in models.items():
-            compare(model, reference, f"after step {number}, {name}", gradients=False)
-    return ours
+def frozen_in_turns(model: Any, batches: list[Any], scale: float) -> Tensor:
+    is_trained = bool(torch.initial_seed() // 1000 % 2)
+    for param in model.blocks[1].parameters():
+        param.requires_grad_(is_trained)
+    return each_backward(model, batches, scale)
 
 
-def compare(model: nn.Module, reference: nn.Module, what: str, *, gradients: bool) -> None:
-    found = dict(model.named_parameters())
-    some = False
-    for name, expected in reference.named_parameters():
-        value = found[name]
-        if gradients:
-            if expected.grad is None or value.grad is None:
-                assert (expected.grad is None) == (value.grad is None), (
-                    f"{what}: {name}: no gradient"
-                )
-                continue
-            some = True
-            expected, value = expected.grad, value.grad
-        torch.testing.assert_close(
-            full(value.detach()),
-            expected.detach(),
-            rtol=1e-4,
-            atol=1e-6,
-            msg=lambda m, name=name: f"{what}: {name}: {m}",
-        )
-    assert some or not gradients, f"{what}: no gradient at all"
+# By step: the APIs of torch that can run it.
+STEPS: dict[Callable[..., Any], tuple[str, ...]] = {
+    several_forwards: APIS,
+    forwards_then_backwards: ("fully_shard",),
+    forwards_then_backwards_in_reverse: ("fully_shard",),
+    two_backwards_of_one_forward: ("fully_shard",),
+    dropped_forwards: ("fully_shard",),
+    evaluated_first: ("flat",),  # original parameters of torch are left as inference tensors
+    gradient_of_the_input: APIS,
+    gradient_by_autograd_grad: ("fully_shard",),
+    gradient_penalty: (),
+    a_part_alone: (),
+    a_part_in_the_same_backward: (),
+    after_a_failed_forward: (),
+    frozen_in_turns: ("flat", "orig"),
+}
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    """A root with parameters of its own around its blocks."""
-
-    def __init__(self, num_blocks: int = 3) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+@pytest.mark.parametrize("step", STEPS)
+@all_apis
+@on_ranks(2)
+def test_forward_and_backward_may_be_run_in_any_way(
+    rank: Rank, api: str, step: Callable[..., Any]
+) -> None:
+    lesson = Lesson(step=step, num_micro_batches=2)
+    assert_api_trains_alike(api, Net, shard_blocks, lesson, torch_too=api in STEPS[step])
 
 
-def shard_stack(door: Door, model: Stack) -> None:
-    for block in model.blocks:
-        door(block)
-    door(model)
+# Units that run several times, sometimes or never
 
 
-# Nesting and lists
+def nested() -> nn.Module:
+    return Model(
+        lambda self, x: self.inner(x * self.scale) * self.scale[:3], scale=vector(), inner=Net()
+    )
 
 
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.inner = Stack(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x * self.scale) * self.scale
-
-
+@all_apis
 @on_ranks(1, 2)
-def test_units_nested_three_deep_train_alike(rank: Rank) -> None:
-    def shard(door: Door, model: Nested) -> None:
-        shard_stack(door, model.inner)
-        door(model)
-
-    assert_same_steps(rank, Nested, shard)
+def test_units_nested_three_deep_train_alike(rank: Rank, api: str) -> None:
+    shard = parts("inner.blocks.0", "inner.blocks.1", "inner")
+    assert_api_trains_alike(api, nested, shard, torch_too=rank.size > 1)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@on_ranks(2)
-def test_reshard_after_forward_changes_nothing_but_memory(rank: Rank, reshard: bool) -> None:
-    def shard(door: Door, model: Stack) -> None:
-        shard_stack(functools.partial(door, reshard_after_forward=reshard), model)
-
-    assert_same_steps(rank, Stack, shard)
-
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Block()
-        self.left = nn.Linear(WIDTH, WIDTH)
-        self.right = nn.Linear(WIDTH, WIDTH)
-        self.which = "both"
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.body(x)
-        if self.which == "left":
-            return self.left(x)
-        if self.which == "right":
-            return self.right(x)
-        return self.right(self.left(x))
-
-
-def shard_heads_together(door: Door, model: TwoHeads) -> None:
-    door(model.body)
-    door([model.left, model.right])
-    door(model)
-
-
-@on_ranks(2)
-def test_a_list_of_modules_is_one_unit(rank: Rank) -> None:
-    ours = assert_same_steps(rank, TwoHeads, shard_heads_together)
-    assert hooks_of(ours.left) is hooks_of(ours.right)
-    assert len(hooks_of(ours.left).units[0].params) == 4
-
-
-@on_ranks(2)
-def test_a_list_of_modules_may_run_in_part(rank: Rank) -> None:
-    turn = {"step": 0}
-
-    def step(model: Any, batch: Tensor, scale: float) -> Tensor:
-        model.which = ("left", "right", "both", "left")[turn["step"]]
-        return one_loss(model, batch, scale)
-
-    def counted(model: Any, batch: Tensor, scale: float) -> Tensor:
-        loss = step(model, batch, scale)
-        if isinstance(model, nn.Module) and hooks_of(model) is not None:
-            turn["step"] += 1
-        return loss
-
-    assert_same_steps(rank, TwoHeads, shard_heads_together, counted, steps=4, torch_too=False)
-
-
-class ChunkedHead(nn.Module):
-    """Its forward ends with the norm; the loss calls the head, chunk by chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
-def shard_chunked(door: Door, model: ChunkedHead) -> None:
-    for block in model.blocks:
-        door(block)
-    door([model.norm, model.head])
-    door(model)
-
-
-def chunked_loss(model: Any, batch: Tensor, scale: float) -> Tensor:
-    hidden = model(batch)
-    loss = torch.stack([model.head(part).square().mean() for part in hidden.chunk(4)]).mean()
-    (loss * scale).backward()
-    return loss
-
-
-@on_ranks(2)
-def test_a_head_called_chunk_by_chunk_outside_the_roots_forward(rank: Rank) -> None:
-    assert_same_steps(rank, ChunkedHead, shard_chunked, chunked_loss)
-
-
-@on_ranks(2)
-def test_a_head_whose_chunks_each_run_backward_at_once(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> Tensor:
-        hidden = model(batch)
-        detached = hidden.detach().requires_grad_()
-        losses = []
-        for part in detached.chunk(2):
-            loss = model.head(part).square().mean()
-            (loss * scale).backward()
-            losses.append(loss.detach())
-        hidden.backward(detached.grad)
-        return torch.stack(losses)
-
-    assert_same_steps(rank, ChunkedHead, shard_chunked, step)
-
-
-# Several runs
-
-
-class Repeating(nn.Module):
-    """Runs the blocks in an order in which some come twice."""
-
-    def __init__(self, order: tuple[int, ...]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(max(order) + 1))
-        self.last = nn.Linear(WIDTH, WIDTH)
-        self.order = order
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
+def repeating() -> nn.Module:
+    def run(self: Any, x: Tensor) -> Tensor:
+        for index in (0, 1, 1, 0, 0, 2, 1):
             x = self.blocks[index](x)
         return self.last(x)
 
+    return Model(run, blocks=several(Block, 3), last=linear())
 
-@pytest.mark.parametrize("order", [(0, 0, 1), (0, 1, 0), (0, 1, 1, 0, 0, 2, 1)])
+
+@all_apis
 @on_ranks(2)
-def test_a_unit_that_runs_several_times_in_one_forward(rank: Rank, order: tuple[int, ...]) -> None:
-    assert_same_steps(rank, lambda: Repeating(order), shard_stack)
+def test_a_unit_that_runs_several_times_in_one_forward(rank: Rank, api: str) -> None:
+    assert_api_trains_alike(api, repeating, torch_too=api == "fully_shard")
 
 
-@on_ranks(2)
-def test_several_forwards_before_one_backward(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> Tensor:
-        losses = [model(part).square().mean() for part in batch.chunk(3)]
-        loss = torch.stack(losses).sum()
-        (loss * scale).backward()
-        return loss
+def recursive() -> nn.Module:
+    def run(self: Any, x: Tensor, depth: int = 2) -> Tensor:
+        return self.block(self(x, depth - 1) if depth else x) * self.scale
 
-    assert_same_steps(rank, Stack, shard_stack, step)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@on_ranks(2)
-def test_two_forwards_then_their_two_backwards(rank: Rank, reverse: bool) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> list[Tensor]:
-        losses = [model(part).square().mean() for part in batch.chunk(2)]
-        for loss in reversed(losses) if reverse else losses:
-            (loss * scale).backward()
-        return losses
-
-    assert_same_steps(rank, Stack, shard_stack, step)
-
-
-@on_ranks(2)
-def test_two_losses_of_one_forward_run_backward_one_after_another(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> list[Tensor]:
-        output = model(batch)
-        losses = [output.square().mean(), output.sigmoid().sum()]
-        (losses[0] * scale).backward(retain_graph=True)
-        (losses[1] * scale).backward()
-        return losses
-
-    assert_same_steps(rank, Stack, shard_stack, step)
-
-
-@on_ranks(2)
-def test_a_forward_without_a_backward_leaves_the_next_step_alone(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> list[Tensor]:
-        dropped = model(batch * 2).sum().detach()
-        kept = model(batch * 3)  # its graph lives on through the step
-        loss = one_loss(model, batch, scale)
-        return [dropped, kept.detach(), loss]
-
-    assert_same_steps(rank, Stack, shard_stack, step)
+    return Model(run, block=Block(), scale=vector())
 
 
 @on_ranks(2)
 def test_a_root_that_calls_itself_trains_alike(rank: Rank) -> None:
-    def shard(door: Door, model: Recursive) -> None:
-        door(model.block)
-        door(model)
-
-    assert_same_steps(rank, Recursive, shard, torch_too=False)
+    assert_api_trains_alike("fully_shard", recursive, torch_too=False)
 
 
-class Recursive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+def resting() -> nn.Module:
+    """Runs a unit twice, one only if told to, and one never."""
 
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        if depth:
-            x = self(x, depth - 1)
-        return self.block(x) * self.scale
+    def run(self: Any, x: Tensor) -> Tensor:
+        x = self.twice(torch.tanh(self.twice(x)))
+        return (self.sometimes(x) if self.takes_detour else x) * self.own
 
-
-# Without gradients
+    units = {"twice": Block(), "sometimes": Block(), "never": Block()}
+    return Model(run, **units, own=vector(), takes_detour=True)
 
 
-GRAD_FREE = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
+def branching() -> nn.Module:
+    """And a parameter is never used, whose gradient is zeros in a wrapper and None elsewhere."""
+    model = resting()
+    model.unused = vector()
+    return model
+
+
+def set_detour(model: Any, takes_detour: bool) -> None:
+    getattr(model, "module", model).takes_detour = takes_detour
+
+
+def with_and_without(model: Any, batches: list[Any], scale: float) -> Tensor:
+    set_detour(model, True)
+    loss = each_backward(model, batches, scale)
+    set_detour(model, False)
+    return loss + each_backward(model, batches, scale)
+
+
+def every_other_step(model: Any, batches: list[Any], scale: float) -> Tensor:
+    set_detour(model, bool(torch.initial_seed() // 1000 % 2))
+    return each_backward(model, batches, scale)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=0.02, weight_decay=0.1, eps=1e-3)
+
+
+LESSONS = {
+    branching: Lesson(step=with_and_without),
+    resting: Lesson(step=every_other_step, optimizer=adamw, num_steps=4),
 }
 
 
-@pytest.mark.parametrize("mode", GRAD_FREE)
+@pytest.mark.parametrize("build", LESSONS)
+@all_apis
 @on_ranks(2)
-def test_forwards_without_gradients_come_first_and_between_steps(rank: Rank, mode: str) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> list[Tensor]:
-        model.eval()
-        with GRAD_FREE[mode]():
-            before = model(batch)
-        model.train()
-        loss = one_loss(model, batch, scale)
-        with GRAD_FREE[mode]():
-            after = model(batch)
-        return [before.clone(), loss, after.clone()]
-
-    assert_same_steps(rank, Stack, shard_stack, step, at_rest=False, torch_too=False)
+def test_units_run_twice_sometimes_or_never(
+    rank: Rank, api: str, build: Callable[[], nn.Module]
+) -> None:
+    near, torch_too = Closeness(1e-4, 1e-5), api != "fully_shard"
+    shard = parts("twice", "sometimes", "never")
+    assert_api_trains_alike(
+        api, build, shard, LESSONS[build], torch_too=torch_too, near=near, near_torch=near
+    )
 
 
+def routed(dtype: torch.dtype) -> nn.Module:
+    """Sends a whole batch to one of two experts: the batch says which."""
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        expert = self.experts[int(x[0, 0] > 0)]
+        return self.head(torch.tanh(expert(x.to(expert.weight.dtype))).float())
+
+    experts = nn.ModuleList([linear(), linear(dtype=dtype)])
+    return Model(run, experts=experts, head=nn.Linear(WIDTH, 3))
+
+
+def to_one_expert(generator: torch.Generator) -> Tensor:
+    """Every rank to another one."""
+    batch = make_batch(generator)
+    batch[0, 0] = 1.0 if generator.initial_seed() % 20 < 10 else -1.0
+    return batch
+
+
+@pytest.mark.parametrize("api", ["flat", "orig"])
 @on_ranks(2)
-def test_units_made_whole_for_inference_can_be_trained(rank: Rank) -> None:
-    """Resharding at the root too, so that training gathers into what inference made."""
-
-    def shard(door: Door, model: Stack) -> None:
-        shard_stack(functools.partial(door, reshard_after_forward=True), model)
-
-    def step(model: Any, batch: Tensor, scale: float) -> list[Tensor]:
-        with torch.inference_mode():
-            seen = model(batch)
-            assert seen.is_inference()
-        assert not any(p.is_inference() for p in model.parameters())
-        return [seen.clone(), one_loss(model, batch, scale)]
-
-    assert_same_steps(rank, Stack, shard, step, torch_too=False)
+def test_ranks_may_use_different_parameters_of_a_wrapper(rank: Rank, api: str) -> None:
+    """With `fully_shard` that is `set_reduce_scatter_unused_params`."""
+    for dtype in (torch.float32, torch.float64):
+        build = functools.partial(routed, dtype)
+        lesson = Lesson(to_one_expert)
+        assert_api_trains_alike(api, build, parts(), lesson, torch_too=dtype == torch.float32)
 
 
+def pair() -> nn.Module:
+    """Two models that are trained through each other, with nothing around them."""
+
+    def run(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.maker(x)
+        return self.judge(made.detach()), self.judge(made)
+
+    return Model(run, maker=Net(), judge=nn.Linear(3, 2))
+
+
+@all_apis
 @on_ranks(2)
-def test_an_inner_unit_that_saw_no_gradient_holds_no_memory_after_eval(rank: Rank) -> None:
-    model = Stack()
-    shard_stack(functools.partial(fully_shard, mesh=rank.mesh()), model)
-    for _ in range(2):
-        with torch.no_grad():
-            model(batch_of(0, 0))
-        for block in model.blocks:
-            assert isinstance(hooks_of(block).units[0].state, Sharded)
-            assert held_bytes(hooks_of(block).units[0]) == 0
-
-
-@on_ranks(2)
-def test_frozen_units_and_frozen_inputs_train_the_rest(rank: Rank) -> None:
-    def build() -> nn.Module:
-        model = Stack()
-        model.first.requires_grad_(False)
-        model.blocks[0].requires_grad_(False)
-        model.blocks[2].requires_grad_(False)
+def test_two_roots_train_through_each_other(rank: Rank, api: str) -> None:
+    def shard(shard_unit: ShardUnit, model: Any) -> Any:
+        model.maker = shard_blocks(shard_unit, model.maker)
+        model.judge = shard_unit(model.judge)
         return model
 
-    assert_same_steps(rank, build, shard_stack)
+    assert_api_trains_alike(api, pair, shard, torch_too=api != "fully_shard")
+
+
+# Frozen parameters
+
+
+FROZEN = {
+    "a_bias_of_each": ("blocks.0.up.bias", "blocks.1.down.bias", "head.bias"),
+    "the_first_block": ("blocks.0.",),
+    "the_last_block": ("blocks.1.",),
+    "the_root": ("head.", "scale"),
+    "all_but_a_bias": ("blocks.", "head.weight", "scale"),
+}
+
+
+@pytest.mark.parametrize("part", FROZEN)
+@all_apis
+@on_ranks(2)
+def test_what_is_frozen_stays_and_the_rest_trains(rank: Rank, api: str, part: str) -> None:
+    def build() -> Net:
+        model = Net()
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.startswith(FROZEN[part]))
+        return model
+
+    def shard(api: str, package: Package, model: Net) -> Any:
+        return shard_blocks(unit_sharder(package, api), model)
+
+    torch.manual_seed(0)
+    before = dict(build().named_parameters())
+    # Torch's wrapper refuses a flat parameter of both kinds.
+    torch_shard = functools.partial(shard, "orig" if api == "flat" else api)
+    learner = assert_trains_alike(build, functools.partial(shard, api), torch_shard=torch_shard)
+    for name, value in learner.full_parameters().items():
+        assert torch.equal(value, before[name]) is not before[name].requires_grad, name
+
+
+# Lists of modules that are one unit
+
+
+def two_heads() -> nn.Module:
+    def run(self: Any, x: Tensor) -> Tensor:
+        x = self.body(x)
+        if self.which != "right":
+            x = self.left(x)
+        return x if self.which == "left" else self.right(x)
+
+    return Model(run, body=Block(), left=linear(), right=linear(), which="both")
+
+
+def shard_heads_together(shard_unit: ShardUnit, model: Any) -> Any:
+    shard_unit(model.body)
+    shard_unit([model.left, model.right])
+    return shard_unit(model)
+
+
+def heads_in_turns(model: Any, batches: list[Any], scale: float) -> Tensor:
+    model.which = ("left", "right", "both", "left")[torch.initial_seed() // 1000]
+    return each_backward(model, batches, scale)
+
+
+@on_ranks(2)
+def test_a_list_of_modules_is_one_unit_and_may_run_in_part(rank: Rank) -> None:
+    ours = assert_api_trains_alike("fully_shard", two_heads, shard_heads_together).model
+    assert hooks_of(ours.left) is hooks_of(ours.right)
+    assert len(hooks_of(ours.left).units[0].params) == 4
+    lesson = Lesson(step=heads_in_turns, num_steps=4)
+    assert_api_trains_alike("fully_shard", two_heads, shard_heads_together, lesson, torch_too=False)
+
+
+def chunked_head() -> nn.Module:
+    """Its forward ends with the norm; the loss calls the head, chunk by chunk."""
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    head = nn.Linear(WIDTH, 5)
+    return Model(run, blocks=several(Block, 2), norm=nn.LayerNorm(WIDTH), head=head)
+
+
+def shard_chunked(shard_unit: ShardUnit, model: Any) -> Any:
+    for block in model.blocks:
+        shard_unit(block)
+    shard_unit([model.norm, model.head])
+    return shard_unit(model)
+
+
+def chunks_in_one_backward(model: Any, batches: list[Any], scale: float) -> Tensor:
+    hidden = model(batches[0])
+    loss = torch.stack([loss_of(model.head(part)) for part in hidden.chunk(4)]).mean()
+    (loss * scale).backward()
+    return loss
+
+
+def chunks_in_a_backward_each(model: Any, batches: list[Any], scale: float) -> Tensor:
+    hidden = model(batches[0])
+    detached = hidden.detach().requires_grad_()
+    losses = [one_loss(model.head, part, scale) for part in detached.chunk(2)]
+    hidden.backward(detached.grad)
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("step", [chunks_in_one_backward, chunks_in_a_backward_each])
+@on_ranks(2)
+def test_a_head_called_chunk_by_chunk_outside_the_roots_forward(
+    rank: Rank, step: Callable[..., Tensor]
+) -> None:
+    assert_api_trains_alike("fully_shard", chunked_head, shard_chunked, Lesson(step=step))
 
 
 # Other methods
@@ -478,51 +490,48 @@ class Autoencoder(nn.Module):
         return self.decode(self.encode(x))
 
 
+def encoded_and_decoded(model: Any, batches: list[Any], scale: float) -> list[Tensor]:
+    code = model.encode(batches[0], twice=True)
+    loss = (model.decode(code) - batches[0]).square().mean()
+    (loss * scale).backward()
+    return [code.detach(), loss, each_backward(model, batches, scale)]
+
+
 @on_ranks(2)
 def test_methods_other_than_forward_can_be_registered(rank: Rank) -> None:
-    def shard(door: Door, model: Autoencoder) -> None:
-        ours = door.func is fully_shard
+    def shard(shard_unit: Any, model: Autoencoder) -> Autoencoder:
+        ours = shard_unit.func is fully_shard
         register = register_fsdp_forward_method if ours else torch_register_forward_method
-        door(model.encoder)
-        door(model.decoder)
-        door(model)
+        shard_parts(shard_unit, model, "encoder", "decoder")
         register(model, "encode")
         register(model, "decode")
+        return model
 
-    def step(model: Any, batch: Tensor, scale: float) -> list[Tensor]:
-        code = model.encode(batch, twice=True)
-        loss = (model.decode(code) - batch).square().mean()
-        (loss * scale).backward()
-        return [code.detach(), loss, one_loss(model, batch, scale)]
-
-    assert_same_steps(rank, Autoencoder, shard, step)
-
-
-@on_ranks(2)
-def test_registering_a_method_of_an_unsharded_module_does_nothing(rank: Rank) -> None:
-    model = Autoencoder()
-    register_fsdp_forward_method(model, "encode")
-    assert "encode" not in vars(model)
+    lesson = Lesson(step=encoded_and_decoded)
+    assert_api_trains_alike("fully_shard", Autoencoder, shard, lesson)
+    unsharded = Autoencoder()
+    register_fsdp_forward_method(unsharded, "encode")
+    assert "encode" not in vars(unsharded)
 
 
-# What goes in and comes out
+# Inputs and outputs
 
 
 @dataclass
-class Pair:
+class Two:
     left: Tensor
     right: Tensor
     note: str = "kept"
 
 
 @dataclass(frozen=True)
-class FrozenPair:
+class FrozenTwo:
     left: Tensor
     right: Tensor
     nothing: None = None
 
 
-class NamedPair(NamedTuple):
+class NamedTwo(NamedTuple):
     left: Tensor
     right: Tensor
 
@@ -534,75 +543,67 @@ CONTAINERS: dict[str, tuple[Wrap, Unwrap]] = {
     "ordered dict": (lambda a, b: OrderedDict(a=a, b=b), lambda v: (v["a"], v["b"])),
     "tuple": (lambda a, b: (a, None, "text", b), lambda v: (v[0], v[3])),
     "list": (lambda a, b: [a, b], lambda v: (v[0], v[1])),
-    "dataclass": (Pair, lambda v: (v.left, v.right)),
-    "frozen dataclass": (FrozenPair, lambda v: (v.left, v.right)),
-    "named tuple": (NamedPair, lambda v: (v.left, v.right)),
+    "dataclass": (Two, lambda v: (v.left, v.right)),
+    "frozen dataclass": (FrozenTwo, lambda v: (v.left, v.right)),
+    "named tuple": (NamedTwo, lambda v: (v.left, v.right)),
     "nested": (
-        lambda a, b: {"deep": [Pair(a, b), (None, NamedPair(a * 2, b))], 7: torch.arange(3)},
+        lambda a, b: {"deep": [Two(a, b), (None, NamedTwo(a * 2, b))], 7: torch.arange(3)},
         lambda v: (v["deep"][0].left + v["deep"][1][1].left, v["deep"][1][1].right),
     ),
 }
 
 
-class Carrying(nn.Module):
+def carrying(kind: str) -> nn.Module:
     """A unit that takes and returns a container."""
+    wrap, unwrap = CONTAINERS[kind]
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.left = nn.Linear(WIDTH, WIDTH)
-        self.right = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, *, given: Any, unused: Any = None) -> Any:
-        wrap, unwrap = CONTAINERS[self.kind]
+    def run(self: Any, *, given: Any, unused: Any = None) -> Any:
         left, right = unwrap(given)
         return wrap(torch.tanh(self.left(left)) + right.to(left.dtype), self.right(right))
 
+    return Model(run, left=linear(), right=linear())
 
-class Carriers(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.units = nn.ModuleList(Carrying(kind) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        wrap, unwrap = CONTAINERS[self.kind]
+def carriers(kind: str) -> nn.Module:
+    wrap, unwrap = CONTAINERS[kind]
+
+    def run(self: Any, x: Tensor) -> Tensor:
         value = wrap(x, x + 1)
         for unit in self.units:
             value = unit(given=value, unused={"flag": True})
         left, right = unwrap(value)
         return left * right
 
+    return Model(run, units=several(functools.partial(carrying, kind), 3))
 
-@pytest.mark.parametrize("kind", CONTAINERS)
+
+@pytest.mark.parametrize(
+    "api, kind",
+    [*(("fully_shard", kind) for kind in CONTAINERS), ("flat", "nested"), ("orig", "nested")],
+)
 @on_ranks(2)
-def test_tensors_travel_in_containers(rank: Rank, kind: str) -> None:
-    def shard(door: Door, model: Carriers) -> None:
-        for unit in model.units:
-            door(unit)
-        door(model)
-
-    assert_same_steps(rank, lambda: Carriers(kind), shard, torch_too=False)
+def test_tensors_travel_in_containers(rank: Rank, api: str, kind: str) -> None:
+    build = functools.partial(carriers, kind)
+    assert_api_trains_alike(api, build, shard_list("units"), torch_too=False)
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
 @on_ranks(2)
-def test_tensors_in_containers_are_cast(rank: Rank, kind: str) -> None:
+def test_tensors_in_containers_are_cast(rank: Rank) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    wrap, unwrap = CONTAINERS[kind]
-    unit = fully_shard(Carrying(kind), mesh=rank.mesh(), mp_policy=policy)
-    seen: list[torch.dtype] = []
-    unit.left.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-    given = wrap(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
-    result = unit(given=given)
-    assert seen == [torch.bfloat16]
-    assert type(result) is type(given)
-    assert all(tensor.dtype is torch.float64 for tensor in unwrap(result))
-    assert all(tensor.dtype is torch.float32 for tensor in unwrap(given)), (
-        "the caller's is untouched"
-    )
-    sum(tensor.sum() for tensor in unwrap(result)).backward()
-    assert unit.left.weight.grad.dtype is torch.float32
+    for kind, (wrap, unwrap) in CONTAINERS.items():
+        unit = fully_shard(carrying(kind), mesh=rank.mesh(), mp_policy=policy)
+        seen: list[torch.dtype] = []
+        unit.left.register_forward_pre_hook(lambda _, args, s=seen: s.append(args[0].dtype))
+        given = wrap(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+        result = unit(given=given)
+        assert seen == [torch.bfloat16], kind
+        assert type(result) is type(given), kind
+        assert all(tensor.dtype is torch.float64 for tensor in unwrap(result)), kind
+        assert kind != "nested" or result[7].dtype is torch.int64
+        unchanged = all(tensor.dtype is torch.float32 for tensor in unwrap(given))
+        assert unchanged, f"{kind}: the caller's container was changed"
+        sum(tensor.sum() for tensor in unwrap(result)).backward()
+        assert unit.left.weight.grad.dtype is torch.float32, kind
 
 
 class Hidden:
@@ -612,297 +613,170 @@ class Hidden:
         self.tensor = tensor
 
 
-class FrozenAndBias(nn.Module):
+def frozen_and_bias() -> nn.Module:
     """Its bias has its gradient before its frozen weights are read for the input's gradient."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        self.two = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
+    def run(self: Any, x: Hidden) -> Tensor:
+        return self.two(torch.tanh(self.one(x.tensor))) + self.bias
 
-    def forward(self, x: Any) -> Any:
-        tensor = x.tensor if isinstance(x, Hidden) else x
-        output = self.two(torch.tanh(self.one(tensor))) + self.bias
-        return Hidden(output) if isinstance(x, Hidden) else output
+    one, two = (linear().requires_grad_(False) for _ in range(2))
+    return Model(run, one=one, two=two, bias=vector())
 
 
-class PlainOutput(FrozenAndBias):
-    def forward(self, x: Any) -> Tensor:
-        return super().forward(x).tensor
-
-
-class HiddenInputsOnly(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-        self.units = nn.ModuleList(PlainOutput() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
+def hidden_inputs() -> nn.Module:
+    def run(self: Any, x: Tensor) -> Tensor:
         x = self.first(x)
         for unit in self.units:
             x = unit(Hidden(x))
         return x
 
+    return Model(run, first=Block(), units=several(frozen_and_bias, 2))
+
 
 @on_ranks(2)
 def test_inputs_that_cannot_be_seen_keep_frozen_weights_until_they_were_read(rank: Rank) -> None:
-    def shard(door: Door, model: HiddenInputsOnly) -> None:
-        door(model.first)
-        for unit in model.units:
-            door(unit)
-        door(model)
-
-    assert_same_steps(rank, HiddenInputsOnly, shard)
+    shard = parts("first", "units.0", "units.1")
+    assert_api_trains_alike("fully_shard", hidden_inputs, shard)
 
 
-class Viewing(nn.Module):
-    """Returns a view: of what it computed, or one of several."""
+def viewing() -> nn.Module:
+    """Returns views of what it computed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.wide(x)
         return y[:, :WIDTH], y.view(-1, 2, WIDTH)[:, 1]
 
-
-class ViewsChangedInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(Viewing() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            left, right = unit(x)
-            left.mul_(torch.sigmoid(right))
-            left.add_(1)
-            x = torch.tanh(left)
-        return x
+    return Model(run, wide=nn.Linear(WIDTH, 2 * WIDTH))
 
 
-@on_ranks(2)
-def test_outputs_that_are_views_may_be_changed_in_place(rank: Rank) -> None:
-    def shard(door: Door, model: ViewsChangedInPlace) -> None:
-        for unit in model.units:
-            door(unit)
-        door(model)
+def changing() -> nn.Module:
+    """Changes its input in place."""
 
-    assert_same_steps(rank, ViewsChangedInPlace, shard, torch_too=False)
-
-
-class ChangesItsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.change = nn.ModuleList(InPlace() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit, change in zip(self.units, self.change, strict=True):
-            x = change(unit(x))
-        return x
-
-
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-        self.gate = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Tensor:
         gate = torch.sigmoid(self.gate(x.detach().clone()))
         x.add_(self.bias)
         return x.mul_(gate)
 
+    return Model(run, bias=vector(), gate=linear())
+
+
+def changed_in_place() -> nn.Module:
+    def run(self: Any, x: Tensor) -> Tensor:
+        for unit in self.viewing:
+            left, right = unit(x)
+            left.mul_(torch.sigmoid(right))
+            left.add_(1)
+            x = torch.tanh(left)
+        for unit, change in zip(self.plain, self.changing, strict=True):
+            x = change(unit(x))
+        return x
+
+    units = {"viewing": several(viewing, 3), "plain": several(linear, 2)}
+    return Model(run, **units, changing=several(changing, 2))
+
 
 @on_ranks(2)
-def test_a_unit_may_change_its_input_in_place(rank: Rank) -> None:
-    def shard(door: Door, model: ChangesItsInput) -> None:
-        for unit in (*model.units, *model.change):
-            door(unit)
-        door(model)
-
-    assert_same_steps(rank, ChangesItsInput, shard, torch_too=False)
+def test_inputs_and_outputs_of_units_may_be_changed_in_place(rank: Rank) -> None:
+    shard = shard_list("viewing", "plain", "changing")
+    assert_api_trains_alike("fully_shard", changed_in_place, shard, torch_too=False)
 
 
-class WithAux(nn.Module):
+def with_aux() -> nn.Module:
     """A unit with a second output, as a mixture of experts has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.router = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.block(x), self.router(x).softmax(-1)
+    return Model(
+        lambda self, x: (self.block(x), self.router(x).softmax(-1)),
+        block=Block(),
+        router=nn.Linear(WIDTH, 3),
+    )
 
 
-class AuxModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(WithAux() for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def aux_model() -> nn.Module:
+    def run(self: Any, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         aux = []
         for unit in self.units:
             x, extra = unit(x)
             aux.append(extra)
         return x, aux
 
-
-def shard_aux(door: Door, model: AuxModel) -> None:
-    for unit in model.units:
-        door(unit)
-    door(model)
+    return Model(run, units=several(with_aux, 3))
 
 
+# Which outputs the loss uses.
+AUX_LOSSES: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
+    "all": lambda output, aux: output.square().mean() + sum(a.square().sum() for a in aux),
+    "not all": lambda output, aux: output.square().mean() + aux[1].square().sum(),
+    "only an early one": lambda output, aux: aux[1].square().sum(),
+}
+
+
+@pytest.mark.parametrize("used", AUX_LOSSES)
 @on_ranks(2)
-def test_an_aux_loss_on_an_inner_units_second_output(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> Tensor:
-        output, aux = model(batch)
-        loss = output.square().mean() + sum(extra.square().sum() for extra in aux)
+def test_a_loss_on_inner_units_second_outputs(rank: Rank, used: str) -> None:
+    def step(model: Any, batches: list[Any], scale: float) -> Tensor:
+        loss = AUX_LOSSES[used](*model(batches[0]))
         (loss * scale).backward()
         return loss
 
-    assert_same_steps(rank, AuxModel, shard_aux, step)
-
-
-@on_ranks(2)
-def test_an_output_that_the_loss_does_not_use(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> Tensor:
-        output, aux = model(batch)
-        loss = output.square().mean() + aux[1].square().sum()
-        (loss * scale).backward()
-        return loss
-
-    assert_same_steps(rank, AuxModel, shard_aux, step)
-
-
-@on_ranks(2)
-def test_only_an_aux_output_of_an_early_unit_runs_backward(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> Tensor:
-        _, aux = model(batch)
-        loss = aux[1].square().sum()
-        (loss * scale).backward()
-        return loss
-
-    assert_same_steps(rank, AuxModel, shard_aux, step)
-
-
-# Gradients of inputs, and gradients inside forward
-
-
-@on_ranks(2)
-def test_inputs_that_require_gradients_get_them(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> list[Tensor]:
-        batch = batch.requires_grad_()
-        loss = model(batch).square().mean()
-        (loss * scale).backward()
-        return [loss, batch.grad / scale]
-
-    assert_same_steps(rank, Stack, shard_stack, step)
+    assert_api_trains_alike("fully_shard", aux_model, shard_list("units"), Lesson(step=step))
 
 
 @on_ranks(2)
 def test_a_tensor_given_again_and_again_does_not_gather_hooks(rank: Rank) -> None:
-    model = Stack()
-    shard_stack(functools.partial(fully_shard, mesh=rank.mesh()), model)
+    model = shard_blocks(functools.partial(fully_shard, mesh=rank.mesh()), Net())
     prompt = torch.randn(4, WIDTH, requires_grad=True)
     for _ in range(3):
         model(prompt).sum().backward()
     assert len(prompt._backward_hooks or ()) <= 1
 
 
-@on_ranks(2)
-def test_gradients_asked_for_with_autograd_grad(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> list[Tensor]:
-        batch = batch.requires_grad_()
-        (found,) = torch.autograd.grad(model(batch).square().mean(), batch)
-        return [found, one_loss(model, batch.detach(), scale)]
-
-    assert_same_steps(rank, Stack, shard_stack, step)
-
-
-class Penalised(nn.Module):
+def penalised(create_graph: bool) -> nn.Module:
     """The gradient of an inner unit's output by its input is part of the loss."""
 
-    def __init__(self, create_graph: bool) -> None:
-        super().__init__()
-        self.create_graph = create_graph
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.after = nn.Linear(WIDTH, WIDTH)
-        self.own = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Tensor:
         x = self.before(x * self.own)
         scored = self.critic(x)
         (slope,) = torch.autograd.grad(
-            scored.sum(), x, create_graph=self.create_graph, retain_graph=True
+            scored.sum(), x, create_graph=create_graph, retain_graph=True
         )
         return self.after(scored + slope) * self.own
+
+    critic = nn.Sequential(linear(), nn.Tanh(), linear())
+    return Model(run, before=linear(), critic=critic, after=linear(), own=vector())
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
 @on_ranks(2)
 def test_a_gradient_taken_inside_forward(rank: Rank, create_graph: bool) -> None:
-    def shard(door: Door, model: Penalised) -> None:
-        for unit in (model.before, model.critic, model.after):
-            door(unit)
-        door(model)
-
-    assert_same_steps(rank, lambda: Penalised(create_graph), shard, torch_too=False)
+    build = functools.partial(penalised, create_graph)
+    shard = parts("before", "critic", "after")
+    assert_api_trains_alike("fully_shard", build, shard, torch_too=False)
 
 
-@on_ranks(2)
-def test_a_gradient_penalty_around_the_whole_model(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> Tensor:
-        batch = batch.requires_grad_()
-        output = model(batch)
-        (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
-        loss = output.square().mean() + (slope.norm(dim=-1) - 1).square().mean()
-        (loss * scale).backward()
-        return loss
-
-    assert_same_steps(rank, Stack, shard_stack, step, torch_too=False)
+# Units whose inputs come from several others
 
 
-# Encoder and decoder, frozen weights
-
-
-class Adapted(nn.Module):
+def adapted() -> nn.Module:
     """A frozen linear with a trainable low-rank one beside it."""
-
-    def __init__(self, rank: int = 2) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, rank, bias=False)
-        self.up = nn.Linear(rank, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + self.up(self.down(x))
+    return Model(
+        lambda self, x: self.frozen(x) + self.up(self.down(x)),
+        frozen=linear().requires_grad_(False),
+        down=nn.Linear(WIDTH, 2, bias=False),
+        up=nn.Linear(2, WIDTH, bias=False),
+    )
 
 
-class CrossBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = Adapted(), Adapted(), Adapted()
-        self.out = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+def cross_block() -> nn.Module:
+    def run(self: Any, x: Tensor, memory: Tensor) -> Tensor:
         scores = self.query(self.norm(x)) @ self.key(memory).transpose(-1, -2)
         return x + self.out(scores.softmax(-1) @ self.value(memory))
 
+    attention = {name: adapted() for name in ("query", "key", "value")}
+    out = linear().requires_grad_(False)
+    return Model(run, **attention, out=out, norm=nn.LayerNorm(WIDTH))
 
-class EncoderDecoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.ModuleList(Adapted() for _ in range(2))
-        self.decoder = nn.ModuleList(CrossBlock() for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+def encoder_decoder() -> nn.Module:
+    def run(self: Any, x: Tensor) -> Tensor:
         memory = x
         for layer in self.encoder:
             memory = torch.tanh(layer(memory))
@@ -911,22 +785,14 @@ class EncoderDecoder(nn.Module):
             x = layer(x, memory)
         return x
 
-
-def shard_encoder_decoder(door: Door, model: EncoderDecoder) -> None:
-    for layer in (*model.encoder, *model.decoder):
-        door(layer)
-    door(model)
-
-
-@on_ranks(2)
-def test_units_with_inputs_from_two_units_and_frozen_weights(rank: Rank) -> None:
-    assert_same_steps(rank, EncoderDecoder, shard_encoder_decoder)
+    return Model(run, encoder=several(adapted, 2), decoder=several(cross_block, 4))
 
 
 @on_ranks(2)
 def test_an_input_that_many_units_share_does_not_keep_them_all_unsharded(rank: Rank) -> None:
-    model = EncoderDecoder()
-    shard_encoder_decoder(functools.partial(fully_shard, mesh=rank.mesh()), model)
+    shard = shard_list("encoder", "decoder")
+    model = assert_api_trains_alike("fully_shard", encoder_decoder, shard).model
+    model.set_reshard_after_forward(True)
     layers = [*model.encoder, *model.decoder]
     held: list[int] = []
 
@@ -935,45 +801,32 @@ def test_an_input_that_many_units_share_does_not_keep_them_all_unsharded(rank: R
 
     for layer in layers:
         layer.register_forward_hook(lambda _, args, output: output.register_hook(look) and None)
-    for step in range(2):
-        model(batch_of(rank.rank, step)).square().mean().backward()
+    for _ in range(2):
+        model(torch.randn(4, WIDTH)).square().mean().backward()
     assert len(held) == 2 * len(layers)
     assert max(held) <= 2, held  # the one that computes and the next
 
 
-class PassesThrough(nn.Module):
+def passing() -> nn.Module:
     """Returns what it was given beside what it made of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        return self.block(x) + memory, memory
+    return Model(lambda self, x, memory: (self.block(x) + memory, memory), block=Block())
 
 
-class Relay(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.units = nn.ModuleList(PassesThrough() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
+def relay() -> nn.Module:
+    def run(self: Any, x: Tensor) -> Tensor:
         memory = self.first(x)
         for unit in self.units:
             x, memory = unit(x, memory)
         return x + memory
 
+    return Model(run, first=linear(), units=several(passing, 4))
+
 
 @on_ranks(2)
-def test_what_a_unit_only_passes_on_brings_it_back_no_second_time(rank: Rank) -> None:
-    def shard(door: Door, model: Relay) -> None:
-        door(model.first)
-        for unit in model.units:
-            door(unit)
-        door(model)
-
-    model = assert_same_steps(rank, Relay, shard, torch_too=False)
+def test_what_a_unit_only_passes_on_does_not_gather_it_a_second_time(rank: Rank) -> None:
+    shard = parts("first", *(f"units.{index}" for index in range(4)))
+    model = assert_api_trains_alike("fully_shard", relay, shard, torch_too=False).model
+    model.set_reshard_after_forward(True)
     gathers: list[str] = []
     for unit in units_of(model):
         was = unit.unshard
@@ -984,72 +837,53 @@ def test_what_a_unit_only_passes_on_brings_it_back_no_second_time(rank: Rank) ->
             was()
 
         unit.unshard = counted
-    loss = model(batch_of(rank.rank, 9)).sum()
+    loss = model(torch.randn(4, WIDTH)).sum()
     gathers.clear()
     loss.backward()
     assert len(gathers) == len(set(gathers)), gathers
 
 
-class Detached(nn.Module):
+def detached() -> nn.Module:
     """A unit whose input takes no gradient, between units whose inputs do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Tensor:
         x = self.units[0](x)
-        y = self.units[1](x.detach())
-        return self.units[2](x + y)
+        return self.units[2](x + self.units[1](x.detach()))
+
+    return Model(run, units=several(Block, 3))
+
+
+@all_apis
+@on_ranks(2)
+def test_a_unit_whose_inputs_take_no_gradient(rank: Rank, api: str) -> None:
+    assert_api_trains_alike(api, detached, torch_too=api == "fully_shard")
+
+
+# Memory
 
 
 @on_ranks(2)
-def test_a_unit_whose_inputs_take_no_gradient(rank: Rank) -> None:
-    def shard(door: Door, model: Detached) -> None:
-        for unit in model.units:
-            door(unit)
-        door(model)
-
-    assert_same_steps(rank, Detached, shard)
-
-
-# Parts of the model alone
+def test_inner_units_hold_no_memory_after_an_evaluation(rank: Rank) -> None:
+    model = shard_blocks(functools.partial(fully_shard, mesh=rank.mesh()), Net())
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.randn(4, WIDTH))
+        for block in model.blocks:
+            assert isinstance(hooks_of(block).units[0].state, Sharded)
+            assert held_bytes(hooks_of(block).units[0]) == 0
 
 
 @on_ranks(2)
-def test_a_submodule_runs_alone_before_and_after_the_root(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> list[Tensor]:
-        alone = model.blocks[1]
-        before = one_loss(alone, batch, scale)
-        whole = one_loss(model, batch, scale)
-        after = one_loss(alone, batch, scale)
-        return [before, whole, after]
-
-    assert_same_steps(rank, Stack, shard_stack, step, torch_too=False)
-
-
-@on_ranks(2)
-def test_a_submodules_own_forward_joins_the_roots_in_one_backward(rank: Rank) -> None:
-    def step(model: Any, batch: Tensor, scale: float) -> Tensor:
-        alone = model.blocks[0](batch).square().mean()
-        loss = alone + model(batch).square().mean() + model.blocks[2](batch).sum()
-        (loss * scale).backward()
-        return loss
-
-    assert_same_steps(rank, Stack, shard_stack, step, torch_too=False)
-
-
-@on_ranks(2)
-def test_an_unsharded_submodule_is_called_outside_its_roots_forward(rank: Rank) -> None:
-    """`first` belongs to the root's unit: it may be read where the root was unsharded by hand."""
-    model = Stack()
+def test_a_unit_unsharded_by_hand_may_be_read_outside_its_forward(rank: Rank) -> None:
+    """`head` belongs to the root's unit."""
+    model = Net()
     reference = copy.deepcopy(model)
-    shard_stack(functools.partial(fully_shard, mesh=rank.mesh()), model)
-    batch = batch_of(0, 0)
+    shard_blocks(functools.partial(fully_shard, mesh=rank.mesh()), model)
+    batch = torch.randn(4, WIDTH)
     model.unshard()
-    torch.testing.assert_close(model.first(batch), reference.first(batch))
+    torch.testing.assert_close(model.head(batch), reference.head(batch))
     model.reshard()
-    assert_at_rest(model)
+    assert_all_sharded(model)
 
 
 @on_ranks(2)

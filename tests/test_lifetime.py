@@ -36,17 +36,3 @@ def test_a_model_that_nobody_holds_is_freed_with_all_that_was_made_for_it(rank: 
     del model, block, optimizer, unit
     gc.collect()
     assert [name for name, ref in refs.items() if ref() is not None] == []
-
-
-@on_ranks(2)
-def test_a_unit_holds_no_memory_for_full_parameters_between_steps(rank: Rank) -> None:
-    model = build()
-    for block in model:
-        fully_shard(block, mesh=rank.mesh())
-    fully_shard(model, mesh=rank.mesh())
-    for _ in range(2):
-        model(torch.randn(2, 4)).sum().backward()
-    for block in model:
-        for member in hooks_of(block).units[0].params:
-            assert member.full.untyped_storage().size() == 0
-            assert member.full.grad is None

@@ -14,19 +14,16 @@ from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.counted import CountedReduce
-
-
-def build() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def make_batch(generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(4, 6, generator=generator)
-
-
-def batch_of(step: int, rank: int) -> torch.Tensor:
-    return make_batch(torch.Generator().manual_seed(10 * step + rank))
-
+from tests.wrapped import (
+    APIS,
+    Branches,
+    ShardUnit,
+    assert_api_trains_alike,
+    batch_of,
+    layers,
+    make_batch,
+    shard_parts,
+)
 
 # Ignored parameters
 
@@ -34,7 +31,7 @@ def batch_of(step: int, rank: int) -> torch.Tensor:
 @on_ranks(2)
 def test_an_ignored_parameter_is_left_alone(rank: Rank) -> None:
     torch.manual_seed(0)
-    model = build()
+    model = layers()
     local = copy.deepcopy(model)
     ignored = model[2].weight
     fully_shard(model, mesh=rank.mesh(), ignored_params={ignored})
@@ -64,12 +61,12 @@ def test_parameters_beside_an_ignored_one_train_as_in_torch(rank: Rank) -> None:
     def torchs(model: nn.Module) -> None:
         torch_fully_shard(model, mesh=mesh, ignored_params={model[0].bias, model[2].weight})
 
-    assert_same_training(build, ours, Training(make_batch), oracle=torchs)
+    assert_same_training(layers, ours, Training(make_batch), oracle=torchs)
 
 
 @on_ranks(2)
 def test_a_module_whose_parameters_are_all_ignored_still_runs(rank: Rank) -> None:
-    model = build()
+    model = layers()
     ignored = list(model[2].parameters())
     fully_shard(model[2], mesh=rank.mesh(), ignored_params=set(ignored))
     fully_shard(model, mesh=rank.mesh(), ignored_params=set(ignored))
@@ -84,7 +81,7 @@ def test_a_module_whose_parameters_are_all_ignored_still_runs(rank: Rank) -> Non
 
 @on_ranks(2)
 def test_a_frozen_parameter_takes_no_gradient_memory_and_no_part_in_a_reduce(rank: Rank) -> None:
-    model = build()
+    model = layers()
     model[0].weight.requires_grad_(False)
     model[2].bias.requires_grad_(False)
     fully_shard(model, mesh=rank.mesh())
@@ -101,8 +98,8 @@ def test_a_frozen_parameter_takes_no_gradient_memory_and_no_part_in_a_reduce(ran
         layout.params[slot.param_index].name
         for lane in layout.lanes
         if not lane.is_trainable
-        for message in lane.buckets
-        for slot in message.slots
+        for bucket in lane.buckets
+        for slot in bucket.slots
     }
     assert frozen == {"0.weight", "2.bias"}
 
@@ -116,7 +113,7 @@ def test_a_frozen_unit_is_never_reduced(rank: Rank) -> None:
         fully_shard(model, mesh=rank.mesh())
 
     def build_frozen() -> nn.Module:
-        model = build()
+        model = layers()
         model[2].requires_grad_(False)
         return model
 
@@ -125,65 +122,7 @@ def test_a_frozen_unit_is_never_reduced(rank: Rank) -> None:
     assert counted.numels == []
 
 
-@on_ranks(2)
-def test_only_adapters_train_in_a_frozen_model(rank: Rank) -> None:
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(6, 6).requires_grad_(False)
-            self.down = nn.Linear(6, 2, bias=False)
-            self.up = nn.Linear(2, 6, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-    def build_adapted() -> nn.Module:
-        return nn.Sequential(Adapted(), Adapted(), nn.Linear(6, 2).requires_grad_(False))
-
-    def shard(model: nn.Module) -> None:
-        for part in (model[0], model[1], model):
-            fully_shard(part, mesh=rank.mesh())
-
-    trained = assert_same_training(build_adapted, shard, Training(make_batch))
-    assert trained.sharded[2].weight.grad is None
-
-
 # Unused parameters
-
-
-class Branches(nn.Module):
-    """Uses one of two branches, or both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(6, 5)
-        self.right = nn.Linear(6, 5)
-
-    def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
-        return sum(getattr(self, name)(x).square() for name in use.split())
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@on_ranks(2)
-def test_a_parameter_unused_in_a_step_keeps_no_gradient(rank: Rank, apart: bool) -> None:
-    torch.manual_seed(0)
-    model = Branches()
-    reference = copy.deepcopy(model)
-    if apart:
-        fully_shard(model.left, mesh=rank.mesh())
-        fully_shard(model.right, mesh=rank.mesh())
-    fully_shard(model, mesh=rank.mesh())
-    for step, use in enumerate(("left", "right", "left right", "right")):
-        model.zero_grad()
-        reference.zero_grad()
-        model(batch_of(step, rank.rank), use).mean().backward()
-        for other in range(rank.size):
-            (reference(batch_of(step, other), use).mean() / rank.size).backward()
-        for name, param in reference.named_parameters():
-            grad = model.get_parameter(name).grad
-            assert (grad is None) == (param.grad is None), (name, use)
-            if grad is not None:
-                torch.testing.assert_close(full_tensor(grad), param.grad)
 
 
 @on_ranks(2)
@@ -226,24 +165,32 @@ def test_zeros_for_unused_parameters_leave_frozen_ones_alone(rank: Rank) -> None
     assert model.right.weight.grad is None
 
 
-@on_ranks(2)
-def test_outputs_that_the_loss_does_not_use_leave_no_gradient_and_no_open_unit(rank: Rank) -> None:
-    model = build()
-    for part in (model[0], model[2], model):
-        fully_shard(part, mesh=rank.mesh())
-    model(batch_of(0, rank.rank))  # no backward at all
-    model[0](batch_of(1, rank.rank))
-    model(batch_of(2, rank.rank)).sum().backward()
-    for param in model.parameters():
-        assert isinstance(param, DTensor)
-        assert isinstance(param.grad, DTensor)
-
-
 # Shapes and strides
 
 
+class Scaled(nn.Module):
+    """Has that many elements, or no parameter at all."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        if size:
+            self.scale = nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.scale) if hasattr(self, "scale") else torch.tanh(x)
+
+
+class Nothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, self.empty])
+
+
 class Odd(nn.Module):
-    """A scalar, no rows, no columns, one row, three rows, and an ordinary weight."""
+    """A scalar, no rows, no columns, one row, three rows, and parts with few elements or none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,25 +199,32 @@ class Odd(nn.Module):
         self.no_columns = nn.Parameter(torch.empty(6, 0))
         self.one_row = nn.Parameter(torch.randn(1, 6))
         self.three_rows = nn.Parameter(torch.randn(3, 6))
-        self.offset = nn.Parameter(torch.randn(1))
         self.weight = nn.Parameter(torch.randn(8, 6))
+        self.one, self.three, self.none = Scaled(1), Scaled(3), Scaled(0)
+        self.nothing = Nothing()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.none(self.nothing(self.one(x)))
         rows = torch.cat([self.weight, self.no_rows, self.three_rows, self.one_row])
         wide = torch.cat([x, x @ self.no_columns], dim=1)
-        return torch.tanh(wide @ rows.T * self.gain + self.offset)
+        return self.three((wide @ rows.T * self.gain).view(-1, 4, 3))
 
 
+@pytest.mark.parametrize("parts", [(), ("one", "three", "none", "nothing")], ids=["one", "five"])
+@pytest.mark.parametrize("api", APIS)
 @on_ranks(1, 2, 4)
-def test_scalars_empty_parameters_and_few_rows_train_as_unsharded(rank: Rank) -> None:
-    trained = assert_same_training(
-        Odd, lambda m: fully_shard(m, mesh=rank.mesh()), Training(make_batch)
-    )
-    model = trained.sharded
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert shapes == {name: tuple(p.shape) for name, p in Odd().named_parameters()}
-    assert model.gain.to_local().shape == ()
-    assert model.one_row.to_local().shape == ((1 if rank.rank == 0 else 0), 6)
+def test_scalars_empty_parameters_and_few_rows_train_as_unsharded(
+    rank: Rank, api: str, parts: tuple[str, ...]
+) -> None:
+    def shard(shard_unit: ShardUnit, model: Odd) -> Any:
+        return shard_parts(shard_unit, model, *parts)
+
+    learner = assert_api_trains_alike(api, Odd, shard, torch_too=False)
+    shapes = {name: value.shape for name, value in learner.full_parameters().items()}
+    assert shapes == {name: value.shape for name, value in Odd().named_parameters()}
+    if api == "fully_shard":
+        assert learner.model.gain.to_local().shape == ()
+        assert learner.model.one_row.to_local().shape == ((1 if rank.rank == 0 else 0), 6)
 
 
 @on_ranks(4)
@@ -289,36 +243,6 @@ def test_shards_have_the_local_shapes_that_torch_gives_them(rank: Rank) -> None:
         assert param.to_local().shape == other.to_local().shape, name
         assert param.placements == other.placements, name
         assert param.device_mesh == other.device_mesh, name
-
-
-@on_ranks(2)
-def test_a_unit_of_nothing_but_empty_parameters_runs(rank: Rank) -> None:
-    class Nothing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.empty = nn.Parameter(torch.empty(0, 6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([x, self.empty])
-
-    def build_with_nothing() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 6), Nothing(), nn.Linear(6, 2))
-
-    def shard(model: nn.Module) -> None:
-        for part in (model[0], model[1], model):
-            fully_shard(part, mesh=rank.mesh())
-
-    trained = assert_same_training(build_with_nothing, shard, Training(make_batch))
-    assert trained.sharded[1].empty.shape == (0, 6)
-
-
-@on_ranks(2)
-def test_a_module_without_parameters_can_be_a_unit(rank: Rank) -> None:
-    def shard(model: nn.Module) -> None:
-        for part in (model[0], model[1], model):
-            fully_shard(part, mesh=rank.mesh())
-
-    assert_same_training(build, shard, Training(make_batch))
 
 
 @on_ranks(2)
@@ -349,7 +273,7 @@ def test_parameters_that_are_not_contiguous_train_as_unsharded(rank: Rank) -> No
 
 @on_ranks(2)
 def test_attributes_of_a_parameter_are_kept_by_its_shard(rank: Rank) -> None:
-    model = build()
+    model = layers()
     model[0].weight.is_special = "yes"
     model[0].weight.group = ["kept", "by", "reference"]
     marks = model[0].weight.group
@@ -367,7 +291,7 @@ def test_a_gradient_hook_sees_the_reduced_shard_once_and_may_change_it(
     rank: Rank, when: str
 ) -> None:
     torch.manual_seed(0)
-    model = build()
+    model = layers()
     reference = copy.deepcopy(model)
     seen: list[torch.Tensor] = []
 
@@ -402,7 +326,7 @@ def test_a_gradient_hook_sees_the_reduced_shard_once_and_may_change_it(
 @on_ranks(2)
 def test_a_post_accumulate_hook_runs_once_the_shard_has_its_gradient(rank: Rank, when: str) -> None:
     torch.manual_seed(0)
-    model = build()
+    model = layers()
     seen: dict[str, list[torch.Tensor]] = {name: [] for name, _ in model.named_parameters()}
 
     def hook_all() -> list[Any]:
@@ -432,7 +356,7 @@ def test_a_post_accumulate_hook_runs_once_the_shard_has_its_gradient(rank: Rank,
 
 @on_ranks(2)
 def test_a_hook_does_not_run_for_a_gradient_that_is_not_reduced_yet(rank: Rank) -> None:
-    model = build()
+    model = layers()
     fully_shard(model, mesh=rank.mesh())
     seen: list[torch.Tensor] = []
     model[0].weight.register_post_accumulate_grad_hook(seen.append)
@@ -452,7 +376,7 @@ def test_parameters_keep_their_names_and_their_order(rank: Rank) -> None:
         return [name for name, _ in model.named_parameters()]
 
     model = Odd()
-    outer = nn.ModuleDict({"b": build(), "a": model, "c": nn.Linear(2, 2)})
+    outer = nn.ModuleDict({"b": layers(), "a": model, "c": nn.Linear(2, 2)})
     before = names(outer)
     fully_shard(outer["b"][2], mesh=rank.mesh())
     fully_shard(outer["b"], mesh=rank.mesh())
@@ -468,7 +392,7 @@ def test_parameters_keep_their_names_and_their_order(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_a_sharded_module_is_of_its_class_and_an_fsdp_module(rank: Rank) -> None:
-    model = build()
+    model = layers()
     result = fully_shard(model[0], mesh=rank.mesh())
     assert result is model[0]
     assert fully_shard(model, mesh=rank.mesh()) is model
@@ -486,7 +410,7 @@ def test_a_sharded_module_is_of_its_class_and_an_fsdp_module(rank: Rank) -> None
 @on_ranks(2)
 def test_a_slice_of_a_sharded_container_is_a_plain_container(rank: Rank) -> None:
     torch.manual_seed(0)
-    model = build()
+    model = layers()
     reference = copy.deepcopy(model)
     for part in (model[0], model[2], model[4], model):
         fully_shard(part, mesh=rank.mesh())
@@ -500,7 +424,7 @@ def test_a_slice_of_a_sharded_container_is_a_plain_container(rank: Rank) -> None
 @pytest.mark.parametrize("has_trained", [False, True])
 @on_ranks(2)
 def test_an_evaluation_leaves_shards_behind(rank: Rank, has_trained: bool) -> None:
-    model = build()
+    model = layers()
     fully_shard(model[0], mesh=rank.mesh())
     fully_shard(model, mesh=rank.mesh())
     shards = list(model.parameters())
@@ -513,16 +437,3 @@ def test_an_evaluation_leaves_shards_behind(rank: Rank, has_trained: bool) -> No
         assert all(a is b for a, b in zip(found, shards, strict=True))
     model(batch_of(0, rank.rank)).sum().backward()
     assert all(isinstance(param.grad, DTensor) for param in model.parameters())
-
-
-@on_ranks(2)
-def test_a_parameter_frozen_while_its_unit_is_unsharded_stays_frozen(rank: Rank) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    fully_shard(model, mesh=rank.mesh(), reshard_after_forward=False)
-    with torch.no_grad():
-        model(torch.randn(2, 4))
-    model[2].weight.requires_grad_(False)
-    model(torch.randn(2, 4)).sum().backward()
-    assert not model[2].weight.requires_grad
-    assert model[2].weight.grad is None
-    assert model[0].weight.grad is not None

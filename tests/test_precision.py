@@ -1,6 +1,7 @@
 """Mixed precision: the dtypes of compute, reduction, output and inputs, and mixed units."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 
 from fullshard import (
     ConfigError,
@@ -22,18 +22,27 @@ from fullshard import (
     OffloadPolicy,
     fully_shard,
 )
-from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
+from tests.wrapped import (
+    APIS,
+    EQUAL,
+    ROUNDED,
+    Package,
+    assert_same_step,
+    assert_trains_alike,
+    batch_of,
+    full,
+    make_batch,
+    shard_parts,
+    unit_sharder,
+)
 
+# Those that the matrix in test_parity.py does not have.
 POLICIES: dict[str, dict[str, Any]] = {
-    "params_bf16": {"param_dtype": torch.bfloat16},
-    "params_bf16_reduced_in_fp32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "params_bf16_output_fp32": {"param_dtype": torch.bfloat16, "output_dtype": torch.float32},
-    "only_reduced_in_bf16": {"reduce_dtype": torch.bfloat16},
     "only_reduced_in_fp16": {"reduce_dtype": torch.float16},
-    "params_fp16_reduced_in_fp32": {"param_dtype": torch.float16, "reduce_dtype": torch.float32},
     "params_fp64": {"param_dtype": torch.float64},
     "only_output_bf16": {"output_dtype": torch.bfloat16},
 }
@@ -63,72 +72,19 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.first(x))) * self.scale
 
 
-def make_batch(generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(4, 6, generator=generator)
-
-
-def batch_of(step: int, rank: int) -> torch.Tensor:
-    return make_batch(torch.Generator().manual_seed(10 * step + rank))
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    expected = dict(reference.named_parameters())
-    num_compared = 0
-    for name, param in model.named_parameters():
-        grad = expected[name].grad
-        if grad is None:
-            assert param.grad is None, f"{name} has a gradient, the reference has none"
-        else:
-            assert param.grad is not None, f"{name} has no gradient"
-            torch.testing.assert_close(full(param.grad), grad, msg=lambda m, n=name: f"{n}: {m}")
-            num_compared += 1
-    assert num_compared
-
-
 def step_both(rank: Rank, model: nn.Module, reference: nn.Module, step: int) -> None:
-    """One backward of each: the model on this rank's batch, the reference on the mean of all."""
-    for each in (model, reference):
-        for param in each.parameters():
-            param.grad = None
-    model(batch_of(step, rank.rank)).square().mean().backward()
-    for other in range(rank.size):
-        (reference(batch_of(step, other)).square().mean() / rank.size).backward()
-    assert_same_gradients(model, reference)
-    with torch.no_grad():
-        for each in (model, reference):
-            for param in each.parameters():
-                if param.grad is not None:
-                    param.sub_(param.grad, alpha=0.1)
+    assert_same_step(rank, model, reference, partial(batch_of, step))
 
 
 @pytest.mark.parametrize("kind", POLICIES)
 @on_ranks(2)
-def test_a_policy_trains_as_it_does_in_torch(rank: Rank, kind: str) -> None:
-    mesh, settings = rank.mesh(), POLICIES[kind]
+def test_a_policy_trains_alike(rank: Rank, kind: str) -> None:
+    def shard(package: Package, model: Net) -> Any:
+        policy = package.package.MixedPrecisionPolicy(**POLICIES[kind])
+        shard_unit = partial(package.package.fully_shard, mesh=rank.mesh(), mp_policy=policy)
+        return shard_parts(shard_unit, model, "first", "second")
 
-    def ours(model: Net) -> None:
-        for part in (model.first, model.second, model):
-            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(**settings))
-
-    def torchs(model: Net) -> None:
-        for part in (model.first, model.second, model):
-            torch_fully_shard(part, mesh=mesh, mp_policy=TorchPolicy(**settings))
-
-    assert_same_training(Net, ours, Training(make_batch), oracle=torchs)
-
-
-@pytest.mark.parametrize("kind", POLICIES)
-@on_ranks(2)
-def test_a_policy_trains_close_to_the_unsharded_model(rank: Rank, kind: str) -> None:
-    def ours(model: Net) -> None:
-        for part in (model.first, model.second, model):
-            fully_shard(part, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(**POLICIES[kind]))
-
-    assert_same_training(Net, ours, Training(make_batch), rtol=5e-2, atol=1e-2)
+    assert_trains_alike(Net, shard, near=ROUNDED, cell=kind)
 
 
 @on_ranks(2)
@@ -251,35 +207,15 @@ def test_a_cast_input_still_takes_its_gradient_in_its_own_dtype(rank: Rank) -> N
     torch.testing.assert_close(x.grad, weight.sum(0).float().expand(4, 6), rtol=2e-2, atol=1e-2)
 
 
-@on_ranks(2)
-def test_outputs_in_containers_are_cast_to_the_output_dtype(rank: Rank) -> None:
-    class Outputs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(6))
-
-        def forward(self, x: torch.Tensor) -> dict[str, Any]:
-            return {"out": x * self.weight, "rest": (x.argmax(1), [x.double()]), "none": None}
-
-    model = Outputs()
-    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.float16))
-    output = model(batch_of(0, rank.rank))
-    assert output["out"].dtype == output["rest"][1][0].dtype == torch.float16
-    assert output["rest"][0].dtype == torch.int64
-    assert output["none"] is None
-    output["out"].float().sum().backward()
-    expected = torch.stack([batch_of(0, r).sum(0) for r in range(rank.size)]).mean(0)
-    torch.testing.assert_close(full(model.weight.grad), expected)
-
-
-@pytest.mark.parametrize("rows", [4, 3])
-@on_ranks(2, 4)
-def test_a_reduction_in_fp16_divides_before_it_would_overflow(rank: Rank, rows: int) -> None:
-    model = nn.Linear(1, rows, bias=False)
-    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
-    # 30000 a rank: the sum over 4 ranks is beyond fp16's 65504, half of it is not.
-    model(torch.full((1, 1), 30000.0)).sum().backward()
-    assert torch.equal(full(model.weight.grad), torch.full((rows, 1), 30000.0))
+@on_ranks(4)
+def test_a_reduction_in_fp16_divides_before_it_would_overflow(rank: Rank) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    for rows in (4, 3):
+        model = nn.Linear(1, rows, bias=False)
+        fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+        # 30000 a rank: the sum over 4 ranks is beyond fp16's 65504, half of it is not.
+        model(torch.full((1, 1), 30000.0)).sum().backward()
+        assert torch.equal(full(model.weight.grad), torch.full((rows, 1), 30000.0))
 
 
 @on_ranks(4)
@@ -295,69 +231,50 @@ def test_a_reduction_in_fp16_over_shards_and_replicas_divides_as_torch_does(rank
     assert_same_training(Net, ours, Training(make_batch), oracle=torchs, rtol=2e-3, atol=1e-4)
 
 
-class ManyDtypes(nn.Module):
-    """Parameters of three dtypes, which torch refuses in one unit."""
+class Mixed(nn.Module):
+    """Parameters of several dtypes, of which none is cast for another."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
         super().__init__()
-        self.in_fp32 = nn.Linear(6, 5)
-        self.in_bf16 = nn.Linear(5, 7, dtype=torch.bfloat16)
-        self.in_fp64 = nn.Linear(7, 3, dtype=torch.float64)
+        self.layers = nn.ModuleList(nn.Linear(6, 6).to(dtype) for dtype in dtypes)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.seen: set[torch.dtype] = set()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.in_fp32(x))
-        x = self.in_bf16(x.to(self.in_bf16.weight.dtype))
-        return self.in_fp64(x.to(self.in_fp64.weight.dtype)).float()
+        for layer in self.layers:
+            self.seen.add(layer.weight.dtype)
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.float() * self.scale
 
 
+MIXTURES = {
+    (torch.float64, torch.float32, torch.float64): EQUAL,
+    (torch.bfloat16, torch.float32, torch.float64): ROUNDED,
+}
+
+
+@pytest.mark.parametrize("precision", [None, {"param_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("api", APIS)
 @on_ranks(2)
-def test_parameters_of_several_dtypes_share_a_unit(rank: Rank) -> None:
-    mesh = rank.mesh()
-    trained = assert_same_training(
-        ManyDtypes,
-        lambda m: fully_shard(m, mesh=mesh),
-        Training(make_batch),
-        rtol=2e-2,
-        atol=2e-3,
-    )
-    dtypes = {name: param.dtype for name, param in trained.sharded.named_parameters()}
-    assert dtypes == {name: param.dtype for name, param in trained.reference.named_parameters()}
-    refused = ManyDtypes()
-    torch_fully_shard(refused, mesh=mesh)
-    with pytest.raises(AssertionError, match="uniform"):
-        refused(batch_of(0, rank.rank))
-
-
-@on_ranks(2)
-def test_parameters_of_several_dtypes_are_cast_to_one_compute_dtype(rank: Rank) -> None:
-    model = ManyDtypes()
-    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    seen: list[torch.dtype] = []
-    model.in_fp64.register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))
-    model.in_fp32.register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))
-    model(batch_of(0, rank.rank)).sum().backward()
-    assert seen == [torch.bfloat16, torch.bfloat16]
-    grads = {name: p.grad.dtype for name, p in model.named_parameters() if "weight" in name}
-    assert grads == {
-        "in_fp32.weight": torch.float32,
-        "in_bf16.weight": torch.bfloat16,
-        "in_fp64.weight": torch.float64,
-    }
-
-
-@on_ranks(2)
-def test_frozen_and_trained_parameters_share_a_unit(rank: Rank) -> None:
-    def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh())
-        model[0].bias.requires_grad_(False)
-        model[2].weight.requires_grad_(False)
-        return model
-
-    trained = assert_same_training(
-        build, lambda m: fully_shard(m, mesh=rank.mesh()), Training(make_batch)
-    )
-    assert not trained.sharded[2].weight.requires_grad
-    assert trained.sharded[0].weight.requires_grad
+def test_dtypes_mixed_in_a_unit_are_each_trained_in_their_own(
+    rank: Rank, api: str, precision: dict[str, Any] | None
+) -> None:
+    for (dtypes, near), strategy in zip(MIXTURES.items(), ("NO_SHARD", "FULL_SHARD"), strict=True):
+        learner = assert_trains_alike(
+            partial(Mixed, dtypes),
+            lambda package, model, s=strategy: unit_sharder(
+                package, api, s, mixed_precision=precision
+            )(model),
+            torch_shard=None,  # which refuses
+            near=ROUNDED if precision else near,
+        )
+        assert learner.model.seen == ({torch.bfloat16} if precision else set(dtypes))
+        found = [learner.full_parameters()[f"layers.{i}.weight"].dtype for i in range(3)]
+        assert found == list(dtypes)
+        if api == "flat":
+            flat_names = ["_flat_param", "_flat_param_1", "_flat_param_2"][: len(set(dtypes))]
+            names = [name.split(".")[-1] for name, _ in learner.model.named_parameters()]
+            assert names == flat_names
 
 
 class Quantized(nn.Module):
@@ -419,45 +336,35 @@ def sharded_and_reference(rank: Rank, frozen: tuple[str, ...] = ()) -> tuple[nn.
 NAMES = ["0.weight", "2.bias", "4.weight"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_trained", [False, True])
 @on_ranks(2)
-def test_a_parameter_frozen_before_the_first_forward_is_planned_as_frozen(
-    rank: Rank, name: str
+def test_a_parameter_frozen_or_thawed_before_the_first_forward_is_planned_so(
+    rank: Rank, is_trained: bool
 ) -> None:
-    model, reference = sharded_and_reference(rank)
-    for each in (model, reference):
-        each.get_parameter(name).requires_grad_(False)
-    for step in range(2):
-        step_both(rank, model, reference, step)
-    unit = hooks_of(model[0] if name.startswith("0") else model).units[0]
-    planned = {entry.name: entry.is_trainable for entry in unit.layout.params}
-    assert [name for name, trainable in planned.items() if not trainable] == [name]
+    for name in NAMES:
+        model, reference = sharded_and_reference(rank, frozen=(name,) if is_trained else ())
+        for each in (model, reference):
+            each.get_parameter(name).requires_grad_(is_trained)
+        for step in range(2):
+            step_both(rank, model, reference, step)
+        unit = hooks_of(model[0] if name.startswith("0") else model).units[0]
+        frozen = [entry.name for entry in unit.layout.params if not entry.is_trainable]
+        assert frozen == ([] if is_trained else [name])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@on_ranks(2)
-def test_a_parameter_thawed_before_the_first_forward_is_trained(rank: Rank, name: str) -> None:
-    model, reference = sharded_and_reference(rank, frozen=(name,))
-    for each in (model, reference):
-        each.get_parameter(name).requires_grad_(True)
-    for step in range(2):
-        step_both(rank, model, reference, step)
-    assert model.get_parameter(name).grad is not None
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("frozen_first", [False, True])
 @on_ranks(2)
 def test_a_parameter_frozen_or_thawed_between_steps_trains_as_unsharded(
-    rank: Rank, name: str, frozen_first: bool
+    rank: Rank, frozen_first: bool
 ) -> None:
-    model, reference = sharded_and_reference(rank, frozen=(name,) if frozen_first else ())
-    step_both(rank, model, reference, 0)
-    for trainable in (frozen_first, not frozen_first):
-        for each in (model, reference):
-            each.get_parameter(name).requires_grad_(trainable)
-        step_both(rank, model, reference, 1)
-        step_both(rank, model, reference, 2)
+    for name in NAMES:
+        model, reference = sharded_and_reference(rank, frozen=(name,) if frozen_first else ())
+        step_both(rank, model, reference, 0)
+        for trainable in (frozen_first, not frozen_first):
+            for each in (model, reference):
+                each.get_parameter(name).requires_grad_(trainable)
+            step_both(rank, model, reference, 1)
+            step_both(rank, model, reference, 2)
 
 
 @on_ranks(2)
@@ -503,7 +410,7 @@ def test_all_ranks_reduce_alike_in_low_precision(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_torchs_policies_mean_at_the_first_door_what_ours_do(rank: Rank) -> None:
+def test_torchs_policies_mean_for_fully_shard_what_ours_do(rank: Rank) -> None:
     settings = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
     def torchs(model: Net) -> None:
@@ -531,7 +438,7 @@ def test_torchs_policies_mean_at_the_first_door_what_ours_do(rank: Rank) -> None
 
 
 @on_ranks(2)
-def test_torchs_policies_mean_at_the_second_door_what_ours_do(rank: Rank) -> None:
+def test_torchs_policies_mean_for_the_wrapper_what_ours_do(rank: Rank) -> None:
     settings = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}
 
     def build() -> nn.Module:

@@ -1,6 +1,7 @@
 """Tied parameters: inside a unit, across units, made before sharding and after it."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +10,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
-from fullshard.comm.placement import full_tensor
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.counted import CountedGather, CountedReduce
+from tests.wrapped import (
+    APIS,
+    OURS,
+    Lesson,
+    ShardUnit,
+    assert_api_trains_alike,
+    assert_same_step,
+    full,
+    shard_parts,
+)
 
 VOCABULARY, WIDTH = 11, 6
 
@@ -41,7 +51,7 @@ SHARDINGS = {
 }
 
 
-def shard_parts(rank: Rank, model: nn.Module, sharding: str, **options: Any) -> None:
+def shard_language(rank: Rank, model: nn.Module, sharding: str, **options: Any) -> None:
     for part in SHARDINGS[sharding]:
         fully_shard(model.get_submodule(part), mesh=rank.mesh(), **options)
     fully_shard(model, mesh=rank.mesh(), **options)
@@ -66,58 +76,31 @@ def counted(model: nn.Module, sharding: str) -> tuple[CountedGather, CountedRedu
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @on_ranks(2)
 def test_a_tied_model_trains_as_unsharded(rank: Rank, sharding: str) -> None:
-    trained = assert_same_training(
-        Language, lambda m: shard_parts(rank, m, sharding), Training(make_tokens)
-    )
-    assert trained.sharded.embed.weight is trained.sharded.head.weight
+    is_tied: list[bool] = []
 
-
-@pytest.mark.parametrize("reshard", [True, False])
-@on_ranks(2)
-def test_a_tied_model_trains_alike_whether_units_are_resharded_after_forward(
-    rank: Rank, reshard: bool
-) -> None:
-    assert_same_training(
-        Language,
-        lambda m: shard_parts(
-            rank, m, "both_apart_and_a_unit_between", reshard_after_forward=reshard
-        ),
-        Training(make_tokens),
-    )
-
-
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@on_ranks(2)
-def test_a_tie_is_one_shard_from_the_beginning(rank: Rank, sharding: str) -> None:
-    model = Language()
-    names = [name for name, _ in model.named_parameters()]
-    every_name = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    shard_parts(rank, model, sharding)
-    for _ in range(2):
-        assert model.embed.weight is model.head.weight
+    def shard(model: Language, *, ties_again: bool) -> None:
+        names = [name for name, _ in model.named_parameters()]
+        every_name = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        shard_language(rank, model, sharding, reshard_after_forward=not ties_again)
+        if ties_again:  # as transformers' tie_weights() does after every change of the model
+            model.head.weight = model.embed.weight
         assert isinstance(model.embed.weight, DTensor)
+        assert model.embed.weight is model.head.weight
         assert [name for name, _ in model.named_parameters()] == names
         assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == every_name
-        assert len(list(model.parameters())) == 3
-        shard = model.embed.weight
-        model(tokens_of(0, rank.rank)).sum().backward()
-        assert model.embed.weight is shard
-    assert shard.to_local().shape == ((6, 5)[rank.rank], WIDTH)
+        for part in (model.embed, model.head):
+            part.register_forward_pre_hook(
+                lambda *_: is_tied.append(model.embed.weight is model.head.weight)
+            )
 
-
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@on_ranks(2)
-def test_a_tie_holds_while_the_model_computes(rank: Rank, sharding: str) -> None:
-    model = Language()
-    shard_parts(rank, model, sharding)
-    seen: list[bool] = []
-    for part in (model.embed, model.head):
-        part.register_forward_pre_hook(
-            lambda *_: seen.append(model.embed.weight is model.head.weight)
+    for ties_again in (False, True):
+        trained = assert_same_training(
+            Language, partial(shard, ties_again=ties_again), Training(make_tokens)
         )
-    for step in range(2):
-        model(tokens_of(step, rank.rank)).sum().backward()
-    assert seen == [True] * 4
+        assert trained.sharded.embed.weight is trained.sharded.head.weight
+        assert len(list(trained.sharded.parameters())) == 3
+        assert trained.sharded.embed.weight.to_local().shape == ((6, 5)[rank.rank], WIDTH)
+    assert is_tied == [True] * 12
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
@@ -126,8 +109,10 @@ def test_a_tied_weight_is_gathered_once_in_forward_and_reduced_once(
     rank: Rank, sharding: str
 ) -> None:
     model = Language()
-    shard_parts(rank, model, sharding)
+    shard_language(rank, model, sharding)
     gather, reduce = counted(model, sharding)
+    hooked: list[torch.Tensor] = []
+    model.embed.weight.register_hook(hooked.append)
     tied = 6 * WIDTH  # the larger shard of 11 rows
     for step in range(3):
         gather.numels.clear()
@@ -138,26 +123,7 @@ def test_a_tied_weight_is_gathered_once_in_forward_and_reduced_once(
         assert sum(numel >= tied for numel in reduce.numels) == 1, reduce.numels
         # It belongs to the root, which is not resharded between forward and backward.
         assert sum(numel >= tied for numel in gather.numels) == 1, gather.numels
-
-
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@on_ranks(2)
-def test_the_gradient_of_a_tied_weight_is_the_sum_of_its_uses(rank: Rank, sharding: str) -> None:
-    torch.manual_seed(3)
-    model = Language()
-    with torch.no_grad():
-        model.middle.weight.copy_(torch.eye(WIDTH))
-        model.middle.bias.zero_()
-    reference = copy.deepcopy(model)
-    shard_parts(rank, model, sharding)
-    calls: list[torch.Tensor] = []
-    model.embed.weight.register_hook(lambda grad: calls.append(full_tensor(grad)))
-    model(tokens_of(0, rank.rank)).square().sum().backward()
-    for other in range(rank.size):
-        (reference(tokens_of(0, other)).square().sum() / rank.size).backward()
-    torch.testing.assert_close(full_tensor(model.embed.weight.grad), reference.embed.weight.grad)
-    assert len(calls) == 1
-    assert torch.equal(calls[0], full_tensor(model.embed.weight.grad))
+        assert len(hooked) == step + 1
 
 
 @on_ranks(2)
@@ -200,22 +166,6 @@ def test_a_parameter_tied_inside_one_module_trains_as_unsharded(rank: Rank) -> N
     assert trained.sharded.first is trained.sharded.second
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@on_ranks(2)
-def test_tying_again_after_sharding_changes_nothing(rank: Rank, sharding: str) -> None:
-    # What transformers' tie_weights() does after every change of the model.
-    def shard(model: Language) -> None:
-        shard_parts(rank, model, sharding)
-        model.head.weight = model.embed.weight
-
-    trained = assert_same_training(Language, shard, Training(make_tokens))
-    model = trained.sharded
-    model.head.weight = model.embed.weight
-    assert len(list(model.parameters())) == 3
-    model(tokens_of(0, rank.rank)).sum().backward()
-    assert model.head.weight is model.embed.weight
-
-
 @pytest.mark.parametrize("sharding", ["in_one_unit", "head_apart", "both_apart"])
 @on_ranks(2)
 def test_weights_tied_only_after_sharding_train_as_tied(rank: Rank, sharding: str) -> None:
@@ -225,7 +175,7 @@ def test_weights_tied_only_after_sharding_train_as_tied(rank: Rank, sharding: st
         return model
 
     def shard(model: Language) -> None:
-        shard_parts(rank, model, sharding)
+        shard_language(rank, model, sharding)
         model.head.weight = model.embed.weight
 
     torch.manual_seed(0)
@@ -237,105 +187,67 @@ def test_weights_tied_only_after_sharding_train_as_tied(rank: Rank, sharding: st
         lambda *_: seen.append(model.embed.weight is model.head.weight)
     )
     for step in range(2):
-        model(tokens_of(step, rank.rank)).square().mean().backward()
-        for other in range(rank.size):
-            (reference(tokens_of(step, other)).square().mean() / rank.size).backward()
+        assert_same_step(rank, model, reference, partial(tokens_of, step))
         assert model.head.weight is model.embed.weight
-        torch.testing.assert_close(
-            full_tensor(model.embed.weight.grad), reference.embed.weight.grad
-        )
-        with torch.no_grad():
-            for each in (model, reference):
-                for param in each.parameters():
-                    param.sub_(param.grad, alpha=0.1)
-                each.zero_grad()
     assert seen == [True, True]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 @pytest.mark.parametrize("sharding", ["head_apart", "both_apart", "both_apart_head_first"])
 @pytest.mark.parametrize("has_run", [False, True])
 @on_ranks(2)
-def test_the_head_alone_can_be_evaluated(rank: Rank, sharding: str, has_run: bool) -> None:
-    torch.manual_seed(4)
-    model = Language()
-    reference = copy.deepcopy(model)
-    shard_parts(rank, model, sharding)
-    if has_run:
-        model(tokens_of(0, rank.rank)).sum().backward()
-    hidden = torch.randn(2, WIDTH)
-    with torch.no_grad():
-        torch.testing.assert_close(model.head(hidden), reference.head(hidden))
-        torch.testing.assert_close(
-            model.embed(tokens_of(1, 0)) if "embed" in SHARDINGS[sharding] else model.head(hidden),
-            reference.embed(tokens_of(1, 0))
-            if "embed" in SHARDINGS[sharding]
-            else reference.head(hidden),
-        )
-        torch.testing.assert_close(model(tokens_of(1, 0)), reference(tokens_of(1, 0)))
-    assert model.head.weight is model.embed.weight
-
-
-@pytest.mark.parametrize("sharding", ["head_apart", "both_apart", "both_apart_head_first"])
-@pytest.mark.parametrize("has_run", [False, True])
-@on_ranks(2)
-def test_the_head_alone_can_be_trained(rank: Rank, sharding: str, has_run: bool) -> None:
+def test_the_head_alone_can_be_evaluated_and_trained(
+    rank: Rank, sharding: str, has_run: bool
+) -> None:
     torch.manual_seed(5)
     model = Language()
     reference = copy.deepcopy(model)
-    shard_parts(rank, model, sharding)
+    shard_language(rank, model, sharding)
     if has_run:
         model(tokens_of(0, rank.rank)).sum().backward()
         model.zero_grad()
     hidden = torch.randn(rank.size, 2, WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(model.head(hidden), reference.head(hidden))
+        if "embed" in SHARDINGS[sharding]:
+            tokens = tokens_of(1, 0)
+            torch.testing.assert_close(model.embed(tokens), reference.embed(tokens))
     model.head(hidden[rank.rank]).square().mean().backward()
     reference.head(hidden).square().mean().backward()
-    torch.testing.assert_close(whole(model.head.weight.grad), reference.head.weight.grad)
+    torch.testing.assert_close(full(model.head.weight.grad), reference.head.weight.grad)
     assert model.middle.weight.grad is None
     # And a whole step afterwards is not disturbed by it.
     model.zero_grad()
     reference.zero_grad()
-    model(tokens_of(1, rank.rank)).square().mean().backward()
-    for other in range(rank.size):
-        (reference(tokens_of(1, other)).square().mean() / rank.size).backward()
-    torch.testing.assert_close(whole(model.head.weight.grad), reference.head.weight.grad)
-    torch.testing.assert_close(whole(model.middle.weight.grad), reference.middle.weight.grad)
+    assert_same_step(rank, model, reference, partial(tokens_of, 1))
+    assert model.head.weight is model.embed.weight
 
 
+def without_a_root(shard_unit: ShardUnit, model: Language) -> Language:
+    for name in ("head", "middle", "embed"):
+        setattr(model, name, shard_unit(getattr(model, name)))
+    return model
+
+
+@pytest.mark.parametrize("api", APIS)
 @on_ranks(2)
-def test_a_loss_computed_on_the_head_outside_of_the_model_trains_as_unsharded(rank: Rank) -> None:
-    # Chunked losses: the body runs first, then the head, piece by piece, in one backward.
-    class Body(Language):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.middle(self.embed(tokens)))
-
-    def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = model(tokens)
-        return torch.stack([model.head(part).square().mean() for part in hidden.split(1)]).sum()
-
-    assert_same_training(
-        Body,
-        lambda m: shard_parts(rank, m, "both_apart"),
-        Training(make_tokens, loss=loss),
-    )
+def test_tied_units_without_a_unit_around_them_train_as_unsharded(rank: Rank, api: str) -> None:
+    lesson = Lesson(make_tokens)
+    assert_api_trains_alike(api, Language, without_a_root, lesson, torch_too=False)
 
 
-@pytest.mark.parametrize("parts", [("embed", "head"), ("head", "middle", "embed")])
+@pytest.mark.parametrize("sharding", ["in_one_unit", "head_apart", "both_apart_head_first"])
+@pytest.mark.parametrize("api", ["flat", "orig"])
 @on_ranks(2)
-def test_tied_units_without_a_unit_around_them_train_as_unsharded(
-    rank: Rank, parts: tuple[str, ...]
-) -> None:
-    def shard(model: Language) -> None:
-        for part in parts:
-            fully_shard(model.get_submodule(part), mesh=rank.mesh())
-        if "middle" not in parts:
-            fully_shard(model.middle, mesh=rank.mesh())
+def test_a_tied_weight_of_wrappers_trains_as_one(rank: Rank, api: str, sharding: str) -> None:
+    def shard(shard_unit: ShardUnit, model: Language) -> Any:
+        return shard_parts(shard_unit, model, *SHARDINGS[sharding])
 
-    trained = assert_same_training(Language, shard, Training(make_tokens))
-    assert trained.sharded.embed.weight is trained.sharded.head.weight
+    # Torch unties weights of different units.
+    torch_too = sharding == "in_one_unit"
+    lesson = Lesson(make_tokens)
+    model = assert_api_trains_alike(api, Language, shard, lesson, torch_too=torch_too).model
+    with OURS.FSDP.summon_full_params(model, writeback=False):
+        assert model.embed.weight is model.head.weight
 
 
 @on_ranks(2)
@@ -344,19 +256,9 @@ def test_two_models_that_share_a_weight_train_in_turns_as_unsharded(rank: Rank) 
     first, second = Language(), Language()
     second.embed.weight = second.head.weight = first.embed.weight
     copies = copy.deepcopy((first, second))
-    shard_parts(rank, first, "both_apart")
-    shard_parts(rank, second, "head_apart")
+    shard_language(rank, first, "both_apart")
+    shard_language(rank, second, "head_apart")
     for step in range(4):
         model, reference = ((first, copies[0]), (second, copies[1]))[step % 2]
-        model(tokens_of(step, rank.rank)).square().mean().backward()
-        for other in range(rank.size):
-            (reference(tokens_of(step, other)).square().mean() / rank.size).backward()
-        expected = dict(reference.named_parameters())
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                torch.testing.assert_close(whole(param.grad), expected[name].grad, msg=name)
-                param.sub_(param.grad, alpha=0.1)
-                expected[name].sub_(expected[name].grad, alpha=0.1)
-        model.zero_grad()
-        reference.zero_grad()
+        assert_same_step(rank, model, reference, partial(tokens_of, step))
     assert first.embed.weight is second.head.weight

@@ -1,215 +1,223 @@
-"""Models that are frozen, mixed, tied, ignored, on meta or out of step train as they should."""
+"""Wrapped models of every kind: optimizers, dtypes, ties, ignored parts, meta, norms, buffers."""
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
+from fullshard.runtime.hooks import hooks_of
 from fullshard.runtime.names import clean_name
 from fullshard.testing import Rank, on_ranks
 from tests.wrapped import (
+    EQUAL,
     OURS,
     ROUNDED,
     TORCH,
     WIDTH,
     Block,
     Closeness,
-    Door,
     Lesson,
     Net,
+    Package,
+    ShardUnit,
+    assert_api_trains_alike,
     assert_trains_alike,
     by_hand,
     by_policy,
     each_backward,
     flat,
     loss_of,
+    shard_blocks,
 )
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 both_forms = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+NEAR_ADAM = Closeness(1e-4, 1e-5)
 
 
-# Frozen.
+def api_of(use_orig_params: bool) -> str:
+    return "orig" if use_orig_params else "flat"
 
 
-def frozen(*names: str) -> Callable[[], Net]:
-    def build() -> Net:
-        model = Net()
-        for name in names:
-            for param in _named(model, name):
-                param.requires_grad_(False)
-        return model
-
-    return build
+# Optimizers
 
 
-def _named(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
-    found = functools.reduce(getattr, name.split("."), model)
-    if isinstance(found, nn.Parameter):
-        yield found
-    else:
-        yield from found.parameters()  # type: ignore[union-attr]
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=0.02, weight_decay=0.1, eps=1e-3)
 
 
-FROZEN = {
-    "a_weight": ("blocks.0.up.weight",),
-    "a_bias_of_each": ("blocks.0.up.bias", "blocks.1.down.bias", "head.bias"),
-    "the_first_block": ("blocks.0",),
-    "the_last_block": ("blocks.1",),
-    "all_but_the_head": ("blocks", "scale"),
-    "the_root": ("head", "scale"),
-    "all_but_a_bias": ("blocks", "head.weight", "scale"),
-}
+def fused_adam(model: nn.Module) -> Optimizer:
+    return Adam(model.parameters(), lr=0.02, eps=1e-3, fused=True)
 
 
-@pytest.mark.parametrize("part", FROZEN)
+def foreach_nesterov(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True)
+
+
+def in_groups(model: nn.Module) -> Optimizer:
+    """Biases are not decayed, and the head learns faster; one parameter is in no group."""
+    named = {clean_name(name): param for name, param in model.named_parameters()}
+    named.pop("scale")
+    biases = [param for name, param in named.items() if name.endswith("bias")]
+    head = [named["head.weight"]]
+    others = [p for n, p in named.items() if not n.endswith("bias") and n != "head.weight"]
+    return AdamW(
+        [
+            {"params": biases, "weight_decay": 0.0},
+            {"params": head, "lr": 0.05},
+            {"params": others, "weight_decay": 0.2},
+        ],
+        lr=0.02,
+        eps=1e-3,
+    )
+
+
+@pytest.mark.parametrize("optimizer", [adamw, fused_adam, foreach_nesterov])
 @both_forms
 @on_ranks(2)
-def test_what_is_frozen_stays_and_the_rest_trains(
-    rank: Rank, part: str, use_orig_params: bool
+def test_an_optimizer_built_after_wrapping_trains(
+    rank: Rank, optimizer: Callable[[nn.Module], Optimizer], use_orig_params: bool
 ) -> None:
-    build = frozen(*FROZEN[part])
-    torch.manual_seed(0)
-    start = dict(build().named_parameters())
-    for wrap, strategy in ((flat, "FULL_SHARD"), (by_policy, "SHARD_GRAD_OP"), (flat, "NO_SHARD")):
-        learner = assert_trains_alike(
-            build,
-            lambda d, m, w=wrap, s=strategy: w(
-                d, m, sharding_strategy=s, use_orig_params=use_orig_params
-            ),
-            # Torch's class refuses a flat parameter of both kinds.
-            torch_shard=lambda d, m, w=wrap, s=strategy: w(
-                d, m, sharding_strategy=s, use_orig_params=True
-            ),
-        )
-        for name, value in learner.full_parameters().items():
-            assert torch.equal(value, start[name]) is not start[name].requires_grad, name
+    for set_to_none in (False, True):
+        lesson = Lesson(optimizer=optimizer, set_to_none=set_to_none)
+        near = {"near": NEAR_ADAM, "near_torch": NEAR_ADAM}
+        assert_api_trains_alike(api_of(use_orig_params), Net, shard_blocks, lesson, **near)
+
+
+def added_later(model: nn.Module) -> Optimizer:
+    first, *others = model.parameters()
+    built = SGD([first], lr=0.05, momentum=0.9)
+    built.add_param_group({"params": others, "lr": 0.01})
+    return built
+
+
+@pytest.mark.parametrize("optimizer", [in_groups, added_later])
+@on_ranks(2, 4)
+def test_groups_of_original_parameters_train_each_in_its_way(
+    rank: Rank, optimizer: Callable[[nn.Module], Optimizer]
+) -> None:
+    near = {"near": NEAR_ADAM, "near_torch": NEAR_ADAM}
+    assert_api_trains_alike("orig", Net, shard_blocks, Lesson(optimizer=optimizer), **near)
+
+
+@both_forms
+@on_ranks(2)
+def test_an_optimizer_built_before_wrapping_trains(rank: Rank, use_orig_params: bool) -> None:
+    older: dict[nn.Module, Optimizer] = {}
+
+    def shard(package: Package, model: Net) -> Any:
+        optimizer = AdamW(model.parameters(), lr=0.02, eps=1e-3)
+        wrapped = by_policy(package, model, use_orig_params=use_orig_params)
+        older[wrapped] = optimizer
+        return wrapped
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        return older.get(model) or AdamW(model.parameters(), lr=0.02, eps=1e-3)
+
+    lesson = Lesson(optimizer=optimizer)
+    assert_trains_alike(Net, shard, lesson, torch_shard=None, near=NEAR_ADAM)
+
+
+# Gradients and dtypes
 
 
 @both_forms
 @on_ranks(2)
 def test_a_unit_in_which_all_is_frozen_takes_no_gradient(rank: Rank, use_orig_params: bool) -> None:
-    model = by_policy(OURS, frozen("blocks.0")(), use_orig_params=use_orig_params)
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    model = by_policy(OURS, model, use_orig_params=use_orig_params)
     model(torch.randn(4, WIDTH)).sum().backward()
-    assert [p.grad is None for p in model.module.blocks[0].parameters()] == [
-        True for _ in model.module.blocks[0].parameters()
-    ]
+    assert all(p.grad is None for p in model.module.blocks[0].parameters())
     assert any(p.grad is not None for p in model.module.blocks[1].parameters())
 
 
-# Mixed dtypes.
+def zeroed_before_the_last(
+    set_to_none: bool, is_first_reduced: bool, model: Any, batches: list[Any], scale: float
+) -> Tensor:
+    """All but the last batch is given up, reduced or not; without sharding only that is seen."""
+    if hasattr(model, "no_sync"):
+        if is_first_reduced:
+            each_backward(model, batches[:1], scale)
+        for _ in range(2):
+            with model.no_sync():
+                each_backward(model, batches[:-1], scale)
+            assert all(param.grad is not None for param in model.parameters())
+            SGD(model.parameters()).zero_grad(set_to_none=set_to_none)
+    return each_backward(model, batches[-1:], scale)
 
 
-class Mixed(nn.Module):
-    """Parameters of three dtypes, of which none is cast for another."""
-
-    def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).to(dtype) for dtype in dtypes)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return x.float() * self.scale
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("set_to_none", [False, True])
 @both_forms
 @on_ranks(2)
-def test_dtypes_mixed_in_a_unit_are_each_trained_in_their_own(
-    rank: Rank, strategy: str, use_orig_params: bool
+def test_zeroed_gradients_are_gone_also_those_that_were_not_reduced(
+    rank: Rank, set_to_none: bool, use_orig_params: bool
 ) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    for dtypes, near in (
-        ((torch.float64, torch.float32, torch.float64), Closeness(1e-5, 1e-6)),
-        ((torch.bfloat16, torch.float32, torch.float64), ROUNDED),
-    ):
-        learner = assert_trains_alike(
-            functools.partial(Mixed, dtypes),
-            lambda d, m: flat(d, m, **options),
-            torch_shard=None,  # which refuses
-            near=near,
+    for is_first_reduced in (False, True):
+        step = functools.partial(zeroed_before_the_last, set_to_none, is_first_reduced)
+        lesson = Lesson(step=step, num_micro_batches=3)
+        # Torch's wrapper keeps the reduced ones where zero_grad does not find them.
+        assert_api_trains_alike(
+            api_of(use_orig_params), Net, shard_blocks, lesson, torch_too=not is_first_reduced
         )
-        found = [learner.full_parameters()[f"layers.{i}.weight"].dtype for i in range(3)]
-        assert found == list(dtypes)
 
 
 @both_forms
 @on_ranks(2)
-def test_dtypes_mixed_in_a_unit_compute_in_the_one_dtype_of_a_precision(
+def test_another_dtype_after_wrapping_is_trained_in(rank: Rank, use_orig_params: bool) -> None:
+    def in_double(generator: torch.Generator) -> Tensor:
+        return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+
+    def shard(package: Package, model: Net) -> Any:
+        wrapped = by_policy(package, model.float(), use_orig_params=use_orig_params)
+        wrapped(torch.randn(4, WIDTH)).sum().backward()
+        wrapped.zero_grad()
+        wrapped.double()
+        assert {param.dtype for param in wrapped.parameters()} == {torch.float64}
+        return wrapped
+
+    lesson = Lesson(in_double)
+    assert_trains_alike(lambda: Net().double(), shard, lesson, torch_shard=None)
+
+
+def turned(module: nn.Module) -> None:
+    """Changes the parameters of every module, by their shape."""
+    with torch.no_grad():
+        for param in module.parameters(recurse=False):
+            param.mul_(-0.5).add_(0.01 * param.shape[0])
+
+
+@both_forms
+@on_ranks(2)
+def test_apply_changes_whole_parameters_before_and_between_steps(
     rank: Rank, use_orig_params: bool
 ) -> None:
-    options = {"mixed_precision": {"param_dtype": torch.bfloat16}}
-    assert_trains_alike(
-        functools.partial(Mixed, (torch.float64, torch.float32)),
-        lambda d, m: flat(d, m, use_orig_params=use_orig_params, **options),
-        torch_shard=None,
-        near=ROUNDED,
-    )
+    def shard(package: Package, _: nn.Module) -> Any:
+        torch.manual_seed(0)
+        wrapped = by_hand(package, Net(), use_orig_params=use_orig_params)
+        assert wrapped.apply(turned) is wrapped
+        return wrapped
+
+    learner = assert_trains_alike(lambda: Net().apply(turned), shard)
+    before = learner.full_parameters()
+    learner.model.apply(turned)
+    for name, value in learner.full_parameters().items():
+        expected = before[name] * -0.5 + 0.01 * value.shape[0]
+        torch.testing.assert_close(value, expected, msg=name)
 
 
-# Tied.
-
-
-class Tied(nn.Module):
-    """The first and the last layer are one weight, and a block lies between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.block = Block()
-        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.block(torch.tanh(self.first(x))))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@both_forms
-@on_ranks(2)
-def test_a_weight_tied_inside_a_unit_trains_as_one(
-    rank: Rank, strategy: str, use_orig_params: bool
-) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    for wrap in (flat, by_policy):
-        assert_trains_alike(Tied, lambda d, m, w=wrap: w(d, m, **options))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@both_forms
-@on_ranks(2)
-def test_a_weight_tied_across_units_trains_as_one(
-    rank: Rank, strategy: str, use_orig_params: bool
-) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-
-    def wrap_by_hand(door: Door, model: Tied) -> Any:
-        model.first = door(model.first, **options)
-        model.block = door(model.block, **options)
-        model.last = door(model.last, **options)
-        return door(model, **options)
-
-    def wrap_one_by_hand(door: Door, model: Tied) -> Any:
-        model.last = door(model.last, **options)
-        return door(model, **options)
-
-    def wrap_by_policy(door: Door, model: Tied) -> Any:
-        return door(model, auto_wrap_policy={nn.Linear}, **options)
-
-    for wrap in (wrap_by_hand, wrap_one_by_hand, wrap_by_policy):
-        learner = assert_trains_alike(Tied, wrap, torch_shard=None)  # which unties them
-        with OURS.FSDP.summon_full_params(learner.model, writeback=False):
-            assert learner.model.module.first.weight is learner.model.module.last.weight
-
-
-# Ignored.
+# Ignored parts
 
 
 def with_ignored_averaged(model: Any, batches: list[Any], scale: float) -> Tensor:
@@ -243,17 +251,17 @@ def ignoring(kind: str, model: Net) -> dict[str, Any]:
 def test_what_is_ignored_is_whole_and_reduced_by_nobody(
     rank: Rank, kind: str, use_orig_params: bool
 ) -> None:
-    def shard(wrap: Callable[..., Any], door: Door, model: Net) -> Any:
+    def shard(wrap: Callable[..., Any], package: Package, model: Net) -> Any:
         block, shapes = model.blocks[0], [p.shape for p in model.blocks[0].parameters()]
         params = list(block.parameters())
-        wrapped = wrap(door, model, use_orig_params=use_orig_params, **ignoring(kind, model))
-        assert not any(isinstance(module, door.FSDP) for module in block.modules())
+        wrapped = wrap(package, model, use_orig_params=use_orig_params, **ignoring(kind, model))
+        assert not any(isinstance(module, package.FSDP) for module in block.modules())
         assert all(a is b for a, b in zip(block.parameters(), params, strict=True))
         assert [p.shape for p in block.parameters()] == shapes
         return wrapped
 
-    for wrap in (flat, by_policy):
-        assert_trains_alike(Net, functools.partial(shard, wrap), Lesson(step=with_ignored_averaged))
+    wrap = by_policy if use_orig_params else flat
+    assert_trains_alike(Net, functools.partial(shard, wrap), Lesson(step=with_ignored_averaged))
 
 
 @on_ranks(2)
@@ -268,7 +276,7 @@ def test_the_gradient_of_what_is_ignored_is_this_ranks_own(rank: Rank) -> None:
     torch.testing.assert_close(model.module.head.weight.grad, reference.head.weight.grad)
 
 
-# On meta.
+# On meta
 
 
 def filled(module: nn.Module) -> None:
@@ -315,13 +323,13 @@ def test_a_model_on_meta_is_filled_by_param_init_fn(rank: Rank, use_orig_params:
     def build() -> nn.Module:
         return Net().apply(filled)
 
-    def on_meta(wrap: Callable[..., Any], door: Door, _: Net) -> Any:
+    def on_meta(wrap: Callable[..., Any], package: Package, _: Net) -> Any:
         with torch.device("meta"):
             model = Net()
-        return wrap(door, model, use_orig_params=use_orig_params, param_init_fn=made_and_filled)
+        return wrap(package, model, use_orig_params=use_orig_params, param_init_fn=made_and_filled)
 
-    for wrap in (flat, by_policy, by_hand):
-        assert_trains_alike(build, functools.partial(on_meta, wrap))
+    wrap = by_hand if use_orig_params else by_policy
+    assert_trains_alike(build, functools.partial(on_meta, wrap))
 
 
 @both_forms
@@ -329,10 +337,10 @@ def test_a_model_on_meta_is_filled_by_param_init_fn(rank: Rank, use_orig_params:
 def test_a_model_on_meta_fills_itself_by_reset_parameters(
     rank: Rank, use_orig_params: bool
 ) -> None:
-    def on_meta(policy: Any, door: Door, _: nn.Module) -> Any:
+    def on_meta(policy: Any, package: Package, _: nn.Module) -> Any:
         with torch.device("meta"):
             model = SelfFilled()
-        return door(model, use_orig_params=use_orig_params, auto_wrap_policy=policy)
+        return package(model, use_orig_params=use_orig_params, auto_wrap_policy=policy)
 
     for policy in (None, {SelfFilled.Linear}):
         assert_trains_alike(SelfFilled, functools.partial(on_meta, policy))
@@ -346,29 +354,17 @@ def test_only_the_part_on_meta_is_filled(rank: Rank, use_orig_params: bool) -> N
         model.blocks[1].apply(filled)
         return model
 
-    def partly_on_meta(door: Door, model: Net) -> Any:
+    def partly_on_meta(package: Package, model: Net) -> Any:
         with torch.device("meta"):
             model.blocks[1] = Block()
         return by_policy(
-            door, model, use_orig_params=use_orig_params, param_init_fn=made_and_filled
+            package, model, use_orig_params=use_orig_params, param_init_fn=made_and_filled
         )
 
     assert_trains_alike(build, partly_on_meta)
 
 
-@on_ranks(2)
-def test_device_id_may_name_the_cpu(rank: Rank) -> None:
-    for use_orig_params in (False, True):
-        learner = assert_trains_alike(
-            Net,
-            lambda d, m, u=use_orig_params: by_policy(
-                d, m, device_id=torch.device("cpu"), use_orig_params=u
-            ),
-        )
-        assert {param.device.type for param in learner.model.parameters()} == {"cpu"}
-
-
-# Out of step.
+# Ranks that start with different values
 
 
 def out_of_step(model: Net) -> Net:
@@ -386,39 +382,34 @@ def out_of_step(model: Net) -> Net:
 def test_ranks_that_start_apart_are_synced_from_the_first(
     rank: Rank, use_orig_params: bool
 ) -> None:
+    wraps = (flat, by_policy, by_hand)
     places: list[dict[str, Any]] = [{"sharding_strategy": name} for name in STRATEGIES]
     if rank.size == 4:
         mesh = rank.mesh((2, 2), ("replicate", "shard"))
+        groups = (mesh.get_group("shard"), mesh.get_group("replicate"))
+        wraps = (flat, by_policy)
         places = [
             {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh},
-            {
-                "sharding_strategy": "_HYBRID_SHARD_ZERO2",
-                "process_group": (mesh.get_group("shard"), mesh.get_group("replicate")),
-            },
+            {"sharding_strategy": "_HYBRID_SHARD_ZERO2", "process_group": groups},
         ]
-    for place in places:
-        for wrap in (flat, by_policy, by_hand):
-            learner = assert_trains_alike(
-                Net,
-                lambda d, m, w=wrap, p=place: w(
-                    d, out_of_step(m), sync_module_states=True, use_orig_params=use_orig_params, **p
-                ),
-                # Torch's class broadcasts on accelerators only.
-                torch_shard=lambda d, m, w=wrap, p=place: w(
-                    d, m, use_orig_params=use_orig_params, **p
-                ),
-            )
-            torch.testing.assert_close(learner.buffers()["shift"], torch.linspace(-0.3, 0.3, 3))
+    for wrap, place in zip(wraps, places, strict=True):
+        wrap = functools.partial(wrap, use_orig_params=use_orig_params, **place)
+        learner = assert_trains_alike(
+            Net,
+            lambda p, m, w=wrap: w(p, out_of_step(m), sync_module_states=True),
+            torch_shard=wrap,  # which broadcasts on accelerators only
+        )
+        torch.testing.assert_close(learner.buffers()["shift"], torch.linspace(-0.3, 0.3, 3))
 
 
 @on_ranks(2)
 def test_a_model_on_meta_but_on_the_first_rank_is_synced_from_it(rank: Rank) -> None:
-    def shard(door: Door, model: Net) -> Any:
+    def shard(package: Package, model: Net) -> Any:
         if rank.rank:
             with torch.device("meta"):
                 model = Net()
         return by_policy(
-            door,
+            package,
             model,
             sync_module_states=True,
             param_init_fn=lambda m: m.to_empty(device="cpu", recurse=False) if rank.rank else None,
@@ -427,7 +418,7 @@ def test_a_model_on_meta_but_on_the_first_rank_is_synced_from_it(rank: Rank) -> 
     assert_trains_alike(Net, shard, torch_shard=by_policy)
 
 
-# Modules that a precision leaves alone, and buffers.
+# Modules that a precision leaves alone, and buffers
 
 
 class Normed(nn.Module):
@@ -447,8 +438,8 @@ def normed() -> nn.Sequential:
     return nn.Sequential(Normed(), Normed(), nn.Linear(WIDTH, 3))
 
 
-def names_of_wrappers(door: Door, model: nn.Module) -> list[str]:
-    return [clean_name(f"{n}.") for n, m in model.named_modules() if isinstance(m, door.FSDP)]
+def names_of_wrappers(package: Package, model: nn.Module) -> list[str]:
+    return [clean_name(f"{n}.") for n, m in model.named_modules() if isinstance(m, package.FSDP)]
 
 
 @pytest.mark.filterwarnings("ignore:Both mixed precision and an auto_wrap_policy:UserWarning")
@@ -460,13 +451,15 @@ def test_a_policy_leaves_batch_norm_in_full_precision(rank: Rank, use_orig_param
         {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16},
         {"param_dtype": torch.bfloat16, "_module_classes_to_ignore": [nn.BatchNorm1d, nn.Linear]},
     ):
-        models: dict[Door, Any] = {}
+        models: dict[Package, Any] = {}
 
-        def shard(door: Door, model: Any, p: dict[str, Any] = precision, m: Any = models) -> Any:
-            m[door] = door(
+        def shard(
+            package: Package, model: Any, p: dict[str, Any] = precision, m: Any = models
+        ) -> Any:
+            m[package] = package(
                 model, auto_wrap_policy={Normed}, mixed_precision=p, use_orig_params=use_orig_params
             )
-            return m[door]
+            return m[package]
 
         assert_trains_alike(normed, shard, near=ROUNDED, near_torch=Closeness(1e-2, 1e-3))
         ours, torchs = models[OURS], models[TORCH]
@@ -497,17 +490,16 @@ class Counting(nn.Module):
 @both_forms
 @on_ranks(2)
 def test_buffers_are_each_ranks_own_and_follow_forward(rank: Rank, use_orig_params: bool) -> None:
-    for precision in (None, {"param_dtype": torch.bfloat16, "buffer_dtype": torch.float16}):
-        for policy in (None, {Counting}):
-            learner = assert_trains_alike(
-                lambda: nn.Sequential(Counting(), Counting()),
-                lambda d, m, p=precision, w=policy: d(
-                    m, use_orig_params=use_orig_params, mixed_precision=p, auto_wrap_policy=w
-                ),
-                near=ROUNDED if precision else Closeness(1e-5, 1e-6),
-                near_torch=Closeness(1e-3, 1e-4),
-            )
-            assert learner.buffers()["0.count"].item() == 3
+    low = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.float16}
+    for precision, policy in ((None, None), (low, {Counting})):
+        options = {"mixed_precision": precision, "auto_wrap_policy": policy}
+        learner = assert_trains_alike(
+            lambda: nn.Sequential(Counting(), Counting()),
+            lambda p, m, o=options: p(m, use_orig_params=use_orig_params, **o),
+            near=ROUNDED if precision else EQUAL,
+            near_torch=Closeness(1e-3, 1e-4),
+        )
+        assert learner.buffers()["0.count"].item() == 3
 
 
 # Modules that keep their parameters in ways of their own.
@@ -575,15 +567,135 @@ def test_modules_with_ways_of_their_own_train(
     rank: Rank, build: Callable[[], nn.Module], use_orig_params: bool
 ) -> None:
     classes = {nn.LSTM, nn.TransformerEncoderLayer, Block}
-    # Torch's class refuses parameters of no dim, and gathers a module that is in two places for
+    # Torch's wrapper refuses parameters of no dim, and gathers a module that is in two places for
     # one of them only.
     torch_too = build in (Recurrent, Attending)
-    for strategy in STRATEGIES:
-        for policy in (None, classes):
-            assert_trains_alike(
-                build,
-                lambda d, m, s=strategy, p=policy: d(
-                    m, sharding_strategy=s, auto_wrap_policy=p, use_orig_params=use_orig_params
-                ),
-                torch_shard="same" if torch_too else None,
-            )
+    for strategy, policy in zip(STRATEGIES, (classes, None, classes), strict=True):
+        options = {"sharding_strategy": strategy, "auto_wrap_policy": policy}
+        assert_trains_alike(
+            build,
+            lambda p, m, o=options: p(m, use_orig_params=use_orig_params, **o),
+            torch_shard="same" if torch_too else None,
+        )
+
+
+# Recomputation and compilation
+
+
+class Recomputed(nn.Module):
+    """Blocks run under `torch.utils.checkpoint`."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class RecomputedInTheOldWay(Recomputed):
+    reentrant = True
+
+
+def with_gradient(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, WIDTH, generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize("build", [Recomputed, RecomputedInTheOldWay])
+@both_forms
+@on_ranks(2)
+def test_wrapped_blocks_are_recomputed(
+    rank: Rank, build: Callable[[], nn.Module], use_orig_params: bool
+) -> None:
+    lesson = Lesson(with_gradient)
+    assert_api_trains_alike(api_of(use_orig_params), build, shard_blocks, lesson)
+
+
+def wrapped_inside(shard_unit: ShardUnit, model: Net) -> Any:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = shard_unit(checkpoint_wrapper(block))
+    return shard_unit(model)
+
+
+def wrapped_outside(shard_unit: ShardUnit, model: Net) -> Any:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(shard_unit(block))
+    return shard_unit(model)
+
+
+def applied_afterwards(shard_unit: ShardUnit, model: Net) -> Any:
+    wrapped = shard_blocks(shard_unit, model)
+    apply_activation_checkpointing(wrapped, check_fn=lambda m: isinstance(m, Block))
+    return wrapped
+
+
+@pytest.mark.parametrize("wrap", [wrapped_inside, wrapped_outside, applied_afterwards])
+@both_forms
+@on_ranks(2)
+def test_checkpoint_wrappers_lie_inside_or_outside(
+    rank: Rank, wrap: Callable[..., Any], use_orig_params: bool
+) -> None:
+    assert_api_trains_alike(api_of(use_orig_params), Net, wrap)
+
+
+def compiled_as_a_whole(package: Package, model: Net, **options: Any) -> Any:
+    return torch.compile(by_policy(package, model, **options), backend="aot_eager")
+
+
+def compiled_inside(package: Package, model: Net, **options: Any) -> Any:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = package(torch.compile(block, backend="aot_eager"), **options)
+    return package(model, **options)
+
+
+def compiled_in_place(package: Package, model: Net, **options: Any) -> Any:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return by_policy(package, model, **options)
+
+
+# Dynamo asks every tensor that it is given for `.grad`, also those that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("wrap", [compiled_as_a_whole, compiled_inside, compiled_in_place])
+@on_ranks(2)
+def test_compiled_models_train(rank: Rank, wrap: Callable[..., Any]) -> None:
+    torch.compiler.reset()
+    assert_trains_alike(
+        Net,
+        lambda package, model: wrap(package, model, use_orig_params=True),
+        torch_shard=lambda package, model: by_policy(package, model, use_orig_params=True),
+    )
+    torch.compiler.reset()
+
+
+# Memory
+
+
+@both_forms
+@on_ranks(2)
+def test_what_is_not_sharded_computes_where_it_is_kept(rank: Rank, use_orig_params: bool) -> None:
+    seen: list[tuple[int, torch.Size]] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((self.weight.data_ptr(), self.weight.shape))
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = OURS(
+        Watched(WIDTH, WIDTH), sharding_strategy="NO_SHARD", use_orig_params=use_orig_params
+    )
+    model(torch.ones(1, WIDTH)).sum().backward()
+    shard_buffers = hooks_of(model).units[0].shard_buffers.lanes
+    assert len(shard_buffers) == 1
+    begin = shard_buffers[0].data_ptr()
+    end = begin + shard_buffers[0].numel() * shard_buffers[0].element_size()
+    assert [(begin <= pointer < end, shape) for pointer, shape in seen] == [(True, (WIDTH, WIDTH))]
+    if use_orig_params:
+        assert model.module.weight.shape == (WIDTH, WIDTH)
+        assert model.module.weight.grad.shape == (WIDTH, WIDTH)
