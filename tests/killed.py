@@ -19,17 +19,8 @@ from tests.stored import write
 
 # What changes a disk, or has it changed, as Python calls it.
 CALLS = {
-    "write",
-    "flush",
-    "fsync",
-    "rename",
-    "replace",
-    "mkdir",
-    "rmdir",
-    "unlink",
-    "open",
-    "close",
-}
+    "write", "flush", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "open", "close",
+}  # fmt: skip
 # Bytes that a file may have: from none at all to enough for all but a rank's file or the manifest.
 LIMITS = (0, 1, 100, 500, 1000, 1600, 3000, 7000)
 
@@ -73,9 +64,8 @@ def saved_within(path: Path, num_bytes: int) -> None:
     write(path, seed=-2, step=2, num_files=1, padding=8000)
 
 
-def main(folder: Path, name: str) -> None:
-    """Save `name` beside or over step_1 in a folder per way to die; print how each ended."""
-    torch.set_num_threads(1)
+def ends_of(folder: Path, name: str) -> dict[str, int]:
+    """Save `name` beside or over step_1 in a folder per way to die; how each ended."""
     write(folder / "before" / "step_1", seed=-1, step=1, num_files=1)
     ends: dict[str, int] = {}
 
@@ -89,8 +79,9 @@ def main(folder: Path, name: str) -> None:
     num_calls = 1
     while tried(f"call_{num_calls}", lambda path, n=num_calls: saved_until(path, n)):
         num_calls += 1
-    print(json.dumps(ends))
+    return ends
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    torch.set_num_threads(1)
+    print(json.dumps({name: ends_of(Path(sys.argv[1]) / name, name) for name in sys.argv[2:]}))

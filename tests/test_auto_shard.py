@@ -226,15 +226,12 @@ unit    class       parameters  bytes  dtype    training   why
 total   Sequential          40  160 B  float32  trainable  3 units
 """
     assert text == expected.strip()
-
-
-def test_large_sizes_are_readable():
     with torch.device("meta"):
-        text = str(explain(nn.Linear(2**20, 2**17, bias=False)))
-    assert "137,438,953,472  512.0 GiB" in text
+        large = str(explain(nn.Linear(2**20, 2**17, bias=False)))
+    assert "137,438,953,472  512.0 GiB" in large
 
 
-def test_an_explanation_follows_a_policy_and_shows_its_options():
+def test_an_explanation_follows_a_policy_its_options_and_what_is_ignored():
     model = GPT()
 
     def blocks(module: nn.Module) -> bool | dict[str, Any]:
@@ -245,10 +242,6 @@ def test_an_explanation_follows_a_policy_and_shows_its_options():
     first, second, *_ = explain(model, CustomPolicy(blocks)).units
     assert first.why == "chosen by blocks; with reshard_after_forward=False"
     assert second.why == "chosen by blocks"
-
-
-def test_ignored_parameters_are_nobodys():
-    model = GPT()
     ignored = set(model.blocks[0].parameters())
     units = explain(model, ModuleWrapPolicy({Block}), ignored_params=ignored).units
     assert units[0].numel == 0
@@ -293,15 +286,6 @@ def test_a_model_that_cannot_be_called_is_refused(model):
         auto_shard(model)
 
 
-def test_a_model_that_is_sharded_in_part_is_refused_and_left_as_it_is():
-    with fake_world(2):
-        model = GPT()
-        fully_shard(model.blocks[1])
-        with pytest.raises(RuntimeError, match=r"blocks\.1: auto_shard expects .* sharded already"):
-            auto_shard(model)
-        assert hooks_of(model.blocks[0]) is None
-
-
 def test_auto_shard_makes_the_units_that_explain_names():
     with fake_world(2):
         model = GPT()
@@ -311,6 +295,11 @@ def test_auto_shard_makes_the_units_that_explain_names():
         assert sorted(name or "(root)" for name in names) == sorted(expected)
         # And a sharded model is explained as it was before.
         assert [unit.name for unit in explain(model).units] == expected
+        model = GPT()
+        fully_shard(model.blocks[1])
+        with pytest.raises(RuntimeError, match=r"blocks\.1: auto_shard expects .* sharded already"):
+            auto_shard(model)
+        assert hooks_of(model.blocks[0]) is None
 
 
 def test_options_reach_every_unit_and_those_of_the_policy_win():
@@ -339,15 +328,15 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @on_ranks(2)
-def test_a_model_trains_as_unsharded(rank: Rank, policy: str) -> None:
-    expected = explain(GPT(), POLICIES[policy])
-    trained = assert_same_training(
-        GPT, lambda m: auto_shard(m, POLICIES[policy], mesh=rank.mesh()), Training(make_tokens)
-    )
-    # Once the model has run, ties are settled: the engine's units are the explained ones.
-    for unit in expected.units:
-        module = trained.sharded.get_submodule(unit.name.replace("(root)", ""))
-        members = [member for unit in hooks_of(module).units for member in unit.params]
-        assert sum(member.shard.numel() for member in members) == unit.numel
+def test_a_model_trains_as_unsharded(rank: Rank) -> None:
+    for policy in POLICIES.values():
+        expected = explain(GPT(), policy)
+        trained = assert_same_training(
+            GPT, lambda m, p=policy: auto_shard(m, p, mesh=rank.mesh()), Training(make_tokens)
+        )
+        # Once the model has run, ties are settled: the engine's units are the explained ones.
+        for unit in expected.units:
+            module = trained.sharded.get_submodule(unit.name.replace("(root)", ""))
+            members = [member for unit in hooks_of(module).units for member in unit.params]
+            assert sum(member.shard.numel() for member in members) == unit.numel

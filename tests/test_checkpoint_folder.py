@@ -70,14 +70,22 @@ def dead_pid() -> int:
 # Dying
 
 
-@pytest.fixture(scope="module", params=["step_2", "step_1"])
-def deaths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+NAMES = ["step_2", "step_1"]
+
+
+@pytest.fixture(scope="module")
+def all_deaths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[Path, int]]:
     """Folders with step_1 in which a save of step_2, or of step_1 again, ended in some way."""
-    folder = tmp_path_factory.mktemp(request.param)
-    command = [sys.executable, "-m", "tests.killed", str(folder), request.param]
+    folder = tmp_path_factory.mktemp("deaths")
+    command = [sys.executable, "-m", "tests.killed", str(folder), *NAMES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     ends = json.loads(done.stdout)
-    return request.param, {folder / case: end for case, end in ends.items()}
+    return {name: {folder / name / case: end for case, end in ends[name].items()} for name in NAMES}
+
+
+@pytest.fixture(params=NAMES)
+def deaths(request: pytest.FixtureRequest, all_deaths: Any) -> Any:
+    return request.param, all_deaths[request.param]
 
 
 def ended(deaths: Any, prefix: str) -> tuple[str, list[tuple[Path, int]]]:
@@ -88,25 +96,19 @@ def ended(deaths: Any, prefix: str) -> tuple[str, list[tuple[Path, int]]]:
 def test_a_save_killed_at_any_call_leaves_a_whole_checkpoint(deaths: Any) -> None:
     name, cases = ended(deaths, "call_")
     assert [end for _, end in cases] == [-signal.SIGKILL] * (len(cases) - 1) + [0]
-    seen = set()
+    seen = []
     for folder, _ in cases:
         newest = latest(folder)
         assert newest is not None
         assert verify(newest) == []
         is_new = holds(newest, seed=-2)
         assert is_new or holds(newest, seed=-1)
-        seen.add(is_new)
+        seen.append(is_new)
         # What has the name is whole, or the name is free and the one put aside is found.
         assert verify(located(folder / "step_1")) == []
         assert not (folder / name).exists() or is_whole(folder / name)
-    assert seen == {True, False}
-
-
-def test_once_a_save_has_the_name_it_keeps_it(deaths: Any) -> None:
-    _, cases = ended(deaths, "call_")
-    found = [latest(folder) for folder, _ in cases]
-    are_new = [newest is not None and holds(newest, seed=-2) for newest in found]
-    assert are_new == sorted(are_new)
+    assert seen == sorted(seen)  # once a save has the name, it keeps it
+    assert len(set(seen)) == 2
 
 
 def test_pruning_clears_what_a_killed_save_left(deaths: Any, tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_else(deaths: Any
 # Appearing
 
 
-def test_a_checkpoint_appears_under_its_name_when_it_is_whole(tmp_path: Path) -> None:
+def test_everything_is_on_disk_before_the_name_is(tmp_path: Path) -> None:
     path = tmp_path / "step_1"
     staging = staged(path)
     assert staging.name.startswith(".step_1.incoming-")
@@ -152,10 +154,6 @@ def test_a_checkpoint_appears_under_its_name_when_it_is_whole(tmp_path: Path) ->
     commit(staging, path)
     assert names(list(tmp_path.iterdir())) == ["step_1"]
     assert latest(tmp_path) == path
-
-
-def test_everything_is_on_disk_before_the_name_is(tmp_path: Path) -> None:
-    path = tmp_path / "step_1"
     write(path, seed=1)
     num_files = len(list(path.iterdir()))
     calls = []
@@ -195,12 +193,8 @@ def test_one_put_aside_is_found_only_while_the_name_is_free(tmp_path: Path) -> N
     write(aside, seed=3, step=9)
     assert located(path) == latest(tmp_path) == path
     assert leftovers(tmp_path) == [aside]
-
-
-def test_a_broken_one_put_aside_is_not_found(tmp_path: Path) -> None:
-    path, aside = tmp_path / "step_1", tmp_path / f".step_1.replaced-{ID}"
-    write(aside, seed=1)
-    (aside / "__0_0.distcp").unlink()
+    shutil.rmtree(path)
+    (aside / "__0_0.distcp").unlink()  # a broken one is not found
     assert located(path) == path
     assert latest(tmp_path) is None
     assert leftovers(tmp_path) == [aside]
@@ -348,10 +342,7 @@ def test_what_a_dead_process_wrote_is_removed(tmp_path: Path) -> None:
     staging = of_process(staging, pid=dead_pid())
     assert prune(tmp_path, keep=1) == [staging]
     assert os.listdir(tmp_path) == []
-
-
-def test_another_process_with_the_same_number_is_another(tmp_path: Path) -> None:
-    staging = begin(tmp_path / "step_1")
+    staging = begin(tmp_path / "step_1")  # another process with the same number is another
     staging = of_process(staging, started="1")
     assert prune(tmp_path, keep=1) == [staging]
 

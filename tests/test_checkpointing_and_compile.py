@@ -1,7 +1,8 @@
 """Recomputation in backward, compiled blocks and autocast compute what the plain model computes."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fullshard import fully_shard
 from fullshard.runtime.hooks import hooks_of
@@ -22,22 +23,17 @@ from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.unit.unit import Sharded
 
 WIDTH = 6
-Door = Callable[..., Any]
+FullyShard = Callable[..., Any]
 
 
 def make_batch(generator: torch.Generator) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
-def make_batch_with_gradient(generator: torch.Generator) -> Tensor:
-    # Reentrant checkpoints run no backward unless one of their inputs takes a gradient.
-    return torch.randn(4, WIDTH, generator=generator).requires_grad_()
-
-
 def assert_same(
     rank: Rank,
     build: Callable[[], nn.Module],
-    shard: Callable[[Door, Any], None],
+    shard: Callable[[FullyShard, Any], Any],
     training: Training | None = None,
     *,
     torch_too: bool = True,
@@ -61,15 +57,18 @@ def assert_same(
 class Block(nn.Module):
     """With dropout: recomputation has to draw the same numbers."""
 
-    def __init__(self, inside: bool | None = None) -> None:
+    def __init__(self, inside: bool | None = None, dropout: float = 0.2) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.inside = inside
+        self.inside, self.dropout = inside, dropout
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.dropout(torch.tanh(self.up(x)), 0.2, self.training))
+        x = torch.tanh(self.up(x))
+        if self.dropout:
+            x = nn.functional.dropout(x, self.dropout, self.training)
+        return self.down(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -87,10 +86,12 @@ class Stack(nn.Module):
         inside: bool | None = None,
         outside: bool | None = None,
         around: bool | None = None,
+        num_blocks: int = 4,
+        dropout: float = 0.2,
     ) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(inside) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(inside, dropout) for _ in range(num_blocks))
         self.last = nn.Linear(WIDTH, WIDTH)
         self.outside, self.around = outside, around
 
@@ -111,80 +112,76 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-def shard_stack(door: Door, model: Stack) -> None:
+def shard_stack(shard: FullyShard, model: Stack) -> None:
     for block in model.blocks:
-        door(block)
-    door(model)
+        shard(block)
+    shard(model)
 
 
 # Activation checkpointing
-
-
-@pytest.mark.parametrize("place", ["inside", "outside", "around"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@on_ranks(2)
-def test_checkpointed_activations_train_alike(rank: Rank, reentrant: bool, place: str) -> None:
-    assert_same(rank, lambda: Stack(**{place: reentrant}), shard_stack)
 
 
 # A reentrant checkpoint says so of the checkpoints inside it, which run without gradients first.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @on_ranks(2)
-def test_units_with_checkpoints_inside_and_outside(rank: Rank, reentrant: bool) -> None:
-    assert_same(rank, lambda: Stack(inside=reentrant, outside=reentrant), shard_stack)
+def test_checkpointed_activations_train_alike(rank: Rank, reentrant: bool) -> None:
+    for places in (("inside",), ("outside",), ("around",), ("inside", "outside")):
+        options = dict.fromkeys(places, reentrant)
+        assert_same(rank, lambda options=options: Stack(**options), shard_stack)
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def make_batch_with_gradient(generator: torch.Generator) -> Tensor:
+    # Reentrant checkpoints run no backward unless one of their inputs takes a gradient.
+    return torch.randn(4, WIDTH, generator=generator).requires_grad_()
+
+
 @on_ranks(2)
-def test_the_root_itself_is_checkpointed(rank: Rank, reentrant: bool) -> None:
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return checkpoint(model, batch, use_reentrant=reentrant).square().mean()
+def test_the_root_itself_is_checkpointed(rank: Rank) -> None:
+    for reentrant in (False, True):
 
-    training = Training(make_batch_with_gradient, loss=loss)
-    assert_same(rank, Stack, shard_stack, training, torch_too=not reentrant)
+        def loss(model: nn.Module, batch: Tensor, reentrant: bool = reentrant) -> Tensor:
+            return checkpoint(model, batch, use_reentrant=reentrant).square().mean()
+
+        training = Training(make_batch_with_gradient, loss=loss)
+        assert_same(rank, Stack, shard_stack, training, torch_too=not reentrant)
 
 
-@pytest.mark.parametrize("impl", [CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT])
 @pytest.mark.parametrize("wrapper_is_unit", [True, False])
 @on_ranks(2)
-def test_the_checkpoint_wrapper(rank: Rank, impl: CheckpointImpl, wrapper_is_unit: bool) -> None:
-    wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=impl)
+def test_the_checkpoint_wrapper(rank: Rank, wrapper_is_unit: bool) -> None:
+    for impl in (CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT):
+        wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=impl)
 
-    def shard(door: Door, model: Stack) -> None:
-        if wrapper_is_unit:
-            apply_activation_checkpointing(
-                model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Block)
-            )
-            shard_stack(door, model)
-        else:
-            for index, block in enumerate(model.blocks):
-                door(block)
-                model.blocks[index] = wrap(block)
-            door(model)
+        def shard(shard: FullyShard, model: Stack, wrap: Any = wrap) -> None:
+            if wrapper_is_unit:
+                apply_activation_checkpointing(
+                    model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Block)
+                )
+                shard_stack(shard, model)
+            else:
+                for index, block in enumerate(model.blocks):
+                    shard(block)
+                    model.blocks[index] = wrap(block)
+                shard(model)
 
-    assert_same(rank, Stack, shard)
-
-
-@on_ranks(2)
-def test_checkpoints_without_early_stop(rank: Rank) -> None:
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-            return model(batch).square().mean()
-
-    training = Training(make_batch, loss=loss)
-    assert_same(rank, lambda: Stack(outside=False), shard_stack, training)
+        assert_same(rank, Stack, shard)
 
 
 @on_ranks(2)
-def test_frozen_blocks_are_recomputed_too(rank: Rank) -> None:
+def test_frozen_blocks_are_recomputed_also_without_early_stop(rank: Rank) -> None:
     def build() -> nn.Module:
         model = Stack(outside=False)
         model.blocks[1].requires_grad_(False)
         model.blocks[2].up.requires_grad_(False)
         return model
 
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with set_checkpoint_early_stop(False):
+            return model(batch).square().mean()
+
     assert_same(rank, build, shard_stack)
+    assert_same(rank, build, shard_stack, Training(make_batch, loss=loss))
 
 
 @on_ranks(2)
@@ -200,13 +197,12 @@ def test_checkpointed_blocks_are_not_all_unsharded_at_once_in_backward(rank: Ran
     for step in range(2):
         output = model(make_batch(torch.Generator().manual_seed(step)))
         held.clear()
-        for block in model.blocks:
-            block.norm.register_forward_pre_hook(look)
+        handles = [block.norm.register_forward_pre_hook(look) for block in model.blocks]
         output.sum().backward()
         assert len(held) >= len(model.blocks)
         assert max(held) <= 2, held
-        for block in model.blocks:
-            block.norm._forward_pre_hooks.clear()
+        for handle in handles:
+            handle.remove()
 
 
 # Compiled blocks
@@ -216,68 +212,60 @@ def test_checkpointed_blocks_are_not_all_unsharded_at_once_in_backward(rank: Ran
 compiling = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-def forget_compiled() -> None:
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
     torch._dynamo.reset()
 
 
-@compiling
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@on_ranks(2)
-def test_blocks_compiled_in_place_train_alike(rank: Rank, backend: str) -> None:
-    def shard(door: Door, model: Stack) -> None:
-        for block in model.blocks:
-            block.compile(backend=backend)
-        shard_stack(door, model)
-
-    forget_compiled()
-    assert_same(rank, build_without_dropout, shard, torch_too=False)
-    forget_compiled()
+def compile_in_place(shard: FullyShard, model: Stack) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    shard_stack(shard, model)
 
 
-@compiling
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@on_ranks(2)
-def test_compiled_wrappers_can_be_sharded(rank: Rank, backend: str) -> None:
-    def shard(door: Door, model: Stack) -> None:
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = torch.compile(block, backend=backend)
-        shard_stack(door, model)
+def compile_then_shard(shard: FullyShard, model: Stack) -> None:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="eager")
+    shard_stack(shard, model)
 
-    forget_compiled()
-    assert_same(rank, build_without_dropout, shard, torch_too=False)
-    forget_compiled()
+
+def shard_then_compile(shard: FullyShard, model: Stack) -> None:
+    shard_stack(shard, model)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="aot_eager")
+
+
+def compile_as_a_whole(shard: FullyShard, model: Stack) -> nn.Module:
+    shard_stack(shard, model)
+    return torch.compile(model, backend="aot_eager")
 
 
 @compiling
+@pytest.mark.parametrize(
+    "shard, outside",
+    [
+        (compile_in_place, None),
+        (compile_in_place, False),  # and checkpointed
+        (compile_then_shard, None),
+        (shard_then_compile, None),
+        (compile_as_a_whole, None),
+    ],
+)
 @on_ranks(2)
-def test_sharded_blocks_can_be_compiled(rank: Rank) -> None:
-    def shard(door: Door, model: Stack) -> None:
-        shard_stack(door, model)
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = torch.compile(block, backend="aot_eager")
-
-    forget_compiled()
-    assert_same(rank, build_without_dropout, shard, torch_too=False)
-    forget_compiled()
-
-
-@compiling
-@on_ranks(2)
-def test_a_sharded_model_can_be_compiled_as_a_whole(rank: Rank) -> None:
-    def shard(door: Door, model: Stack) -> nn.Module:
-        shard_stack(door, model)
-        return torch.compile(model, backend="aot_eager")
-
-    forget_compiled()
-    assert_same(rank, build_without_dropout, shard, torch_too=False)
-    forget_compiled()
+def test_compiled_models_train_alike(
+    rank: Rank, shard: Callable[..., Any], outside: bool | None
+) -> None:
+    with fresh_compiler():
+        build = functools.partial(Stack, outside=outside, num_blocks=2, dropout=0.0)
+        assert_same(rank, build, shard, torch_too=False)
 
 
 @compiling
 @on_ranks(2)
 def test_compiled_blocks_are_really_compiled_and_only_once(rank: Rank) -> None:
     """Parameters that come and go must neither break graphs apart nor recompile them."""
-    forget_compiled()
     graphs: list[int] = []
 
     def counting(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -286,77 +274,46 @@ def test_compiled_blocks_are_really_compiled_and_only_once(rank: Rank) -> None:
         )
         return graph.forward
 
-    model = build_without_dropout()
-    for block in model.blocks:
-        block.compile(backend=counting)
-    shard_stack(functools.partial(fully_shard, mesh=rank.mesh()), model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = []
-    for step in range(4):
-        model(make_batch(torch.Generator().manual_seed(step))).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(len(graphs))
-    forget_compiled()
+    with fresh_compiler():
+        model = Stack(dropout=0.0, num_blocks=2)
+        for block in model.blocks:
+            block.compile(backend=counting)
+        shard_stack(functools.partial(fully_shard, mesh=rank.mesh()), model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        for step in range(4):
+            model(make_batch(torch.Generator().manual_seed(step))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(len(graphs))
     assert graphs, "nothing was compiled"
     assert seen[1] == seen[-1], f"recompiled: {seen}"
-
-
-@compiling
-@on_ranks(2)
-def test_compiled_and_checkpointed_blocks(rank: Rank) -> None:
-    def build() -> nn.Module:
-        model = build_without_dropout()
-        model.outside = False
-        return model
-
-    def shard(door: Door, model: Stack) -> None:
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        shard_stack(door, model)
-
-    forget_compiled()
-    assert_same(rank, build, shard, torch_too=False)
-    forget_compiled()
-
-
-def build_without_dropout() -> Stack:
-    model = Stack()
-    for block in model.blocks:
-        block.inner = functools.partial(_inner, block)
-    return model
-
-
-def _inner(block: Block, x: Tensor) -> Tensor:
-    return block.down(torch.tanh(block.up(x)))
 
 
 # Autocast
 
 
-@pytest.mark.parametrize("outside", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
 @on_ranks(2)
-def test_autocast_trains_alike(rank: Rank, outside: bool | None) -> None:
+def test_autocast_trains_alike(rank: Rank) -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = model(batch)
             assert output.dtype is torch.bfloat16
         return output.float().square().mean()
 
-    training = Training(make_batch, loss=loss)
-    # The reference sums gradients that were rounded to bfloat16 per rank in another order.
-    assert_same(rank, lambda: Stack(outside=outside), shard_stack, training, rtol=2e-2, atol=1e-3)
-
-
-@on_ranks(2)
-def test_autocast_may_span_forward_backward_and_several_forwards(rank: Rank) -> None:
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    def spanning(model: nn.Module, batch: Tensor) -> Tensor:
+        """Over several forwards, one of them without gradients."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with torch.no_grad():
                 model(batch)
             first, second = model(batch[:2]), model(batch[2:])
             return torch.cat([first, second]).float().square().mean()
 
-    training = Training(make_batch, loss=loss)
-    # Torch's door keeps what autocast cast without gradients, and then trains nothing.
-    assert_same(rank, Stack, shard_stack, training, torch_too=False, rtol=2e-2, atol=1e-3)
+    # The reference sums gradients that were rounded to bfloat16 per rank in another order.
+    near = {"rtol": 2e-2, "atol": 1e-3}
+    for outside in (None, False, True):
+        build = functools.partial(Stack, outside=outside)
+        assert_same(rank, build, shard_stack, Training(make_batch, loss=loss), **near)
+    # torch keeps what autocast cast without gradients, and then trains nothing.
+    training = Training(make_batch, loss=spanning)
+    assert_same(rank, Stack, shard_stack, training, torch_too=False, **near)

@@ -1,8 +1,6 @@
 """`fullshard train` and `fullshard generate`: what is typed, what becomes of it, how it fails."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from fullshard.training.config import (
     value_of,
 )
 from fullshard.training.config_file import config_as_toml, config_of
-from fullshard.training.control import DEBUG, wants_tracebacks
+from fullshard.training.control import wants_tracebacks
 from fullshard.training.generation import GenerateRequest, find_checkpoint, launch_generation
 from fullshard.training.sharding import build_sharded_model
 from fullshard.training.world import World
@@ -65,10 +63,6 @@ def printed(tmp_path: Path, *args: Any) -> TrainConfig:
 # Options
 
 
-def test_without_options_there_are_the_defaults(tmp_path):
-    assert printed(tmp_path) == TrainConfig()
-
-
 def test_every_key_has_an_option_that_sets_it(tmp_path):
     typed: list[str] = []
     expected = {}
@@ -93,7 +87,8 @@ def test_every_key_has_an_option_that_sets_it(tmp_path):
     assert {at: value_of(config, key) for at, key in KEYS.items()} == expected
 
 
-def test_what_is_typed_wins_over_the_file(tmp_path):
+def test_what_is_typed_wins_over_the_file_and_the_file_over_defaults(tmp_path):
+    assert printed(tmp_path) == TrainConfig()
     file = tmp_path / "run.toml"
     file.write_text("[optimizer]\nsteps = 7\nbatch = 8\n[run]\nreport = false\n")
     config = printed(tmp_path, "--config", file, "--steps", 9, "--data", "a", "--data", "b")
@@ -167,9 +162,13 @@ def test_debug_shows_the_traceback_wherever_it_stands(args):
 
 
 def test_debug_can_be_asked_for_in_the_environment(monkeypatch):
-    monkeypatch.setenv("FULLSHARD_DEBUG", "0")
-    refused("train", "--config", "none.toml")
+    for value in (None, "", "0"):
+        if value is not None:
+            monkeypatch.setenv("FULLSHARD_DEBUG", value)
+        assert not wants_tracebacks()  # as its ranks are told
+        refused("train", "--config", "none.toml")
     monkeypatch.setenv("FULLSHARD_DEBUG", "1")
+    assert wants_tracebacks()
     assert "Traceback" in run("train", "--config", "none.toml", expected=2).stderr
 
 
@@ -212,16 +211,6 @@ def test_a_process_that_is_a_rank_trains_as_one(monkeypatch, with_what):
     monkeypatch.setattr("fullshard.training.run.run_rank", lambda config: taken.append(config) or 0)
     run("train", "--steps", 5)
     assert taken == [config_of(None, {("optimizer", "steps"): 5})]
-
-
-# As it is installed; each in a process of its own.
-
-
-def test_the_package_runs_as_a_module():
-    command = [sys.executable, "-m", "fullshard", "train", "--print-config", "--steps", "3"]
-    done = subprocess.run(command, text=True, capture_output=True, check=True)
-    assert "\nsteps = 3\n" in done.stdout
-    assert done.stderr == ""
 
 
 # Text
@@ -299,15 +288,3 @@ def test_a_checkpoint_without_the_configuration_of_its_run_is_refused(made, tmp_
         find_checkpoint(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="found a file"):
         find_checkpoint(made / "config.toml")
-
-
-@pytest.mark.parametrize(
-    "value, is_requested", [(None, False), ("", False), ("0", False), ("1", True)]
-)
-def test_the_command_and_its_ranks_agree_on_whether_tracebacks_are_wanted(
-    monkeypatch, value, is_requested
-):
-    monkeypatch.delenv(DEBUG, raising=False)
-    if value is not None:
-        monkeypatch.setenv(DEBUG, value)
-    assert wants_tracebacks() is is_requested

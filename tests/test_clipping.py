@@ -1,20 +1,19 @@
 """Clipping by the norm of gradients that lie in parts: as if they lay on one rank."""
 
+import itertools
 import math
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.errors import ConfigError
 from fullshard.optim.clip import clip_grads
 from fullshard.testing import Rank, on_ranks
+from tests.wrapped import OURS, TORCH
 
 CPU = torch.device("cpu")
 ORDERS = [2.0, 1, 2, 3.5, 0.5, math.inf, "inf"]
@@ -137,21 +136,18 @@ def test_a_float16_norm_does_not_overflow_on_the_way(rank: Rank) -> None:
     torch.testing.assert_close(param.grad, torch.full((50,), 0.1, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("planted", [math.inf, -math.inf, math.nan])
 @on_ranks(2)
-def test_a_norm_that_is_not_finite_reaches_every_rank_as_unsharded(
-    rank: Rank, planted: float
-) -> None:
-    for order in (2.0, 1, 3.5, math.inf):
-        for spoiled in range(rank.size):
-            whole = torch.arange(1.0, 5.0)
-            whole[2 * spoiled] = planted
-            param = with_grad(whole[2 * rank.rank :][:2])
-            norm = clip_grads([([param], dist.group.WORLD)], [], 1.0, order, CPU)
-            expected_norm, expected = expected_of([whole], 1.0, order)
-            torch.testing.assert_close(norm, expected_norm, equal_nan=True)
-            mine = expected[0][2 * rank.rank :][:2]
-            torch.testing.assert_close(param.grad, mine, equal_nan=True)
+def test_a_norm_that_is_not_finite_reaches_every_rank_as_unsharded(rank: Rank) -> None:
+    values = (math.inf, -math.inf, math.nan)
+    for planted, order, spoiled in itertools.product(values, (2.0, 1, 3.5, math.inf), (0, 1)):
+        whole = torch.arange(1.0, 5.0)
+        whole[2 * spoiled] = planted
+        param = with_grad(whole[2 * rank.rank :][:2])
+        norm = clip_grads([([param], dist.group.WORLD)], [], 1.0, order, CPU)
+        expected_norm, expected = expected_of([whole], 1.0, order)
+        torch.testing.assert_close(norm, expected_norm, equal_nan=True)
+        mine = expected[0][2 * rank.rank :][:2]
+        torch.testing.assert_close(param.grad, mine, equal_nan=True)
 
 
 @on_ranks(2)
@@ -164,78 +160,56 @@ def test_a_parameter_that_is_named_twice_counts_and_shrinks_once(rank: Rank) -> 
     torch.testing.assert_close(other.grad, torch.tensor([0.4]))
 
 
-# torch's own class
+# The wrapper
 
 
-def torch_model(use_orig_params: bool, inner: TorchStrategy) -> TorchFSDP:
+def wrapped(api: Any, use_orig_params: bool, inner: str) -> Any:
+    """A model after backward; its last layer is ignored, the one before has another strategy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 1))
-    # Which strategies torch deprecates is not what this is about.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        options = {"device_id": CPU, "use_orig_params": use_orig_params}
-        model[2] = TorchFSDP(model[2], sharding_strategy=inner, **options)
-        ignored = [model[3]]
-        wrapped = TorchFSDP(model, ignored_modules=ignored, **options)
-        wrapped(torch.randn(4, 5)).sum().backward()
-    return wrapped
-
-
-@pytest.mark.parametrize("inner", [TorchStrategy.FULL_SHARD, TorchStrategy.NO_SHARD])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@on_ranks(2)
-def test_gradients_are_clipped_as_by_torchs_wrapper(
-    rank: Rank, use_orig_params: bool, inner: TorchStrategy
-) -> None:
-    for order in (2.0, 1, 3.5, math.inf):
-        for max_norm in (0.1, 100):
-            model = torch_model(use_orig_params, inner)
-            params = list(model.parameters())
-            middle, ignored = list(model[2].parameters()), list(model[3].parameters())
-            whole = ignored + (middle if inner is TorchStrategy.NO_SHARD else [])
-            parts = [p for p in params if not any(p is w for w in whole)]
-            mine = {p: with_grad(p.grad) for p in params}
-
-            theirs = model.clip_grad_norm_(max_norm, order)
-            ours = clip_grads(
-                [([mine[p] for p in parts], dist.group.WORLD)],
-                [mine[p] for p in whole],
-                max_norm,
-                order,
-                CPU,
-            )
-            torch.testing.assert_close(ours, theirs)
-            for param in params:
-                if param.grad is not None:
-                    torch.testing.assert_close(mine[param].grad, param.grad)
+    model[2] = api(model[2], sharding_strategy=inner, use_orig_params=use_orig_params)
+    wrapper = api(model, ignored_modules=[model[3]], use_orig_params=use_orig_params)
+    torch.manual_seed(1)
+    wrapper(torch.randn(4, 5)).sum().backward()
+    return wrapper
 
 
 @on_ranks(2)
-def test_torchs_wrapper_warns_without_gradients_too(rank: Rank) -> None:
-    model = torch_model(True, TorchStrategy.FULL_SHARD)
-    model.zero_grad()
-    with pytest.warns(UserWarning, match="no gradients"):
-        theirs = model.clip_grad_norm_(1.0)
-    with pytest.warns(UserWarning, match="no gradients"):
-        ours = clip_grads([(list(model.parameters()), dist.group.WORLD)], [], 1.0, 2.0, CPU)
-    torch.testing.assert_close(ours, theirs)
+def test_the_wrapper_clips_as_torchs_does(rank: Rank) -> None:
+    for use_orig_params, inner, order, max_norm in itertools.product(
+        (False, True), ("FULL_SHARD", "NO_SHARD"), (2.0, 1, 3.5, math.inf), (0.1, 100)
+    ):
+        ours, theirs = (wrapped(api, use_orig_params, inner) for api in (OURS, TORCH))
+        for clipped in ({}, {"set_to_none": True}):
+            if clipped:
+                for model in (ours, theirs):
+                    model.zero_grad(**clipped)
+                with pytest.warns(UserWarning, match="no gradients"):
+                    norms = [model.clip_grad_norm_(max_norm, order) for model in (ours, theirs)]
+            else:
+                norms = [model.clip_grad_norm_(max_norm, order) for model in (ours, theirs)]
+            torch.testing.assert_close(*norms)
+            if use_orig_params and not clipped:
+                with (
+                    OURS.FSDP.summon_full_params(ours, with_grads=True),
+                    TORCH.FSDP.summon_full_params(theirs, with_grads=True),
+                ):
+                    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+                    for param, other in pairs:
+                        torch.testing.assert_close(param.grad, other.grad)
 
 
 # Without ranks
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("max_norm", [0.1, 1e6])
-def test_whole_gradients_need_no_process_group(order, max_norm):
-    grads = whole_grads([torch.float32] * 3)
-    params = [with_grad(grad) for grad in grads] + [with_grad(None)]
-    norm = clip_grads([], params, max_norm, order, CPU)
-    expected_norm, expected = expected_of(grads, max_norm, order)
-    torch.testing.assert_close(norm, expected_norm)
-    torch.testing.assert_close([param.grad for param in params[:-1]], expected)
-
-
-def test_whole_gradients_of_which_there_are_none_have_norm_zero():
+def test_whole_gradients_need_no_process_group():
+    for order, max_norm in itertools.product(ORDERS, (0.1, 1e6)):
+        grads = whole_grads([torch.float32] * 3)
+        params = [with_grad(grad) for grad in grads] + [with_grad(None)]
+        norm = clip_grads([], params, max_norm, order, CPU)
+        expected_norm, expected = expected_of(grads, max_norm, order)
+        torch.testing.assert_close(norm, expected_norm)
+        torch.testing.assert_close([param.grad for param in params[:-1]], expected)
     # No warning, with which torch's wrapper tells of dtypes that ranks may differ in.
     assert clip_grads([], [with_grad(None)], 1.0, 2.0, CPU).item() == 0.0
     assert clip_grads([([with_grad(None)], None)], [], 1.0, 2.0, CPU).item() == 0.0
@@ -247,8 +221,5 @@ def test_an_order_that_is_no_norm_is_refused_and_changes_nothing(order):
     with pytest.raises(ConfigError, match="norm_type must be"):
         clip_grads([], [param], 1.0, order, CPU)
     assert param.grad.tolist() == [3.0, 4.0]
-
-
-def test_a_limit_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="max_norm must be a number, found 'one'"):
-        clip_grads([], [with_grad(torch.ones(2))], "one", 2.0, CPU)
+        clip_grads([], [param], "one", 2.0, CPU)

@@ -47,6 +47,13 @@ class Fuse:
         finally:
             self.place, self.kind = None, PlannedError
 
+    @contextmanager
+    def out(self) -> Iterator[None]:
+        """Do not raise for a while."""
+        place, self.place = self.place, None
+        yield
+        self.place = place
+
 
 fuse = Fuse()
 
@@ -191,190 +198,122 @@ FORWARD_PLACES = ["root before", "root forward", "block 0 forward", "block 2 for
 
 
 @pytest.mark.parametrize("kind", [PlannedError, Interrupted])
-@pytest.mark.parametrize("when", ["in the first step", "in a later step"])
-@pytest.mark.parametrize("place", FORWARD_PLACES)
 @on_ranks(2)
 def test_an_error_in_forward_leaves_everything_sharded_and_the_next_step_correct(
-    rank: Rank, place: str, when: str, kind: type[BaseException]
+    rank: Rank, kind: type[BaseException]
 ) -> None:
-    pair = Pair(rank)
-    if when == "in a later step":
-        pair.step(0)
-    with fuse.lit(place, kind), pytest.raises(kind, match=place):
-        pair.run(pair.model, rank.rank, 1)
-    assert_everything_sharded(pair.model)
-    pair.check("after the failure", gradients=False)
-    for number in (2, 3):
-        pair.step(number)
+    for is_first in (True, False):
+        for place in FORWARD_PLACES:
+            pair = Pair(rank)
+            if not is_first:
+                pair.step(0)
+            with fuse.lit(place, kind), pytest.raises(kind, match=place):
+                pair.run(pair.model, rank.rank, 1)
+            assert_everything_sharded(pair.model)
+            pair.check("after the failure", gradients=False)
+            for number in (2, 3):
+                pair.step(number)
 
 
 @on_ranks(2)
-def test_the_same_error_again_and_again(rank: Rank) -> None:
+def test_errors_again_and_again_without_gradients_and_outside_of_the_root(rank: Rank) -> None:
     pair = Pair(rank)
-    for place in (*FORWARD_PLACES, *FORWARD_PLACES):
-        with fuse.lit(place), pytest.raises(PlannedError):
-            pair.run(pair.model, rank.rank, 1)
-        assert_everything_sharded(pair.model)
-    pair.step(2)
-
-
-@on_ranks(2)
-def test_an_error_without_gradients(rank: Rank) -> None:
-    pair = Pair(rank)
-    with fuse.lit("block 1 forward"), torch.no_grad(), pytest.raises(PlannedError):
-        pair.model(batch_of(rank.rank, 0))
-    assert_everything_sharded(pair.model)
-    pair.step(1)
-
-
-@pytest.mark.parametrize("kind", [PlannedError, Interrupted])
-@on_ranks(2)
-def test_an_error_in_a_submodule_that_runs_alone(rank: Rank, kind: type[BaseException]) -> None:
-    pair = Pair(rank)
-    pair.step(0)
-    with fuse.lit("block 1 forward", kind), pytest.raises(kind):
-        pair.model.blocks[1](batch_of(rank.rank, 1))
-    assert_everything_sharded(pair.model)
-    pair.step(2)
-
-
-@on_ranks(2)
-def test_an_error_in_a_registered_method(rank: Rank) -> None:
-    pair = Pair(rank)
+    batch = batch_of(rank.rank, 1)
 
     def describe() -> str:
-        raise Interrupted("described")
+        raise PlannedError("described")
+
+    def without_gradients() -> None:
+        with torch.no_grad():
+            pair.model(batch)
 
     pair.model.describe = describe
     register_fsdp_forward_method(pair.model, "describe")
-    with pytest.raises(Interrupted):
-        pair.model.describe()
-    assert_everything_sharded(pair.model)
-    pair.step(1)
-
-
-@pytest.mark.parametrize("hook", ["pre", "post"])
-@pytest.mark.parametrize("place", ["root", "block", "inside a block"])
-@on_ranks(2)
-def test_an_error_in_a_forward_hook(rank: Rank, place: str, hook: str) -> None:
-    pair = Pair(rank)
-    block = pair.model.blocks[1]
-    module = {"root": pair.model, "block": block, "inside a block": block.up}[place]
-
-    def burn(*_: Any) -> None:
-        fuse.burn("hook")
-
-    register = module.register_forward_pre_hook if hook == "pre" else module.register_forward_hook
-    register(burn)
     for number in range(2):
-        with fuse.lit("hook"), pytest.raises(PlannedError):
-            pair.run(pair.model, rank.rank, number)
-        if (place, hook) != ("root", "post"):  # there the forward had come to its end
-            assert_everything_sharded(pair.model)
-        pair.step(number)
+        for place in FORWARD_PLACES:
+            for failing in (
+                lambda: pair.run(pair.model, rank.rank, 1),
+                without_gradients,
+                pair.model.describe,
+            ):
+                with fuse.lit(place), pytest.raises(PlannedError):
+                    failing()
+                assert_everything_sharded(pair.model)
+        with fuse.lit("block 1 forward"), pytest.raises(PlannedError):
+            pair.model.blocks[1](batch)
+        assert_everything_sharded(pair.model)
+        try:
+            raise ValueError("handled while a whole step runs")
+        except ValueError:
+            pair.step(number)
 
 
 @on_ranks(2)
-def test_a_failed_step_in_an_exception_handler(rank: Rank) -> None:
-    """A whole step may run while another exception is being handled."""
-    pair = Pair(rank)
-    try:
-        raise ValueError("handled all the while")
-    except ValueError:
-        pair.step(0)
-        with fuse.lit("block 1 forward"), pytest.raises(PlannedError):
-            pair.run(pair.model, rank.rank, 1)
-        assert_everything_sharded(pair.model)
-        pair.step(2)
+def test_an_error_in_a_forward_hook(rank: Rank) -> None:
+    for place in ("root", "block", "inside a block"):
+        for hook in ("pre", "post"):
+            pair = Pair(rank)
+            block = pair.model.blocks[1]
+            module = {"root": pair.model, "block": block, "inside a block": block.up}[place]
+            register = (
+                module.register_forward_pre_hook if hook == "pre" else module.register_forward_hook
+            )
+            register(lambda *_: fuse.burn("hook"))
+            for number in range(2):
+                with fuse.lit("hook"), pytest.raises(PlannedError):
+                    pair.run(pair.model, rank.rank, number)
+                if (place, hook) != ("root", "post"):  # there the forward had come to its end
+                    assert_everything_sharded(pair.model)
+                pair.step(number)
 
 
 # Caught inside forward
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
 @on_ranks(2)
-def test_a_model_may_catch_the_error_of_an_inner_unit_and_go_on(rank: Rank, index: int) -> None:
-    pair = Pair(rank, functools.partial(Model, catches=True))
-    for number in range(2):
-        with fuse.lit(f"block {index} forward"):
-            pair.step(number)
-    with fuse.lit(f"block {index} forward"), torch.no_grad():
-        pair.model(batch_of(rank.rank, 5))
-    for position, unit in enumerate(units_of(pair.model)):
-        assert isinstance(unit.state, Sharded), position
-    pair.step(2)
+def test_a_model_may_catch_the_error_of_an_inner_unit_and_go_on(rank: Rank) -> None:
+    for index in range(3):
+        pair = Pair(rank, functools.partial(Model, catches=True))
+        for number in range(2):
+            with fuse.lit(f"block {index} forward"):
+                pair.step(number)
+        with fuse.lit(f"block {index} forward"), torch.no_grad():
+            pair.model(batch_of(rank.rank, 5))
+        assert all(isinstance(unit.state, Sharded) for unit in units_of(pair.model))
+        pair.step(2)
 
 
-class ReshardsWhatFailed(Model):
-    """Lets go of a unit that raised as soon as it has."""
+class Recovering(Model):
+    """In the except clause: reshards the unit, runs another one, or runs it once more."""
+
+    how = "reshard"
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             try:
                 x = x + block(x)
             except PlannedError:
-                if hooks_of(block) is not None:
+                if self.how == "another":
+                    x = x + self.blocks[index + 1](x)
+                    break
+                if self.how == "once more":
+                    with fuse.out():
+                        x = x + block(x * 2)
+                elif hooks_of(block) is not None:
                     block.reshard()
                     assert isinstance(block.up.weight, DTensor)
         return self.last(x)
 
 
+@pytest.mark.parametrize("how", ["reshard", "another", "once more"])
 @on_ranks(2)
-def test_a_unit_that_raised_does_not_compute_any_more(rank: Rank) -> None:
-    pair = Pair(rank, ReshardsWhatFailed)
-    for number in range(2):
-        with fuse.lit("block 1 forward"):
-            pair.step(number)
-    pair.step(2)
-
-
-class FallsBack(Model):
-    """Runs another unit in the except clause."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        try:
-            x = self.blocks[0](x)
-        except PlannedError:
-            x = self.blocks[1](x)
-        return self.last(self.blocks[2](x))
-
-
-@on_ranks(2)
-def test_a_model_may_fall_back_to_another_unit_in_the_except_clause(rank: Rank) -> None:
-    pair = Pair(rank, FallsBack)
+def test_a_model_may_recover_in_the_except_clause(rank: Rank, how: str) -> None:
+    pair = Pair(rank, Recovering)
+    pair.model.how = pair.reference.how = how
     for number in range(3):
-        with fuse.lit("block 0 forward" if number != 1 else "nowhere"):
+        with fuse.lit("block 1 forward" if number != 1 else "nowhere"):
             pair.step(number)
-
-
-class FallsBackToItself(Model):
-    """Runs the unit that raised once more in the except clause."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            try:
-                x = x + block(x)
-            except PlannedError:
-                fuse.place = None
-                x = x + block(x * 2)
-        return self.last(x)
-
-
-@on_ranks(2)
-def test_a_model_may_run_the_unit_that_raised_once_more(rank: Rank) -> None:
-    pair = Pair(rank, FallsBackToItself)
-    for number in range(2):
-        with fuse.lit("block 1 forward"):
-            pair.run(pair.model, rank.rank, number)
-        for replica in range(rank.size):
-            with fuse.lit("block 1 forward"):
-                pair.run(pair.reference, replica, number, 1 / rank.size)
-        pair.check(f"step {number}", gradients=True)
-        pair.update()
-    pair.step(2)
 
 
 # In backward
@@ -382,19 +321,43 @@ def test_a_model_may_run_the_unit_that_raised_once_more(rank: Rank) -> None:
 BACKWARD_PLACES = ["root backward", "block 2 backward", "block 0 backward"]
 
 
-@pytest.mark.parametrize("when", ["in the first step", "in a later step"])
-@pytest.mark.parametrize("place", BACKWARD_PLACES)
 @on_ranks(2)
-def test_an_error_in_backward_leaves_the_next_step_correct(
-    rank: Rank, place: str, when: str
-) -> None:
-    pair = Pair(rank)
-    if when == "in a later step":
+def test_an_error_in_backward_leaves_the_next_step_correct(rank: Rank) -> None:
+    for is_first in (True, False):
+        for place in BACKWARD_PLACES:
+            pair = Pair(rank)
+            if not is_first:
+                pair.step(0)
+            with fuse.lit(place), pytest.raises(PlannedError):
+                pair.run(pair.model, rank.rank, 1)
+            for number in (2, 3):
+                pair.step(number)
+
+
+@on_ranks(2)
+def test_an_error_in_a_gradient_hook(rank: Rank) -> None:
+    for of in ("parameter", "accumulated gradient", "activation"):
+        pair = Pair(rank)
+        weight = pair.model.blocks[1].up.weight
+
+        def burn(*_: Any) -> None:
+            fuse.burn("hook")
+
+        handles = []
+        if of == "accumulated gradient":
+            handles.append(weight.register_post_accumulate_grad_hook(burn))
         pair.step(0)
-    with fuse.lit(place), pytest.raises(PlannedError):
-        pair.run(pair.model, rank.rank, 1)
-    for number in (2, 3):
-        pair.step(number)
+        if of == "parameter":
+            handles.append(weight.register_hook(burn))
+        output = pair.model(batch_of(rank.rank, 1))
+        if of == "activation":
+            output.register_hook(burn)
+        with fuse.lit("hook"), pytest.raises(PlannedError):
+            output.sum().backward()
+        for handle in handles:
+            handle.remove()
+        for number in (2, 3):
+            pair.step(number)
 
 
 @on_ranks(2)
@@ -419,48 +382,10 @@ def test_reset_iter_state_lets_go_of_everything_at_once(rank: Rank) -> None:
     with fuse.lit("block 0 backward"), pytest.raises(PlannedError):
         pair.run(pair.model, rank.rank, 1)
     assert held_bytes(pair.model) > 0, "otherwise this proves nothing"
-    pair.model.reset_iter_state()
-    assert_everything_sharded(pair.model)
-    pair.step(2)
-
-
-@on_ranks(2)
-def test_reset_iter_state_is_for_the_root(rank: Rank) -> None:
-    pair = Pair(rank)
-    pair.step(0)
     with pytest.raises(LifecycleError, match=r"blocks\.1: reset_iter_state\(\) must be called on"):
         pair.model.blocks[1].reset_iter_state()
-
-
-@pytest.mark.parametrize("of", ["parameter", "activation"])
-@on_ranks(2)
-def test_an_error_in_a_gradient_hook(rank: Rank, of: str) -> None:
-    pair = Pair(rank)
-    pair.step(0)
-    handle = None
-    if of == "parameter":
-        handle = pair.model.blocks[1].up.weight.register_hook(lambda grad: fuse.burn("hook"))
-        with fuse.lit("hook"), pytest.raises(PlannedError):
-            pair.run(pair.model, rank.rank, 1)
-        handle.remove()
-    else:
-        output = pair.model(batch_of(rank.rank, 1))
-        output.register_hook(lambda grad: fuse.burn("hook"))
-        with fuse.lit("hook"), pytest.raises(PlannedError):
-            output.sum().backward()
-    for number in (2, 3):
-        pair.step(number)
-
-
-@on_ranks(2)
-def test_an_error_in_a_post_accumulate_hook(rank: Rank) -> None:
-    pair = Pair(rank)
-    weight = pair.model.blocks[1].up.weight
-    handle = weight.register_post_accumulate_grad_hook(lambda _: fuse.burn("hook"))
-    pair.step(0)
-    with fuse.lit("hook"), pytest.raises(PlannedError):
-        pair.run(pair.model, rank.rank, 1)
-    handle.remove()
+    pair.model.reset_iter_state()
+    assert_everything_sharded(pair.model)
     pair.step(2)
 
 
@@ -509,17 +434,6 @@ def test_parameters_kept_after_backward_are_gathered_again_after_an_update(
         pair.check(f"step {number}", gradients=True)
         pair.update()
         pair.check(f"after step {number}", gradients=False)
-
-
-@on_ranks(2)
-def test_parameters_kept_after_backward_see_the_update_in_the_next_forward(rank: Rank) -> None:
-    pair = Pair(rank)
-    pair.model.set_reshard_after_backward(False)
-    for number in range(3):
-        pair.forward_backward(number)
-        pair.update()
-        found = pair.model(batch_of(0, 7)).detach()
-        torch.testing.assert_close(found, pair.reference(batch_of(0, 7)).detach())
 
 
 @on_ranks(2)

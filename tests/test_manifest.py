@@ -25,7 +25,7 @@ from fullshard.state.store import (
     read_manifest,
 )
 
-many = settings(derandomize=True, deadline=None, max_examples=150)
+many = settings(derandomize=True, deadline=None, max_examples=40)
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "complex64", "bool", "int64"]
 NAMES = st.text(max_size=12)
@@ -171,20 +171,12 @@ def test_any_damage_is_noticed(data: st.DataObject) -> None:
         assert found == example()
 
 
-@many
-@given(PLAIN)
-def test_other_json_is_refused(value: Any) -> None:
-    for text in (json.dumps(value), json.dumps({"format": "fullshard checkpoint", "v": value})):
-        with pytest.raises(CheckpointError):
-            read(text)
-
-
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[" * 100_000, "{}" * 3, '{"a": 1, "a": 2}', "1" * 10_000, "nan", "\ufeff{}"],
-    ids=range(8),
+    ["", "{", "[" * 100_000, "{}" * 3, '{"a": 1, "a": 2}', "1" * 10_000, "nan", "\ufeff{}", "[]"],
+    ids=range(9),
 )
-def test_what_is_no_json_is_refused(text: str) -> None:
+def test_what_is_no_manifest_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError):
         read(text)
 
@@ -296,16 +288,15 @@ def test_a_later_format_is_refused_in_words() -> None:
         read(text)
 
 
-def test_reading_a_folder_without_one_says_so(tmp_path: Path) -> None:
+def test_a_manifest_on_disk_is_read_or_refused_in_words(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(CheckpointError, match=r"no manifest\.json"):
             read_manifest(folder)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         read_manifest(tmp_path / "file")
-
-
-def test_reading_what_is_no_text_says_so(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(example().to_json())
+    assert read_manifest(tmp_path) == example()
     (tmp_path / "manifest.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CheckpointError, match=r"no manifest\.json that can be read"):
         read_manifest(tmp_path)
@@ -313,8 +304,3 @@ def test_reading_what_is_no_text_says_so(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").mkdir()
     with pytest.raises(CheckpointError, match=r"no manifest\.json that can be read"):
         read_manifest(tmp_path)
-
-
-def test_a_manifest_on_disk_is_read(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(example().to_json())
-    assert read_manifest(tmp_path) == example()

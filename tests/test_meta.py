@@ -1,6 +1,7 @@
 """Models built on meta, given memory after sharding; conversions of a sharded model."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +16,6 @@ from torch.optim import SGD
 from fullshard import LifecycleError, fully_shard
 from fullshard.comm.placement import full_tensor
 from fullshard.testing import Rank, on_ranks
-
-DOORS: tuple[Callable[..., Any], ...] = (fully_shard, torch_fully_shard)
 
 # On a CPU mesh DTensor draws each shard's values from the rank's own generator, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
@@ -46,15 +45,15 @@ def built(seed: int = 0) -> Net:
     return Net()
 
 
-def shard(model: Any, mesh: Any, door: Callable[..., Any] = fully_shard, **options: Any) -> Any:
-    door(model.inner, mesh=mesh, **options)
-    return door(model, mesh=mesh, **options)
+def shard(model: Any, mesh: Any, api: Callable[..., Any] = fully_shard, **options: Any) -> Any:
+    api(model.inner, mesh=mesh, **options)
+    return api(model, mesh=mesh, **options)
 
 
-def on_meta(mesh: Any, door: Callable[..., Any] = fully_shard, **options: Any) -> Any:
+def on_meta(mesh: Any, api: Callable[..., Any] = fully_shard, **options: Any) -> Any:
     with torch.device("meta"):
         model = Net()
-    return shard(model, mesh, door, **options)
+    return shard(model, mesh, api, **options)
 
 
 def initialise(model: nn.Module, seed: int = 0) -> None:
@@ -136,28 +135,29 @@ def test_a_model_on_meta_is_sharded_without_memory(rank: Rank) -> None:
     assert list(model.state_dict()) == list(real.state_dict())
 
 
-@pytest.mark.parametrize("swap", [False, True], ids=["no swap", "swap"])
 @on_ranks(2)
-def test_to_empty_and_reset_parameters_give_the_values_that_torchs_door_gives(
-    rank: Rank, swap: bool
-) -> None:
-    with swapping(swap):
-        models = [on_meta(rank.mesh(), door) for door in DOORS]
-        for model in models:
-            parameters = list(model.parameters())
-            model.to_empty(device="cpu")
-            assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-            initialise(model)
-            assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    ours, theirs = models
-    assert_same_weights(weights_of(ours), weights_of(theirs))
-    assert weights_of(ours)["inner.weight"].abs().sum() > 0
-    assert_trains(ours, rank)
+def test_to_empty_and_reset_parameters_give_the_values_that_torch_gives(rank: Rank) -> None:
+    for swap in (False, True):
+        with swapping(swap):
+            models = [on_meta(rank.mesh(), api) for api in (fully_shard, torch_fully_shard)]
+            for model in models:
+                parameters = list(model.parameters())
+                model.to_empty(device="cpu")
+                initialise(model)
+                assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+        ours, theirs = models
+        assert_same_weights(weights_of(ours), weights_of(theirs))
+        assert weights_of(ours)["inner.weight"].abs().sum() > 0
+        assert ours.saved.tolist() == [0.0, 1.0, 2.0]
+        assert ours.unsaved.tolist() == [0.5, 0.5, 0.5]
+        assert "unsaved" not in ours.state_dict()
+        assert_trains(ours, rank)
 
 
 @on_ranks(2)
-def test_an_optimizer_built_while_the_model_is_on_meta_trains_it(rank: Rank) -> None:
+def test_a_model_may_be_frozen_and_get_its_optimizer_while_it_is_on_meta(rank: Rank) -> None:
     model = on_meta(rank.mesh())
+    model.norm.requires_grad_(False)
     optimizer = SGD(model.parameters(), lr=0.1)
     model.to_empty(device="cpu")
     initialise(model)
@@ -165,63 +165,39 @@ def test_an_optimizer_built_while_the_model_is_on_meta_trains_it(rank: Rank) -> 
     model(batch(0, rank.rank)).square().mean().backward()
     optimizer.step()
     after = weights_of(model)
-    assert all(not torch.equal(after[n], before[n]) for n, _ in model.named_parameters())
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["shards", "full values"])
-@pytest.mark.parametrize("swap", [False, True], ids=["no swap", "swap"])
-@on_ranks(2)
-def test_a_state_dict_is_assigned_to_a_model_on_meta(rank: Rank, whole: bool, swap: bool) -> None:
-    source = built(seed=1)
-    weights = copy.deepcopy(source.state_dict())
-    state = source.state_dict() if whole else shard(source, rank.mesh()).state_dict()
-    model = on_meta(rank.mesh())
-    with swapping(swap):
-        model.load_state_dict(state, assign=True)
-    assert not any(p.is_meta for p in model.parameters())
-    assert model.unsaved.is_meta
-    model.unsaved = torch.full((3,), 0.5)
-    assert_same_weights(weights_of(model), dict(weights))
-    assert_trains(model, rank, weights=weights)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {"inner.weight", "inner.bias", "outer.weight"}
 
 
 @on_ranks(2)
-def test_a_full_state_dict_is_copied_into_a_model_that_got_memory(rank: Rank) -> None:
+def test_a_state_dict_is_assigned_to_a_model_on_meta(rank: Rank) -> None:
+    for whole, swap in itertools.product((False, True), repeat=2):
+        source = built(seed=1)
+        weights = copy.deepcopy(source.state_dict())
+        state = source.state_dict() if whole else shard(source, rank.mesh()).state_dict()
+        model = on_meta(rank.mesh())
+        with swapping(swap):
+            model.load_state_dict(state, assign=True)
+        assert not any(p.is_meta for p in model.parameters())
+        assert model.unsaved.is_meta
+        model.unsaved = torch.full((3,), 0.5)
+        assert_same_weights(weights_of(model), dict(weights))
+        assert_trains(model, rank, weights=weights)
+
+
+@on_ranks(2)
+def test_a_parameter_left_on_meta_is_named_and_can_be_supplied_later(rank: Rank) -> None:
     weights = built(seed=1).state_dict()
-    model = on_meta(rank.mesh())
-    model.to_empty(device="cpu")
-    model.load_state_dict(weights)
-    model.unsaved.fill_(0.5)
-    assert_trains(model, rank, weights=weights)
-
-
-@on_ranks(2)
-def test_buffers_on_meta_get_memory_and_values_as_parameters_do(rank: Rank) -> None:
-    model = on_meta(rank.mesh())
-    assert model.saved.is_meta
-    assert model.unsaved.is_meta
-    model.to_empty(device="cpu")
-    initialise(model)
-    assert model.saved.tolist() == [0.0, 1.0, 2.0]
-    assert model.unsaved.tolist() == [0.5, 0.5, 0.5]
-    assert "unsaved" not in model.state_dict()
-
-
-@pytest.mark.parametrize("missing", ["inner.weight", "norm.bias", "outer.weight"])
-@on_ranks(2)
-def test_a_parameter_left_on_meta_is_named_and_can_be_supplied_later(
-    rank: Rank, missing: str
-) -> None:
-    weights = built(seed=1).state_dict()
-    model = on_meta(rank.mesh())
-    model.unsaved = torch.full((3,), 0.5)
-    some = {name: value for name, value in weights.items() if name != missing}
-    model.load_state_dict(some, assign=True, strict=False)
-    for _ in range(2):
-        with pytest.raises(LifecycleError, match=rf"'{missing}' on meta.*to_empty"):
-            model(batch(0, rank.rank))
-    model.load_state_dict({missing: weights[missing]}, assign=True, strict=False)
-    assert_trains(model, rank, weights=weights)
+    for missing in ("inner.weight", "norm.bias", "outer.weight"):
+        model = on_meta(rank.mesh())
+        model.unsaved = torch.full((3,), 0.5)
+        some = {name: value for name, value in weights.items() if name != missing}
+        model.load_state_dict(some, assign=True, strict=False)
+        for _ in range(2):
+            with pytest.raises(LifecycleError, match=rf"'{missing}' on meta.*to_empty"):
+                model(batch(0, rank.rank))
+        model.load_state_dict({missing: weights[missing]}, assign=True, strict=False)
+        assert_trains(model, rank, weights=weights)
 
 
 @on_ranks(2)
@@ -249,17 +225,6 @@ def test_a_model_that_is_partly_on_meta_may_be_sharded(rank: Rank) -> None:
     model.norm.to_empty(device="cpu")
     model.norm.reset_parameters()
     assert_trains(model, rank, weights=built().state_dict())
-
-
-@on_ranks(2)
-def test_a_model_on_meta_is_frozen_in_part_before_it_gets_memory(rank: Rank) -> None:
-    model = on_meta(rank.mesh())
-    model.norm.requires_grad_(False)
-    model.to_empty(device="cpu")
-    initialise(model)
-    model(batch(0, rank.rank)).square().mean().backward()
-    assert model.norm.weight.grad is None
-    assert model.inner.weight.grad is not None
 
 
 @on_ranks(2)
@@ -291,37 +256,32 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "after a step", "while unsharded"])
-@pytest.mark.parametrize("swap", [False, True], ids=["no swap", "swap"])
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @on_ranks(2)
-def test_a_converted_model_trains_on_in_its_new_dtype(
-    rank: Rank, kind: str, swap: bool, when: str
-) -> None:
+def test_a_converted_model_trains_on_in_its_new_dtype(rank: Rank, kind: str) -> None:
     convert, dtype = CONVERSIONS[kind]
-    model = shard(built(), rank.mesh())
-    if when == "after a step":
-        optimizer = SGD(model.parameters(), lr=0.1)
-        model(batch(0, rank.rank)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    elif when == "while unsharded":
-        with torch.no_grad():
-            model(batch(0, rank.rank))
-    weights = {name: value.to(dtype) for name, value in weights_of(model).items()}
-    if when == "while unsharded":
-        model.unshard()
-        model.inner.unshard()
-    parameters = [model.inner.weight] if when == "after a step" else []
-    with swapping(swap):
-        result = convert(model)
-    assert result is model
-    assert all(found is model.inner.weight for found in parameters)
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    assert {p.to_local().dtype for p in model.parameters()} == {dtype}
-    assert model.saved.dtype == model.unsaved.dtype == dtype
-    assert_same_weights(weights_of(model), weights)
-    assert_trains(model, rank, dtype, weights)
+    for swap in (False, True):
+        for when in ("before", "after a step", "while unsharded"):
+            model = shard(built(), rank.mesh())
+            if when == "after a step":
+                optimizer = SGD(model.parameters(), lr=0.1)
+                model(batch(0, rank.rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = {name: value.to(dtype) for name, value in weights_of(model).items()}
+            weight = model.inner.weight
+            if when == "while unsharded":
+                model.unshard()
+                model.inner.unshard()
+            with swapping(swap):
+                assert convert(model) is model
+            if when == "after a step":
+                assert model.inner.weight is weight
+            assert {p.dtype for p in model.parameters()} == {dtype}
+            assert {p.to_local().dtype for p in model.parameters()} == {dtype}
+            assert model.saved.dtype == model.unsaved.dtype == dtype
+            assert_same_weights(weights_of(model), weights)
+            assert_trains(model, rank, dtype, weights)
 
 
 @on_ranks(2)
@@ -370,22 +330,22 @@ def test_one_layer_may_be_converted(rank: Rank) -> None:
     assert model[1].weight.grad.dtype == torch.float64
 
 
-@pytest.mark.parametrize("when", ["before", "after a step"])
 @on_ranks(2)
-def test_apply_changes_shards_in_place(rank: Rank, when: str) -> None:
+def test_apply_changes_shards_in_place(rank: Rank) -> None:
     def halve(module: nn.Module) -> None:
         with torch.no_grad():
             for parameter in module.parameters(recurse=False):
                 parameter.mul_(0.5)
 
-    model = shard(built(), rank.mesh())
-    if when == "after a step":
-        model(batch(0, rank.rank)).square().mean().backward()
-        model.zero_grad()
     expected = built().apply(halve)
-    assert model.apply(halve) is model
-    assert_same_weights(weights_of(model), dict(expected.state_dict()))
-    assert_trains(model, rank, weights=expected.state_dict())
+    for when in ("before", "after a step"):
+        model = shard(built(), rank.mesh())
+        if when == "after a step":
+            model(batch(0, rank.rank)).square().mean().backward()
+            model.zero_grad()
+        assert model.apply(halve) is model
+        assert_same_weights(weights_of(model), dict(expected.state_dict()))
+        assert_trains(model, rank, weights=expected.state_dict())
 
 
 @on_ranks(2)

@@ -1,8 +1,10 @@
 """`fullshard train` in one piece: what a run leaves behind, and that settings change no losses."""
 
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.report import read_record
 from fullshard.state import checkpoints, verify
-from fullshard.testing import Rank, on_ranks
+from fullshard.testing import Rank, on_ranks, pool
 from fullshard.training.config import TrainConfig
 from fullshard.training.control import StopRequest
 from fullshard.training.run import Run
@@ -20,46 +22,69 @@ from fullshard.training.world import World
 from tests.tiny_run import TEXT, configured, losses
 
 
-def written(folder: Path) -> str:
-    path = folder / "text.txt"
-    if not path.exists():
-        path.write_text(TEXT)
-    return str(path)
+class StopsAfter(StopRequest):
+    """Asks for the end after some steps, on one rank."""
+
+    def __init__(self, num_steps: int, is_asking: bool) -> None:
+        super().__init__()
+        self.num_left, self.is_asking = num_steps, is_asking
+
+    @property
+    def is_requested(self) -> bool:
+        self.num_left -= 1
+        return self.num_left <= 0 and self.is_asking
+
+    @is_requested.setter
+    def is_requested(self, value: bool) -> None: ...
 
 
-def trained(rank: Rank, config: TrainConfig) -> list[float]:
-    world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    assert Run(config, world).run(StopRequest()) is True
+def run_of(rank: Rank, config: TrainConfig) -> Run:
+    return Run(config, World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu")))
+
+
+def trained(rank: Rank, config: TrainConfig, num_steps: int | None = None) -> list[float]:
+    """The losses of a run, or of its first steps, after which it is stopped."""
+    if num_steps is None:
+        assert run_of(rank, config).run(StopRequest()) is True
+    else:
+        assert run_of(rank, config).run(StopsAfter(num_steps, rank.rank == 1)) is False
     dist.barrier()  # the first rank writes when the others are done
     return losses(Path(config.run.out))
 
 
-@on_ranks(2)
-def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(
-    rank: Rank, tmp_path: Path
-) -> None:
-    if rank.rank == 0:
-        written(tmp_path)
+def train_reference(rank: Rank, folder: Path) -> None:
     run = {"report": True, "save_every": 2, "keep": 2, "tensorboard": True, "sample_tokens": 4}
-    config = configured(tmp_path, "run", run=run)
-    found = trained(rank, config)
-    folder = Path(config.run.out)
+    trained(rank, configured(folder, "reference", run=run))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a text, and a run of six steps on it."""
+    path = tmp_path_factory.mktemp("runs")
+    (path / "text.txt").write_text(TEXT)
+    pool(2).run(train_reference, path)
+    return path
+
+
+def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(folder: Path) -> None:
+    run = folder / "reference"
+    found = losses(run)
     assert len(found) == 6
     assert found[-1] < found[0] - 0.5
-    record = read_record(folder)
+    record = read_record(run)
     assert [each.step for each in record.metrics] == [1, 2, 3, 4, 5, 6]
     assert all(each.tokens == 2 * 2 * 32 for each in record.metrics)
     assert all(each.step_s > 0 and each.memory_bytes > 0 for each in record.metrics)
     assert [timeline.rank for timeline in record.timelines] == [0, 1]
     assert record.traced_step == 6
-    assert [path.name for path in checkpoints(folder / "checkpoints")] == ["step_4", "step_6"]
-    assert list(verify(folder / "checkpoints" / "step_6")) == []
-    assert (folder / "sample.txt").read_text().startswith("def ")
-    assert "</html>" in (folder / "report.html").read_text()
-    assert len(list((folder / "tensorboard").glob("events.out.tfevents.*"))) == 1
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step_4", "step_6"]
+    assert list(verify(run / "checkpoints" / "step_6")) == []
+    assert (run / "sample.txt").read_text().startswith("def ")
+    assert "</html>" in (run / "report.html").read_text()
+    assert len(list((run / "tensorboard").glob("events.out.tfevents.*"))) == 1
 
 
-SAME_LOSSES = {
+SAME_LOSSES: dict[str, dict[str, Any]] = {
     "wrapper": {"sharding": {"door": "wrapper"}},
     "wrapper grad-op": {"sharding": {"door": "wrapper", "strategy": "grad-op"}},
     "wrapper none": {"sharding": {"door": "wrapper", "strategy": "none"}},
@@ -69,119 +94,83 @@ SAME_LOSSES = {
     "offload": {"sharding": {"offload": True}},
     "recomputed": {"sharding": {"activation_checkpointing": True}},
     "linear units": {"sharding": {"units": ("Linear",)}},
-    "accumulated": {"optimizer": {"steps": 4, "accumulate": 2, "batch": 1}},
+    "accumulated": {"optimizer": {"accumulate": 2, "batch": 1}},
 }
 
 
 @on_ranks(2)
-def test_doors_strategies_and_memory_savers_change_no_losses(rank: Rank, tmp_path: Path) -> None:
-    if rank.rank == 0:
-        written(tmp_path)
-    short = {"optimizer": {"steps": 4}}
-    expected = trained(rank, configured(tmp_path, "reference", **short))
-    assert len(expected) == 4
+def test_apis_strategies_and_memory_savers_change_no_losses(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    expected = losses(folder / "reference")[:2]
     for name, changes in SAME_LOSSES.items():
-        found = trained(rank, configured(tmp_path, name.replace(" ", "-"), **(short | changes)))
+        out = {"run": {"out": str(tmp_path / name)}}
+        found = trained(rank, configured(folder, name, **changes, **out), num_steps=2)
         assert found == pytest.approx(expected, rel=2e-4), name
 
 
 @on_ranks(2)
-def test_a_checkpoint_of_another_model_is_refused(rank: Rank, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_goes_on_with_the_losses_of_one_that_was_not(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    whole = losses(folder / "reference")
+    config = configured(folder, "parts", run={"out": str(tmp_path / "parts"), "save_every": 2})
+    assert trained(rank, config, num_steps=3) == whole[:3]
     if rank.rank == 0:
-        written(tmp_path)
-    trained(rank, configured(tmp_path, "run", optimizer={"steps": 1}))
-    other = {"model": {"name": "10m", "sequence": 32}, "run": {"resume": True}}
-    world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    with pytest.raises(FullshardError, match="found") as refusal:
-        Run(configured(tmp_path, "run", **other), world).run(StopRequest())
-    assert len(str(refusal.value).splitlines()) == 1
+        shutil.copytree(tmp_path / "parts", tmp_path / "others")
+    dist.barrier()
+    resumed = replace(config, run=replace(config.run, resume=True))
+    assert trained(rank, resumed) == whole
+    assert (tmp_path / "parts" / "checkpoints" / "step_6").is_dir()
+    # By the other API, and with parameters in host memory.
+    sharding = replace(config.sharding, door="wrapper", offload=True)
+    run = replace(resumed.run, out=str(tmp_path / "others"))
+    other = replace(resumed, sharding=sharding, run=run)
+    assert trained(rank, other) == pytest.approx(whole, rel=2e-4)
 
 
 @on_ranks(2)
-def test_bf16_follows_float32_closely(rank: Rank, tmp_path: Path) -> None:
-    if rank.rank == 0:
-        written(tmp_path)
-    short = {"model": {"name": "tiny", "sequence": 8}, "optimizer": {"steps": 3}}
-    expected = trained(rank, configured(tmp_path, "float32", **short))
+def test_bf16_follows_float32_closely(rank: Rank, folder: Path, tmp_path: Path) -> None:
+    found = []
     with warnings.catch_warnings():
         # torch, on a CPU without instructions for bf16.
         warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
-        low = {"sharding": {"precision": "bf16"}}
-        found = trained(rank, configured(tmp_path, "bf16", **short, **low))
-    assert found != expected
-    assert found == pytest.approx(expected, rel=0.02)
+        for precision in ("auto", "bf16"):
+            config = configured(
+                folder,
+                precision,
+                model={"name": "tiny", "sequence": 8},
+                sharding={"precision": precision},
+                run={"out": str(tmp_path / precision)},
+            )
+            found.append(trained(rank, config, num_steps=2))
+    assert found[0] != found[1]
+    assert found[1] == pytest.approx(found[0], rel=0.02)
 
 
 @on_ranks(2)
-def test_a_run_that_was_resumed_has_the_losses_of_one_that_was_not(
-    rank: Rank, tmp_path: Path
-) -> None:
-    if rank.rank == 0:
-        written(tmp_path)
-    whole = trained(rank, configured(tmp_path, "whole"))
-    config = configured(tmp_path, "parts", run={"save_every": 2})
-
-    class StopsAfterTheThirdStep(StopRequest):
-        num_asked = 0
-
-        @property
-        def is_requested(self) -> bool:
-            self.num_asked += 1
-            return self.num_asked >= 3 and rank.rank == 1
-
-        @is_requested.setter
-        def is_requested(self, value: bool) -> None: ...
-
-    world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    assert Run(config, world).run(StopsAfterTheThirdStep()) is False
-    folder = Path(config.run.out)
-    assert losses(folder) == whole[:3]
-    resumed = trained(rank, replace(config, run=replace(config.run, resume=True)))
-    assert resumed == whole
-    assert (folder / "checkpoints" / "step_6").is_dir()
-
-
-@on_ranks(2)
-def test_a_run_goes_on_with_the_other_door_and_other_memory(rank: Rank, tmp_path: Path) -> None:
-    if rank.rank == 0:
-        written(tmp_path)
-    steady = {"lr": 1e-3, "lr_end": 1.0, "warmup": 0}
-    whole = trained(rank, configured(tmp_path, "whole", optimizer=steady))
-    trained(rank, configured(tmp_path, "parts", optimizer=steady | {"steps": 3}))
-    other = {"door": "wrapper", "offload": True}
-    resumed = configured(tmp_path, "parts", optimizer=steady, sharding=other, run={"resume": True})
-    assert trained(rank, resumed) == pytest.approx(whole, rel=2e-4)
-
-
-@on_ranks(2)
-def test_lora_trains_adapters_and_saves_only_them(rank: Rank, tmp_path: Path) -> None:
-    if rank.rank == 0:
-        written(tmp_path)
+def test_lora_trains_adapters_and_saves_only_them(rank: Rank, folder: Path, tmp_path: Path) -> None:
     config = configured(
-        tmp_path, "lora", model={"lora_rank": 4}, optimizer={"lr": 2e-2}, run={"save_every": 3}
+        folder,
+        "lora",
+        model={"lora_rank": 4},
+        optimizer={"lr": 2e-2},
+        run={"out": str(tmp_path / "lora")},
     )
     found = trained(rank, config)
     assert found[-1] < found[0]
-    small = sum(
-        path.stat().st_size
-        for path in (Path(config.run.out) / "checkpoints" / "step_6").rglob("*")
-        if path.is_file()
-    )
-    full = configured(tmp_path, "full")
-    trained(rank, full)
-    large = sum(
-        path.stat().st_size
-        for path in (Path(full.run.out) / "checkpoints" / "step_6").rglob("*")
-        if path.is_file()
+    small, large = (
+        sum(path.stat().st_size for path in (run / "checkpoints" / "step_6").iterdir())
+        for run in (tmp_path / "lora", folder / "reference")
     )
     assert small < large / 3
 
 
 @on_ranks(2)
-def test_a_folder_of_hugging_face_is_fine_tuned_by_either_door(rank: Rank, tmp_path: Path) -> None:
-    folder = tmp_path / "llama"
+def test_a_folder_of_hugging_face_is_fine_tuned_by_either_api(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
     if rank.rank == 0:
-        written(tmp_path)
         shape = LlamaConfig(
             vocab_size=300,
             hidden_size=32,
@@ -191,35 +180,44 @@ def test_a_folder_of_hugging_face_is_fine_tuned_by_either_door(rank: Rank, tmp_p
             num_key_value_heads=2,
         )
         torch.manual_seed(0)
-        LlamaForCausalLM(shape).save_pretrained(folder)
+        LlamaForCausalLM(shape).save_pretrained(tmp_path / "llama")
     dist.barrier()
-    model = {"name": str(folder)}
-    found = trained(rank, configured(tmp_path, "tuned", model=model))
+
+    def tuned(name: str, num_steps: int | None, lora_rank: int = 0, **sharding: Any) -> list[float]:
+        model = {"name": str(tmp_path / "llama"), "lora_rank": lora_rank}
+        run = {"out": str(tmp_path / name)}
+        return trained(
+            rank, configured(folder, name, model=model, sharding=sharding, run=run), num_steps
+        )
+
+    found = tuned("tuned", None)
     assert found[-1] < found[0] - 0.3
-    wrapper = configured(tmp_path, "wrapped", model=model, sharding={"door": "wrapper"})
-    assert trained(rank, wrapper) == pytest.approx(found, rel=2e-4)
+    assert tuned("wrapped", 2, door="wrapper") == pytest.approx(found[:2], rel=2e-4)
     # Adapters begin as nothing: the first loss is that of the model itself.
-    adapted = configured(tmp_path, "adapted", model=model | {"lora_rank": 4})
-    assert trained(rank, adapted)[0] == pytest.approx(found[0], rel=1e-6)
+    assert tuned("adapted", 1, lora_rank=4)[0] == pytest.approx(found[0], rel=1e-6)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a folder with a run": ({}, "pass --resume to continue it"),
+    "a checkpoint of another model": (
+        {"model": {"name": "10m", "sequence": 32}, "run": {"resume": True}},
+        "found",
+    ),
+    "a unit that is no class of the model": (
+        {"sharding": {"units": ("Blok",)}},
+        r"found .Blok.; choose one of .*Block",
+    ),
+}
 
 
 @on_ranks(2)
-def test_a_folder_with_a_run_is_not_written_over(rank: Rank, tmp_path: Path) -> None:
-    if rank.rank == 0:
-        written(tmp_path)
-    config = configured(tmp_path, "run")
-    before = trained(rank, config)
-    world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    with pytest.raises(Exception, match="pass --resume to continue it"):
-        Run(config, world).run(StopRequest())
-    assert losses(Path(config.run.out)) == before
-
-
-@on_ranks(2)
-def test_a_unit_that_is_no_class_of_the_model_is_refused(rank: Rank, tmp_path: Path) -> None:
-    if rank.rank == 0:
-        written(tmp_path)
-    config = configured(tmp_path, "run", sharding={"units": ("Blok",)})
-    world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
-    with pytest.raises((ConfigError, RuntimeError), match=r"found .Blok.; choose one of .*Block"):
-        Run(config, world).run(StopRequest())
+def test_what_cannot_be_run_is_refused_and_the_run_before_is_left_alone(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    before = losses(folder / "reference")
+    for what, (changes, words) in REFUSED.items():
+        out = {"run": {"out": str(tmp_path)}} if "sharding" in changes else {}
+        with pytest.raises((ConfigError, FullshardError, RuntimeError), match=words) as refusal:
+            run_of(rank, configured(folder, "reference", **changes, **out)).run(StopRequest())
+        assert len(str(refusal.value).splitlines()) == 1, what
+    assert losses(folder / "reference") == before

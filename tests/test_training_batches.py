@@ -52,29 +52,22 @@ def test_a_permutation_has_every_number_once(size, seed, epoch):
     assert sorted(order(index) for index in range(size)) == list(range(size))
 
 
-def test_a_permutation_of_many_takes_no_memory():
+def test_permutations_take_no_memory_and_differ_between_epochs_and_seeds():
     order = Permutation.of(10**12, 0, 0)
     found = [order(index) for index in range(1000)]
     assert len(set(found)) == 1000
-    assert all(0 <= each < 10**12 for each in found)
     # Spread over the whole range, not along it.
-    assert max(found) > 0.95 * 10**12
-    assert min(found) < 0.05 * 10**12
-
-
-def test_orders_differ_between_epochs_and_seeds():
+    assert 0 <= min(found) < 0.05 * 10**12
+    assert 0.95 * 10**12 < max(found) < 10**12
     orders = {
         tuple(map(Permutation.of(50, seed, epoch), range(50)))
         for seed in range(5)
         for epoch in range(5)
     }
     assert len(orders) == 25
-
-
-def test_small_numbers_come_in_all_orders():
-    orders = Counter(tuple(map(Permutation.of(3, seed, 0), range(3))) for seed in range(600))
-    assert len(orders) == 6
-    assert min(orders.values()) > 50
+    small = Counter(tuple(map(Permutation.of(3, seed, 0), range(3))) for seed in range(600))
+    assert len(small) == 6
+    assert min(small.values()) > 50
 
 
 def test_targets_are_the_next_tokens():
@@ -173,17 +166,9 @@ def test_the_learning_rate_rises_in_a_line_and_falls_along_a_cosine():
     assert found[3:] == sorted(found[3:], reverse=True)
     middle = rates(steps=8, warmup=4, lr=1.0, lr_end=0.2)[5]
     assert middle == pytest.approx(0.6)
-
-
-def test_without_a_warm_up_the_first_step_has_the_whole_rate():
+    # Without a warm-up, with one that is longer than the run, and after the last step.
     assert rates(steps=3, warmup=0, lr=1.0, lr_end=0.0) == [1.0, pytest.approx(0.5), 0.0]
-
-
-def test_a_run_shorter_than_the_warm_up_reaches_the_rate_at_its_end():
     assert rates(steps=4, warmup=10, lr=1.0, lr_end=0.1) == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_after_the_last_step_the_rate_stays():
     section = OptimizerSection(steps=5, warmup=1, lr=1.0, lr_end=0.1)
     assert learning_rate(100, section) == 0.1
 

@@ -1,4 +1,4 @@
-"""What decays and what does not, whichever door has sharded the model."""
+"""What decays and what does not, however the model is sharded."""
 
 import pytest
 import torch
@@ -71,19 +71,19 @@ OTHERS = {
 }  # fmt: skip
 
 
-def built(rank: Rank | None, door: str) -> nn.Module:
+def built(rank: Rank | None, form: str) -> nn.Module:
     torch.manual_seed(0)
     model = Model()
     policy = ModuleWrapPolicy({Block})
-    if rank is None or door == "none":
+    if rank is None or form == "none":
         return model
-    if door == "rows":
+    if form == "rows":
         return auto_shard(model, policy, mesh=rank.mesh(rank.size))
     return FullyShardedDataParallel(
         model,
         device_mesh=rank.mesh(rank.size),
         auto_wrap_policy=policy,
-        use_orig_params=door == "slices",
+        use_orig_params=form == "slices",
     )
 
 
@@ -107,22 +107,17 @@ def trained(model: nn.Module, num_steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("door", ["none", "rows", "slices"])
 @on_ranks(2)
-def test_matrices_decay_whichever_door_has_cut_them(rank: Rank, door: str) -> None:
-    model = built(rank, door)
-    optimizer = build_optimizer(model, SECTION, rank.device)
-    assert names_by_decay(model, optimizer) == {0.2: DECAYED, 0.0: OTHERS}
-    assert optimizer.defaults["fused"]
-    assert optimizer.defaults["betas"] == (0.8, 0.9)
-
-
-@pytest.mark.parametrize("door", ["rows", "slices"])
-@on_ranks(2)
-def test_either_door_trains_as_the_model_alone_does(rank: Rank, door: str) -> None:
+def test_matrices_decay_in_every_form_and_each_trains_as_the_model_alone(rank: Rank) -> None:
     expected = trained(built(None, "none"), 4)
-    assert trained(built(rank, door), 4) == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0]
+    for form in ("none", "rows", "slices"):
+        model = built(rank, form)
+        optimizer = build_optimizer(model, SECTION, rank.device)
+        assert names_by_decay(model, optimizer) == {0.2: DECAYED, 0.0: OTHERS}
+        assert optimizer.defaults["fused"]
+        assert optimizer.defaults["betas"] == (0.8, 0.9)
+        assert trained(model, 4) == pytest.approx(expected, rel=1e-5), form
 
 
 @on_ranks(2)
@@ -131,11 +126,8 @@ def test_a_flat_parameter_of_both_kinds_is_refused(rank: Rank) -> None:
         build_optimizer(built(rank, "flat"), SECTION, rank.device)
 
 
-def test_a_frozen_model_is_refused():
+def test_a_frozen_model_is_refused_and_one_without_matrices_has_one_group():
     with pytest.raises(ConfigError, match="no parameter that takes a gradient"):
         build_optimizer(Model().requires_grad_(False), SECTION, CPU)
-
-
-def test_a_model_without_matrices_has_one_group():
     optimizer = build_optimizer(nn.LayerNorm(3), SECTION, CPU)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
