@@ -18,13 +18,13 @@ from fullshard.state.store import (
     checkpoints,
     commit,
     discard,
-    is_whole,
     latest,
     located,
     prune,
     require_replaceable,
     staging_folder,
     verify,
+    whole_manifest,
     write_synced,
 )
 from tests.stored import holds, write
@@ -106,7 +106,7 @@ def test_a_save_killed_at_any_call_leaves_a_whole_checkpoint(deaths: Any) -> Non
         seen.append(is_new)
         # What has the name is whole, or the name is free and the one put aside is found.
         assert verify(located(folder / "step_1")) == []
-        assert not (folder / name).exists() or is_whole(folder / name)
+        assert not (folder / name).exists() or whole_manifest(folder / name)
     assert seen == sorted(seen)  # once a save has the name, it keeps it
     assert len(set(seen)) == 2
 
@@ -245,7 +245,7 @@ def test_a_path_is_taken_from_where_the_process_is(
     assert staging_folder(Path(".")).parent == tmp_path
     write(Path("step_1"))
     assert latest(".") == Path("step_1")
-    assert is_whole(located(Path("../run/step_1")))
+    assert whole_manifest(located(Path("../run/step_1")))
     with pytest.raises(ConfigError, match="a folder with a name"):
         staging_folder(Path("/"))
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_with_a_truncated_or_missing_file_is_not_whole(
     file = tmp_path / "bad" / name
     os.truncate(file, file.stat().st_size - 1)
     for _ in range(2):
-        assert not is_whole(tmp_path / "bad")
+        assert whole_manifest(tmp_path / "bad") is None
         assert latest(tmp_path) == tmp_path / "good"
         assert names(leftovers(tmp_path)) == ["bad"]
         file.unlink(missing_ok=True)
@@ -286,7 +286,7 @@ def test_links_and_foreign_folders_are_not_listed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert names(checkpoints(tmp_path)) == ["step_1"]
     assert prune(tmp_path, keep=1) == []
-    assert is_whole(tmp_path / "newest")
+    assert whole_manifest(tmp_path / "newest")
 
 
 # Removing
@@ -308,7 +308,7 @@ def test_the_last_whole_one_is_never_pruned(tmp_path: Path, keep: Any) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         prune(tmp_path, keep=keep)
     prune(tmp_path, keep=1)
-    assert is_whole(tmp_path / "step_1")
+    assert whole_manifest(tmp_path / "step_1")
 
 
 def test_a_damaged_one_neither_counts_nor_goes(tmp_path: Path) -> None:

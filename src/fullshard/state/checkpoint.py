@@ -72,8 +72,7 @@ def save(
         keep: How many checkpoints beside each other to keep; older ones are removed.
     """
     ranks = _ranks_after_saves(wait=True)
-    draft = Manifest(step=step, num_ranks=ranks.size, extra=tuple(extra or {}))
-    writer = _Writer(Path(path), draft, num_threads=shards, keep=keep)
+    writer = _Writer(Path(path), Manifest(step=step), num_threads=shards, keep=keep)
     writer.add_model(model, optimizer, extra or {}, only, ranks)
     writer.write(ranks)
     return Path(path)
@@ -96,8 +95,7 @@ def save_async(
     handle's `wait`, and by the next save, on all ranks.
     """
     ranks = _ranks_after_saves(wait=False)
-    draft = Manifest(step=step, num_ranks=ranks.size, extra=tuple(extra or {}))
-    writer = _Writer(Path(path), draft, num_threads=shards, keep=keep)
+    writer = _Writer(Path(path), Manifest(step=step), num_threads=shards, keep=keep)
     writer.add_model(model, optimizer, extra or {}, only, ranks)
     ranks.run(f"save {path}", writer.copy_to_host)
     _BACKGROUND.last = Handle(writer, RankGroup.world(in_background=True), _BACKGROUND.last)
@@ -288,11 +286,8 @@ class _Writer:
         ranks: RankGroup,
     ) -> None:
         """Add what this rank writes of a model and its optimizer; all ranks call it."""
-        for name, number in (
-            ("shards", self.num_threads),
-            ("keep", 1 if self.keep is None else self.keep),
-        ):
-            if type(number) is not int or number < 1:
+        for name, number in (("shards", self.num_threads), ("keep", self.keep)):
+            if number is not None and (type(number) is not int or number < 1):
                 raise ConfigError(f"save: {name} must be a number of at least 1, found {number!r}.")
         choose, words = selection(only)
 
@@ -326,7 +321,14 @@ class _Writer:
         stored = ranks.run(
             subject, lambda: None if groups is None else _stored_optimizer(groups, values)
         )
-        self.draft = replace(self.draft, aliases=aliases, optimizer=stored, selection=words)
+        self.draft = replace(
+            self.draft,
+            num_ranks=ranks.size,
+            aliases=aliases,
+            optimizer=stored,
+            selection=words,
+            extra=tuple(extra),
+        )
         self.states[ranks.rank] = {_RANDOM: random_state(), "extra": dict(extra)}
         self.file_names = [f"__{ranks.rank}_{n}.distcp" for n in range(self.num_threads)]
 

@@ -388,12 +388,8 @@ def is_ours(path: Path) -> bool:
     return (path / MANIFEST).exists() or (path / rank_file(0)).exists()
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a checkpoint has its manifest and all files in their sizes. Opens no tensors."""
-    return _whole_manifest(path) is not None
-
-
-def _whole_manifest(path: Path) -> Manifest | None:
+def whole_manifest(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint that has all files in their sizes. Opens no tensors."""
     try:
         manifest = read_manifest(path)
         sizes = {name: (path / name).stat().st_size for name in manifest.files}
@@ -410,7 +406,7 @@ def located(path: Path) -> Path:
     """
     path = _absolute(path)
     aside = [] if os.path.lexists(path) else _put_aside(path)
-    whole = [(found.created, each) for each in aside if (found := _whole_manifest(each))]
+    whole = [(found.created, each) for each in aside if (found := whole_manifest(each))]
     return max(whole)[1] if whole else path
 
 
@@ -421,7 +417,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
         match = _BESIDE.fullmatch(path.name)
         # One that was put aside counts as long as nothing else has its name.
         counts = match is None or located(path.with_name(match["name"])) == _absolute(path)
-        manifest = _whole_manifest(path) if counts else None
+        manifest = whole_manifest(path) if counts else None
         if manifest is not None:
             step = -1 if manifest.step is None else manifest.step
             found.append((step, datetime.fromisoformat(manifest.created), path.name, path))
