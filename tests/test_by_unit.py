@@ -532,8 +532,8 @@ def test_state_dicts_go_both_ways(rank: Rank, form: str) -> None:
         taken = [copy.deepcopy(optimizer.state_dict()) for optimizer in twins.optimizers]
         assert taken[0].keys() == taken[1].keys()
         assert taken[0]["param_groups"] == taken[1]["param_groups"]
-        for state in twins.by_unit.state.values():  # saved without its neighbours
-            moments = [v for v in state.values() if isinstance(v, Tensor) and v.ndim]
+        for own in twins.by_unit.state.values():  # saved without its neighbours
+            moments = [v for v in own.values() if isinstance(v, Tensor) and v.ndim]
             assert all(local(m).untyped_storage().nbytes() == local(m).nbytes for m in moments)
         twins.step(2)
         twins.plain.load_state_dict(taken[1])

@@ -3,36 +3,20 @@
 import itertools
 from math import prod
 
-import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.layout.split import Box, boxes_of_range
-from fullshard.state import store as module
 from fullshard.state.store import MASK, as_text, checksum, joined
 
-many = settings(derandomize=True, deadline=None, max_examples=60)
+many = settings(derandomize=True, deadline=None, max_examples=50)
 
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-]
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
@@ -86,43 +70,23 @@ def test_any_cutting_gives_the_same_sum(data: st.DataObject) -> None:
     assert in_blocks(tensor, cut) == whole(tensor)
 
 
-@many
-@given(st.data())
-def test_a_tensor_of_several_pieces_has_the_sum_of_its_parts(data: st.DataObject) -> None:
-    tensor = data.draw(tensors())
-    expected = whole(tensor)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PIECE_NUMEL", data.draw(st.integers(1, 12)))
-        assert whole(tensor) == expected
-
-
 def test_a_tensor_larger_than_a_piece_has_the_sum_of_its_parts() -> None:
     tensor = bits((3, 700_001), torch.int16, seed=0)
     rows = [Box((row, 0), (1, 700_001)) for row in range(3)]
     columns = [Box((0, 0), (3, 5)), Box((0, 5), (3, 699_996))]
+    before = tensor.clone()
     assert whole(tensor) == in_blocks(tensor, rows) == in_blocks(tensor, columns)
+    assert torch.equal(tensor, before)
 
 
 @many
 @given(st.data())
-def test_one_flipped_bit_changes_the_sum(data: st.DataObject) -> None:
+def test_one_or_two_flipped_bits_change_the_sum(data: st.DataObject) -> None:
     tensor = data.draw(tensors().filter(lambda t: t.numel() > 0 and t.dtype != torch.bool))
     changed = tensor.clone()
     raw = changed.view(-1).view(torch.uint8)
-    place = data.draw(st.integers(0, raw.numel() - 1))
-    raw[place] ^= 1 << data.draw(st.integers(0, 7))
-    assert whole(changed) != whole(tensor)
-
-
-@many
-@given(st.data())
-def test_two_flipped_bits_do_not_cancel(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-    tensor = bits((64,), dtype, data.draw(st.integers(0, 2**16)))
-    changed = tensor.clone()
-    raw = changed.view(torch.uint8)
     places = st.tuples(st.integers(0, raw.numel() - 1), st.integers(0, 7))
-    for place, bit in data.draw(st.sets(places, min_size=2, max_size=2)):
+    for place, bit in data.draw(st.sets(places, min_size=1, max_size=2)):
         raw[place] ^= 1 << bit
     assert whole(changed) != whole(tensor)
 
@@ -137,23 +101,6 @@ def test_swapped_elements_change_the_sum(data: st.DataObject) -> None:
     changed = tensor.clone()
     changed[[a, b]] = tensor[[b, a]]
     assert whole(changed) != whole(tensor)
-
-
-@many
-@given(st.integers(1, 9), st.integers(0, 2**16))
-def test_a_block_in_another_place_changes_the_sum(shift: int, seed: int) -> None:
-    values = bits((4, 3), torch.float32, seed)
-    sums = {checksum((20, 3), Box((row, 0), (4, 3)), values) for row in (0, shift, shift + 4)}
-    assert len(sums) == 3
-
-
-@many
-@given(st.data())
-def test_rolled_content_changes_the_sum(data: st.DataObject) -> None:
-    tensor = bits((30,), torch.int32, data.draw(st.integers(0, 2**16)))
-    rolled = tensor.roll(data.draw(st.integers(1, 29)))
-    assume(not torch.equal(rolled, tensor))
-    assert whole(rolled) != whole(tensor)
 
 
 def test_zeros_count_by_their_number() -> None:
@@ -204,11 +151,7 @@ def test_it_is_what_earlier_versions_wrote() -> None:
     assert as_text(whole(torch.arange(10, dtype=torch.float32))) == "523c7a9df6f2f382"
     assert as_text(whole(torch.arange(6, dtype=torch.bfloat16).view(2, 3))) == "4cb3788194fa0a89"
     assert as_text(whole(torch.tensor([1 + 2j], dtype=torch.complex128))) == "c612b4e406fdba55"
-
-
-def test_it_reads_as_sixteen_digits() -> None:
-    assert as_text(0) == "0" * 16
-    assert as_text(MASK) == "f" * 16
+    assert (as_text(0), as_text(MASK)) == ("0" * 16, "f" * 16)
     assert joined([MASK, 1, 5]) == 5
 
 

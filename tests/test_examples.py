@@ -36,13 +36,10 @@ def test_a_run_is_resumed_on_another_number_of_ranks(tmp_path):
     assert "largest difference to the first run" in second
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_is_short_and_says_how_it_is_run(path):
-    lines = path.read_text().splitlines()
-    assert len(lines) < MAX_LINES
-    assert any(line.startswith("torchrun --standalone") and path.name in line for line in lines)
-
-
-def test_every_example_is_run():
-    files = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert files == {*SHOWN, "resume_on_another_world_size"}
+def test_every_example_is_run_short_and_says_how_it_is_run():
+    paths = sorted(EXAMPLES.glob("*.py"))
+    assert {path.stem for path in paths} == {*SHOWN, "resume_on_another_world_size"}
+    for path in paths:
+        lines = path.read_text().splitlines()
+        assert len(lines) < MAX_LINES, path
+        assert any(each.startswith("torchrun --standalone") and path.name in each for each in lines)

@@ -128,19 +128,16 @@ def own_pool():
 def test_results_come_back_in_rank_order():
     results = pool(2).run(whoami, 1, key="value")
     assert results == [(0, 2, (1,), {"key": "value"}), (1, 2, (1,), {"key": "value"})]
+    tensors = pool(2).run(echo_tensor, torch.arange(3.0))
+    assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2], [1, 2, 3]]
 
 
-def test_ranks_reach_each_other():
-    assert pool(2).run(sum_of_ranks) == [1.0, 1.0]
-
-
-def test_tensors_travel_both_ways():
-    results = pool(2).run(echo_tensor, torch.arange(3.0))
-    assert [result.tolist() for result in results] == [[0, 1, 2], [1, 2, 3]]
-
-
-def test_a_pool_keeps_its_processes_between_calls():
-    assert pool(2).run(pid) == pool(2).run(pid)
+def test_processes_and_meshes_are_kept_and_every_call_starts_alike(own_pool):
+    assert own_pool.run(pid) == own_pool.run(pid)
+    assert own_pool.run(random_number) == own_pool.run(random_number)
+    assert own_pool.run(meshes_are_the_same_object) == [True, True]
+    first, second = own_pool.run(hash_of_a_word)
+    assert first != second  # sets are in other orders on other ranks
 
 
 def open_groups(rank: Rank, num_groups: int) -> int:
@@ -153,14 +150,6 @@ def test_ranks_with_many_groups_are_replaced(own_pool):
     first = own_pool.run(open_groups, 2)
     assert own_pool.run(open_groups, 10) == first
     assert not set(own_pool.run(open_groups, 1)) & set(first)
-
-
-def test_every_call_starts_from_the_same_seed_and_dtype():
-    assert pool(2).run(random_number) == pool(2).run(random_number)
-
-
-def test_a_mesh_is_made_once():
-    assert pool(2).run(meshes_are_the_same_object) == [True, True]
 
 
 def test_what_ranks_print_is_printed_here(capsys):
@@ -177,12 +166,9 @@ def test_a_failing_ranks_traceback_is_shown(own_pool):
     assert 'raise KeyError(f"planted on {failing}")' in str(caught.value)
     assert caught.value.exceptions.keys() == {1}
     assert isinstance(caught.value.exceptions[1].exception, KeyError)
-    assert own_pool.run(sum_of_ranks) == [1.0, 1.0]
-
-
-def test_a_bare_assert_shows_the_values_it_saw(own_pool):
-    with pytest.raises(RanksFailed, match="planted_value = 42"):
+    with pytest.raises(RanksFailed, match="planted_value = 42"):  # of a bare assert
         own_pool.run(assert_without_words)
+    assert own_pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
 def test_ranks_that_fail_alike_as_expected_are_kept(own_pool):
@@ -218,6 +204,8 @@ def test_a_rank_that_dies_is_reported_and_the_next_call_works(own_pool):
     own_pool.run(pid)
     with pytest.raises(RanksFailed, match="rank 0 died with exit code -9"):
         own_pool.run(die, 0)
+    with pytest.raises(RanksFailed, match="rank 1 died with exit code 7"):
+        own_pool.run(leave, 7)
     assert own_pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
@@ -261,23 +249,12 @@ def test_ranks_and_their_servers_end_with_their_parent(tmp_path: Path):
     assert [pid for pid in pids if not has_ended(pid, within_s=20)] == []
 
 
-def test_forked_ranks_order_their_sets_differently(own_pool):
-    first, second = own_pool.run(hash_of_a_word)
-    assert first != second
-
-
 def test_a_rank_has_the_environment_and_the_folder_of_its_pool(
     own_pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PLANTED", "here")
     monkeypatch.chdir(tmp_path)
     assert own_pool.run(surroundings) == 2 * [(str(tmp_path), "here", "1")]
-
-
-def test_the_exit_code_of_a_rank_is_told(own_pool):
-    own_pool.run(pid)
-    with pytest.raises(RanksFailed, match="rank 1 died with exit code 7"):
-        own_pool.run(leave, 7)
 
 
 def test_a_server_that_was_killed_is_replaced_and_its_ranks_live_on(own_pool):
@@ -296,21 +273,14 @@ def test_a_closed_pool_leaves_no_process_behind():
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@on_ranks(1, 2)
-def test_a_body_runs_on_every_rank_of_each_size(rank: Rank) -> None:
-    assert dist.get_world_size() == rank.size
-    assert dist.get_rank() == rank.rank
-
-
 @pytest.mark.parametrize("letter", ["a", "b"])
 @pytest.mark.parametrize("number", [1, 2])
-@on_ranks(2)
-def test_a_body_gets_its_parameters(rank: Rank, letter: str, number: int) -> None:
+@on_ranks(1, 2)
+def test_a_body_runs_on_every_rank_with_parameters_and_fixtures(
+    rank: Rank, letter: str, number: int, tmp_path: Path
+) -> None:
+    assert (dist.get_world_size(), dist.get_rank()) == (rank.size, rank.rank)
     assert (letter, number) in {(a, b) for a in "ab" for b in (1, 2)}
-
-
-@on_ranks(2)
-def test_a_body_gets_its_fixtures(rank: Rank, tmp_path: Path) -> None:
     (tmp_path / str(rank.rank)).write_text("here")
 
 
