@@ -37,7 +37,7 @@ __all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMeta
 __all__ += ["ShardedTensorShard", "TensorProperties", "sharded_tensor_from_local"]
 __all__ += ["sharded_tensor_group"]
 # Modules and autograd
-__all__ += ["BatchNormBase", "NormBase", "in_backward", "node_sequence_nr"]
+__all__ += ["BatchNormBase", "in_backward", "node_sequence_nr"]
 __all__ += ["queue_backward_callback", "sequence_nr"]
 # The compiler
 __all__ += ["disable_dynamo", "untraced"]
@@ -108,9 +108,8 @@ try:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-    # The common base classes of batch norms.
+    # The common base class of batch norms.
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-    from torch.nn.modules.batchnorm import _NormBase as NormBase
 
     # torch.utils has no public module for trees of containers.
     from torch.utils._pytree import tree_leaves, tree_map_only

@@ -1,29 +1,30 @@
 """`state_dict` and `load_state_dict` of wrapped models, in the form that their settings ask for.
 
-Saving: hooks on every wrapper convert the entries that `nn.Module.state_dict` found, which are
+Saving: a hook on every wrapper converts the entries that `nn.Module.state_dict` found, which are
 slices. Each wrapper is gathered when its turn comes and freed before the next one, so that only
 one unit at a time is whole beside the result.
 
-Loading: the outermost wrapper takes the entries of all parameters below it, checks everything, and
-only then writes this rank's slices. An entry may be a whole tensor, a DTensor or a ShardedTensor,
-whatever the settings are. What is left in the dict (buffers, ignored parameters) `nn.Module` loads
-as usual; it misses the parameters of wrappers, which is not reported.
+Loading: the outermost wrapper lets `nn.Module` load everything below it once, with parameters in
+their full shapes and nothing kept of it, which tells what is missing, unexpected or of another
+shape. If all ranks find that it fits, this rank's slices are written. An entry may be a whole
+tensor, a DTensor or a ShardedTensor, whatever the settings are. Buffers and ignored parameters stay
+in the dict, and `nn.Module` loads them as usual; it misses the parameters of wrappers, which is not
+reported.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard._torch import NormBase
+from fullshard._torch import ShardedTensor
 from fullshard.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -36,38 +37,40 @@ from fullshard.api import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.comm.agreement import Agreement
 from fullshard.errors import CheckpointError, LifecycleError
 from fullshard.layout.split import Box
-from fullshard.runtime.hooks import hooks_of
 from fullshard.runtime.names import WRAPPED, clean_name
 from fullshard.state.shards import (
     FlatLane,
+    FlatShard,
     StateForm,
     StateValue,
     borrowed_lanes_of,
+    exchange,
     full_tensor_of,
     is_sharded,
     lanes_of,
-    shape_of,
+    on_meta,
     sharded_tensor,
-    wrapper_mesh,
+    walk,
+    wrapper_unit,
     wrappers_of,
 )
-from fullshard.state.summon import is_first_rank, is_summoned
+from fullshard.state.summon import is_first_rank
 from fullshard.unit.flat_param import flat_name
+from fullshard.unit.param import ParamLocation
 
 Entries = dict[str, Any]
 
 _SETTINGS = "_fullshard_state_settings"
 _STRICT = "_fullshard_loads_strictly"
-_LOAD = "_fullshard_load"
-_CHECKPOINTED = "_checkpoint_wrapped_module"
+_LOADED = "_fullshard_loaded_names"
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+_COMPILED = "_orig_mod"
 
 
 def install_state_dict_hooks(wrapper: nn.Module) -> None:
     """Let the state dict of a wrapper, and of every module around it, follow its settings."""
-    wrapper.register_state_dict_pre_hook(_before_saving)
     wrapper.register_state_dict_post_hook(_after_saving)
     wrapper.register_load_state_dict_pre_hook(_before_loading)
     wrapper.register_load_state_dict_post_hook(_after_loading)
@@ -97,6 +100,11 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     return found.pop() if found else _DEFAULT
 
 
+def _own_settings(wrapper: nn.Module) -> StateDictSettings:
+    settings: StateDictSettings = wrapper.__dict__.get(_SETTINGS, _DEFAULT)
+    return settings
+
+
 def set_settings(
     module: nn.Module,
     state_dict_type: StateDictType,
@@ -110,32 +118,24 @@ def set_settings(
             f"{state_dict_type!r}; import StateDictType from fullshard."
         )
     before = settings_of(module)
-    config_cls, optim_config_cls = _CONFIGS[state_dict_type]
-    config = config_cls() if state_dict_config is None else state_dict_config
-    optim_config = (
-        optim_config_cls() if optim_state_dict_config is None else optim_state_dict_config
-    )
-    for given, wanted in ((config, config_cls), (optim_config, optim_config_cls)):
-        if type(given) is not wanted:
+    wanted = _CONFIGS[state_dict_type]
+    given: Sequence[Any] = (state_dict_config, optim_state_dict_config)
+    configs: list[Any] = [
+        cls() if each is None else each for each, cls in zip(given, wanted, strict=True)
+    ]
+    for each, cls in zip(configs, wanted, strict=True):
+        if type(each) is not cls:
             raise LifecycleError(
-                f"state_dict_type: {state_dict_type} goes with a {wanted.__name__}, found "
-                f"{type(given).__name__}; pass a {wanted.__name__}."
+                f"state_dict_type: {state_dict_type} goes with a {cls.__name__}, found "
+                f"{type(each).__name__}; pass a {cls.__name__}."
             )
-    settings = StateDictSettings(state_dict_type, config, optim_config)
+    is_sharded = state_dict_type is StateDictType.SHARDED_STATE_DICT
     for wrapper in wrappers_of(module):
-        wrapper.__dict__[_SETTINGS] = _settings_for(wrapper, settings)
+        own = configs
+        if wrapper.__dict__.get("_device_mesh") is not None and is_sharded:
+            own = [replace(each, _use_dtensor=True) for each in configs]
+        wrapper.__dict__[_SETTINGS] = StateDictSettings(state_dict_type, *own)
     return before
-
-
-def _settings_for(wrapper: nn.Module, settings: StateDictSettings) -> StateDictSettings:
-    """With a mesh, sharded tensors are DTensors."""
-    config, optim_config = settings.state_dict_config, settings.optim_state_dict_config
-    if wrapper.__dict__.get("_device_mesh") is not None:
-        if isinstance(config, ShardedStateDictConfig):
-            config = replace(config, _use_dtensor=True)
-        if isinstance(optim_config, ShardedOptimStateDictConfig):
-            optim_config = replace(optim_config, _use_dtensor=True)
-    return StateDictSettings(settings.state_dict_type, config, optim_config)
 
 
 @contextmanager
@@ -150,79 +150,84 @@ def settings_scope(module: nn.Module, *given: Any) -> Iterator[None]:
             wrapper.__dict__[_SETTINGS] = settings
 
 
-def _own_settings(wrapper: nn.Module) -> StateDictSettings:
-    found = wrapper.__dict__.get(_SETTINGS)
-    return found if isinstance(found, StateDictSettings) else _DEFAULT
-
-
-def _form_of(settings: StateDictSettings) -> StateForm:
-    config = settings.state_dict_config
-    is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
-    return StateForm(is_sharded, getattr(config, "_use_dtensor", False), config.offload_to_cpu)
-
-
 # Saving
-
-
-def _before_saving(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
-    wanted = _own_settings(wrapper).state_dict_type
-    if wanted is StateDictType.FULL_STATE_DICT:
-        return
-    lanes = lanes_of(wrapper, recurse=False)
-    if wanted is StateDictType.LOCAL_STATE_DICT and wrapper.__dict__.get("_device_mesh"):
-        raise LifecycleError(
-            f"{clean_name(prefix) or 'model'}: LOCAL_STATE_DICT needs a wrapper without "
-            "device_mesh, found one; use SHARDED_STATE_DICT, which holds DTensors."
-        )
-    if not all(lane.is_sharded for lane in lanes):
-        warnings.warn(
-            f"{clean_name(prefix) or 'model'}: parameters are not sharded, so the state dict holds "
-            f"them whole and not as {wanted.name} asks.",
-            stacklevel=2,
-        )
 
 
 @torch.no_grad()
 def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadata: Any) -> None:
     settings = _own_settings(wrapper)
-    config = settings.state_dict_config
-    _clean_keys(state, prefix)
+    kind, config = settings.state_dict_type, settings.state_dict_config
+    is_sharded = kind is StateDictType.SHARDED_STATE_DICT
+    form = StateForm(is_sharded, getattr(config, "_use_dtensor", False), config.offload_to_cpu)
+    own = lanes_of(wrapper, recurse=False)
+    _check_kind(wrapper, kind, own, clean_name(prefix) or "model")
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[prefix + clean_name(key[len(prefix) :])] = state.pop(key)
     rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     is_kept = not rank0_only or is_first_rank(wrapper)
-    _convert_buffers(wrapper, state, prefix, is_kept=is_kept, to_cpu=config.offload_to_cpu)
-    before = set(state)
-    added: set[str] = set()
-    own = lanes_of(wrapper, recurse=False)
+    _convert_buffers(wrapper, state, prefix, is_kept=is_kept, to_cpu=form.to_cpu)
     for lane in [*own, *borrowed_lanes_of(wrapper)]:
+        flat = flat_name(lane.index)
         names = [name for shard in lane.shards for name in shard.names]
-        names += [flat_name(lane.index)] if lane in own else []
-        values: Entries = {}
-        if is_summoned(lane.wrapper):
-            values = _summoned_values(lane, state, prefix)
-        elif settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and lane.is_sharded:
-            if lane in own:
-                values = {flat_name(lane.index): _local_value(lane, config.offload_to_cpu)}
+        values: dict[str, StateValue] = {}
+        if lane.unit.is_summoned:
+            values = _summoned_values(lane, state, prefix, form)
+        elif kind is StateDictType.LOCAL_STATE_DICT and lane.is_sharded:
+            values = {flat: _local_value(lane, form.to_cpu)} if lane in own else {}
         else:
             full = lane.gather(lane.shard_buffer())
             for shard in lane.shards if is_kept else ():
-                value = _form_of(settings).copy(shard.view_of(full), lane)
-                values.update(dict.fromkeys(shard.names, value))
-        for name in names:
-            if name not in values:
+                values |= dict.fromkeys(shard.names, form.copy(shard.view_of(full), lane))
+        for name in [flat, *names] if lane in own else names:
+            if name in values:
+                state[prefix + name] = values[name]
+            else:
                 state.pop(prefix + name, None)
-        state.update({prefix + name: value for name, value in values.items()})
-        added.update(prefix + name for name in values)
-    if not added <= before:
-        shards = sorted((s for lane in own for s in lane.shards), key=lambda shard: shard.index)
-        names = [prefix + name for shard in shards for name in shard.names]
-        ranks = {name: rank for rank, name in enumerate(names)}
-        _sort_entries(wrapper, state, prefix, {key: ranks.get(key, 0) for key in added})
+    if WRAPPED not in prefix:
+        _arrange(wrapper, state, prefix)
 
 
-def _summoned_values(lane: FlatLane, state: Entries, prefix: str) -> Entries:
+def _check_kind(
+    wrapper: nn.Module, wanted: StateDictType, lanes: Iterable[FlatLane], name: str
+) -> None:
+    if wanted is StateDictType.LOCAL_STATE_DICT and wrapper.__dict__.get("_device_mesh"):
+        raise LifecycleError(
+            f"{name}: LOCAL_STATE_DICT needs a wrapper without device_mesh, found one; use "
+            "SHARDED_STATE_DICT, which holds DTensors."
+        )
+    is_full = wanted is StateDictType.FULL_STATE_DICT
+    if not is_full and not all(lane.is_sharded for lane in lanes):
+        warnings.warn(
+            f"{name}: parameters are not sharded, so the state dict holds them whole and not as "
+            f"{wanted.name} asks.",
+            stacklevel=3,
+        )
+
+
+def _convert_buffers(
+    wrapper: nn.Module, state: Entries, prefix: str, *, is_kept: bool, to_cpu: bool
+) -> None:
+    """Give buffers the dtype that they had before `buffer_dtype` took effect."""
+    dtypes: dict[str, torch.dtype] = wrapper.__dict__.get("_buffer_dtypes", {})
+    # Not wrapper.named_buffers: its names depend on whether parameters are summoned.
+    for found, _ in nn.Module.named_buffers(wrapper, remove_duplicate=False):
+        name = clean_name(found)
+        buffer = state.get(prefix + name)
+        if buffer is None:  # not persistent
+            continue
+        if not is_kept:
+            del state[prefix + name]
+            continue
+        buffer = buffer.to(dtype=dtypes.get(name, buffer.dtype))
+        is_moved = to_cpu and not isinstance(buffer, DTensor)
+        state[prefix + name] = buffer.cpu() if is_moved else buffer
+
+
+def _summoned_values(
+    lane: FlatLane, state: Entries, prefix: str, form: StateForm
+) -> dict[str, StateValue]:
     """Summoned parameters with what was written to them; those on other ranks as they are."""
-    form = _form_of(_own_settings(lane.wrapper))
-    values: Entries = {}
+    values: dict[str, StateValue] = {}
     for shard in lane.shards:
         for name in shard.names:
             found = state.get(prefix + name)
@@ -241,52 +246,20 @@ def _local_value(lane: FlatLane, to_cpu: bool) -> StateValue:
     return sharded_tensor(local.cpu() if to_cpu else local, boxes, torch.Size([lane.numel]), axis)
 
 
-def _convert_buffers(
-    wrapper: nn.Module, state: Entries, prefix: str, *, is_kept: bool, to_cpu: bool
-) -> None:
-    """Give buffers the dtype that they had before `buffer_dtype` took effect."""
-    dtypes: dict[str, torch.dtype] = wrapper.__dict__.get("_buffer_dtypes", {})
-    # Not wrapper.named_buffers: its names depend on whether parameters are summoned.
-    for found, _ in nn.Module.named_buffers(wrapper, remove_duplicate=False):
-        name = clean_name(found)
-        key = prefix + name
-        if key not in state:
-            continue  # not persistent
-        buffer = state.pop(key) if not is_kept else state[key]
-        if is_kept:
-            buffer = buffer.to(dtype=dtypes.get(name, buffer.dtype))
-            state[key] = buffer.cpu() if to_cpu and not isinstance(buffer, DTensor) else buffer
-
-
-def _clean_keys(state: Entries, prefix: str) -> None:
-    """Take the names of wrappers out of the keys; the order stays."""
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[prefix + clean_name(key[len(prefix) :])] = state.pop(key)
-    if WRAPPED in prefix:
-        return  # the outermost wrapper does the rest
+def _arrange(wrapper: nn.Module, state: Entries, prefix: str) -> None:
+    """Sort the entries of a model, and name its modules, as if it was not wrapped."""
+    names = [name for name, _ in walk(wrapper, [*lanes_of(wrapper), *borrowed_lanes_of(wrapper)])]
+    order = {prefix + name: index for index, name in reversed(list(enumerate(names)))}
+    places: dict[str, int] = {}
+    place = 0
+    for key in (key for key in state if key.startswith(prefix)):
+        place = places[key] = order.get(key, place)  # what is unknown stays behind its neighbour
+    for key in sorted(places, key=places.__getitem__):
+        state[key] = state.pop(key)
     metadata: dict[str, Any] = getattr(state, "_metadata", {})
     for key in list(metadata):
         # Versions of modules are found under both names: by wrapped models and by others.
         metadata.setdefault(clean_name(key), metadata[key])
-
-
-def _sort_entries(wrapper: nn.Module, state: Entries, prefix: str, added: dict[str, int]) -> None:
-    """Sort entries as they are in a model that is not wrapped.
-
-    In each module those that were `added`, by their numbers, come before the others.
-    """
-    owners: dict[str, int] = {}
-    for index, (name, _) in enumerate(nn.Module.named_modules(wrapper, remove_duplicate=False)):
-        owners.setdefault(clean_name(name), index)
-
-    def position(key: str) -> tuple[int, bool, int]:
-        owner = key[len(prefix) :].rpartition(".")[0]
-        while owner and owner not in owners:
-            owner = owner.rpartition(".")[0]
-        return owners.get(owner, 0), key not in added, added.get(key, 0)
-
-    for key in sorted((key for key in state if key.startswith(prefix)), key=position):
-        state[key] = state.pop(key)
 
 
 # Loading
@@ -305,249 +278,177 @@ def strict_loading(wrapper: nn.Module, strict: bool) -> Iterator[None]:
         del wrapper.__dict__[_STRICT]
 
 
-@dataclass(slots=True)
-class _Load:
-    """A load in progress below `wrapper`.
-
-    `missing` is the list in which `nn.Module` reports missing entries, by which the load is
-    recognized; `taken` are the names that it will report although they were loaded.
-    """
-
-    wrapper: nn.Module
-    prefix: str
-    missing: list[str]
-    taken: set[str]
-
-
 def _before_loading(
-    wrapper: nn.Module,
-    state: Entries,
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
+    wrapper: nn.Module, state: Entries, prefix: str, metadata: Any, strict: bool, *lists: list[str]
 ) -> None:
-    load = wrapper.__dict__.get(_LOAD)
-    if not isinstance(load, _Load) or load.missing is not missing:
+    _insert(state, prefix, WRAPPED)
+    if WRAPPED not in prefix:  # the outermost wrapper loads for all below it
         with torch.no_grad():
-            _load_below(wrapper, state, prefix, missing)
-    for key in [key for key in state if key.startswith(prefix)]:
-        rest = key[len(prefix) :]
-        if not rest.startswith(f"{WRAPPED}."):
-            state[f"{prefix}{WRAPPED}.{rest}"] = state.pop(key)
+            _load_below(wrapper, state, f"{prefix}{WRAPPED}.", lists[0])
+
+
+def _insert(state: Entries, prefix: str, name: str) -> None:
+    """Put the name of a module into the keys of its entries, where it is not there yet."""
+    inner = f"{prefix}{name}."
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
+        state[inner + key[len(prefix) :]] = state.pop(key)
 
 
 def _after_loading(wrapper: nn.Module, incompatible: Any) -> None:
-    load = wrapper.__dict__.get(_LOAD)
-    if not isinstance(load, _Load) or load.wrapper is not wrapper:
-        return
-    for inner in wrappers_of(wrapper):
-        inner.__dict__.pop(_LOAD, None)
-    for names in (incompatible.missing_keys, incompatible.unexpected_keys):
-        names[:] = [
-            clean_name(name) if name.startswith(load.prefix) else name
-            for name in names
-            if name not in load.taken
-        ]
+    loaded: set[str] | None = wrapper.__dict__.pop(_LOADED, None)
+    if loaded is not None:
+        for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+            names[:] = [clean_name(name) for name in names if name not in loaded]
 
 
 def _load_below(wrapper: nn.Module, state: Entries, prefix: str, missing: list[str]) -> None:
-    """Check all entries below an outermost wrapper, and write those of its parameters."""
-    expected = _Expected(wrapper)
-    expected.run_hooks(state, prefix)
-    keys = {clean_name(key[len(prefix) :]): key for key in state if key.startswith(prefix)}
-    entries = {name: state[key] for name, key in keys.items()}
-    problems = expected.check(entries)
-    _raise_together(wrapper, problems.errors(strict=wrapper.__dict__.get(_STRICT, False)))
-    own = sorted(entries.keys() & expected.parameter_names)
-    if is_summoned(wrapper):
-        # The parameters are registered in their full shape: nn.Module can load them itself.
-        for name in own:
-            state[keys[name]] = full_tensor_of(entries[name])
-        wrapper.__dict__[_LOAD] = _Load(wrapper, prefix, missing, set())
-        return
-    for name in sorted(entries.keys() & expected.others.keys()):
-        path, target = expected.others[name]
-        value = state.pop(keys[name])
-        if is_sharded(value) and not isinstance(target, DTensor):
+    """Write the parameters of all wrappers at or below one, and leave the rest to `nn.Module`."""
+    lanes = [*lanes_of(wrapper), *borrowed_lanes_of(wrapper)]
+    outer = clean_name(prefix)
+    flat = {
+        outer + n for n, found in walk(wrapper, lanes) if isinstance(found, FlatLane | FlatShard)
+    }
+    stand_ins: dict[Any, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, ShardedTensor):  # it warns when nn.Module asks for its shape
+            state[key] = nn.Parameter(on_meta(value), requires_grad=False)
+            stand_ins[state[key]] = value
+        elif isinstance(value, nn.Parameter):
+            state[key] = value.detach()  # or nn.Module would change its requires_grad
+    dry_run = _DryRun(wrapper, state, prefix, lanes)
+    values = {k: stand_ins.get(v, v) for k, v in dry_run.values.items()}
+    lost = [
+        outer + name
+        for lane in lanes
+        for shard in lane.shards
+        for name in shard.names
+        if lane not in values and shard not in values
+    ]
+    others = [name for name in map(clean_name, dry_run.missing) if name not in flat]
+    _raise_together(wrapper, lost + others, dry_run)
+    for lane in lanes:
+        _write(lane, values)
+    missing += lost
+    inside = wrapper.get_submodule(WRAPPED)
+    targets: Entries = dict(nn.Module.named_parameters(inside, prefix[:-1], remove_duplicate=False))
+    wrapper.__dict__[_LOADED] = {name for name in targets if clean_name(name) in flat}
+    targets |= nn.Module.named_buffers(inside, prefix[:-1], remove_duplicate=False)
+    for key in sorted(key for key in state if key.startswith(prefix)):
+        value = state.pop(key)
+        if clean_name(key) in flat:
+            continue
+        value = stand_ins.get(value, value) if isinstance(value, nn.Parameter) else value
+        if is_sharded(value) and key in targets and not isinstance(targets[key], DTensor):
             value = full_tensor_of(value)
-        state[prefix + path] = value
-    for lane in expected.lanes:
-        _write(lane, entries, expected.flat_names.get(lane))
-    for name in own:
-        del state[keys[name]]
-    lost = [name for name in problems.missing if name in expected.parameter_names]
-    missing.extend(clean_name(prefix) + name for name in lost)
-    load = _Load(wrapper, prefix, missing, {prefix + name for name in expected.registered_names})
-    for inner in wrappers_of(wrapper):
-        inner.__dict__[_LOAD] = load
+        # Checkpoint wrappers put their names into the keys when their turn comes.
+        state[prefix + key[len(prefix) :].replace(_CHECKPOINTED, "")] = value
 
 
-def _write(lane: FlatLane, entries: Entries, flat: str | None) -> None:
-    """Write this rank's slices of one lane; a collective where entries are sharded."""
-    buffer = lane.shard_buffer()
-    if flat is not None and flat in entries:
-        full = full_tensor_of(entries[flat]).reshape(-1)
-        start = lane.mesh_info.shard.rank * lane.shard_numel
-        mine = full[start : start + lane.shard_numel]
-        buffer[: mine.numel()].copy_(mine)
-        return
-    for shard in lane.shards:
-        name = next((name for name in shard.names if name in entries), None)
-        if name is not None:
-            shard.slice_of(buffer).copy_(shard.cut(full_tensor_of(entries[name])))
+class _DryRun:
+    """A load below a wrapper of which nothing is kept but what it found.
 
-
-@dataclass(slots=True)
-class _Problems:
-    """What is wrong with a state dict. Only a strict load minds missing and unexpected entries."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    unfit: list[str] = field(default_factory=list)
-
-    def errors(self, *, strict: bool) -> list[str]:
-        lines = []
-        if strict and self.missing:
-            lines.append(f"Missing key(s) in state_dict: {_quoted(self.missing)}.")
-        if strict and self.unexpected:
-            lines.append(f"Unexpected key(s) in state_dict: {_quoted(self.unexpected)}.")
-        return lines + self.unfit
-
-
-class _Expected:
-    """What a state dict of a wrapper is expected to hold, by clean names.
-
-    Attributes:
-        lanes: The lanes whose parameters are loaded.
-        flat_names: What the flat parameter of a lane is called, with LOCAL_STATE_DICT.
-        parameter_names: All names of the lanes' parameters.
-        registered_names: Where `nn.Module` looks for those of them that are registered.
-        others: Everything else: the path at which `nn.Module` looks for it, and what is there.
-        optional: Names that may be missing.
-        lenient: Modules that load in their own way, which are not checked.
-        hooked: Modules with hooks of their own: their path, as keys have it and in full.
+    `values` has the entry of every parameter, or of all parameters of a lane, that has one.
     """
 
-    def __init__(self, wrapper: nn.Module) -> None:
-        own = lanes_of(wrapper)
-        self.lanes = [*own, *borrowed_lanes_of(wrapper)]
-        # Not wrapper.named_modules: a wrapper may be registered at several places.
-        modules = list(nn.Module.named_modules(wrapper, remove_duplicate=False))
-        paths: dict[nn.Module, str] = {}
-        for name, module in modules:
-            paths.setdefault(module, name)
-        self.flat_names = {
-            lane: clean_name(f"{paths[lane.wrapper]}.{flat_name(lane.index)}").removeprefix(".")
-            for lane in own
-        }
-        shards = [shard for lane in self.lanes for shard in lane.shards]
-        self.parameter_names = {name for shard in shards for name in shard.names}
-        self.parameter_names.update(self.flat_names.values())
-        self.registered_names: set[str] = set()
-        self.others: dict[str, tuple[str, Any]] = {}
-        self.optional: set[str] = set()
-        self.lenient: list[str] = []
-        self.hooked: list[tuple[str, str, nn.Module]] = []
-        managed = {(place.module, place.name) for shard in shards for place in shard.locations}
-        flat_params = {lane.flat_param for lane in self.lanes}
-        for path, module in modules:
-            before = f"{path}." if path else ""
-            found: Entries = {}
-            for name, param in module._parameters.items():
-                if (module, name) in managed or (param is not None and param in flat_params):
-                    self.registered_names.add(before + name)
-                elif param is not None:
-                    found[name] = param
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    found[name] = buffer
-            self._add_others(path, before, module, found)
+    def __init__(
+        self, wrapper: nn.Module, state: Entries, prefix: str, lanes: Sequence[FlatLane]
+    ) -> None:
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.errors: list[str] = []
+        self.values: dict[FlatLane | FlatShard, torch.Tensor] = {}
+        self._state = state
+        self._metadata: dict[str, Any] = getattr(state, "_metadata", None) or {}
+        inside = wrapper.get_submodule(WRAPPED)
+        places: dict[FlatLane | FlatShard, Sequence[ParamLocation]] = {}
+        for lane in lanes:
+            owner = lane.wrapper.get_submodule(WRAPPED)
+            places[lane] = [ParamLocation(owner, flat_name(lane.index))]
+            places |= {shard: shard.locations for shard in lane.shards}
+        modules = [*inside.modules(), *(p.module for each in places.values() for p in each)]
+        with _unchanged(modules):
+            shown: dict[FlatLane | FlatShard, nn.Parameter] = {}
+            for found, where in places.items():
+                shape = found.shape if isinstance(found, FlatShard) else (found.numel,)
+                shown[found] = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+                for place in where:
+                    place.module._parameters[place.name] = shown[found]
+            self._load(inside, prefix)
+            for found, where in places.items():
+                for place in where:
+                    value = place.module._parameters[place.name]
+                    if value is not None and value is not shown[found]:
+                        self.values.setdefault(found, value)
 
-    def _add_others(self, path: str, before: str, module: nn.Module, found: Entries) -> None:
-        if isinstance(module, NormBase):
-            # Older state dicts have no such counter, and nn.Module accepts them.
-            self.optional.add(clean_name(f"{before}num_batches_tracked"))
-        elif type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
-            self.lenient.append(clean_name(before))
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found["_extra_state"] = None
-        # Wrappers and checkpoint wrappers put their names into the keys when their turn comes.
-        seen_as = before.replace(f"{WRAPPED}.", "").replace(f"{_CHECKPOINTED}.", "")
-        is_wrapper = hooks_of(module) is not None or _CHECKPOINTED in module._modules
-        if module._load_state_dict_pre_hooks and not is_wrapper:
-            self.hooked.append((seen_as, path, module))
-        for name, target in found.items():
-            self.others[clean_name(before + name)] = (seen_as + name, target)
-
-    def run_hooks(self, state: Entries, prefix: str) -> None:
-        """Let modules rename entries of an older form before those of parameters are taken.
-
-        nn.Module will call these hooks again, as it does for state dicts of the present form.
-        """
-        metadata: dict[str, Any] = getattr(state, "_metadata", None) or {}
-        for seen_as, path, module in self.hooked:
-            own = metadata.get(prefix + path, metadata.get(clean_name(prefix + path), {}))
-            for hook in module._load_state_dict_pre_hooks.values():
-                hook(state, prefix + seen_as, own, True, [], [], [])
-
-    def check(self, entries: Entries) -> _Problems:
-        problems = _Problems()
-        for lane in self.lanes:
-            flat = self.flat_names.get(lane)
-            if flat is not None and flat in entries:
-                problems.unfit += _unfit(flat, entries[flat], torch.Size([lane.numel]))
-                continue
-            for shard in lane.shards:
-                found = [name for name in shard.names if name in entries]
-                problems.missing += [] if found else shard.names
-                for name in found:
-                    problems.unfit += _unfit(name, entries[name], shard.shape)
-        for name, (_, target) in self.others.items():
-            if self._is_lenient(name):
-                continue
-            if name not in entries:
-                problems.missing += [] if name in self.optional else [name]
-            elif isinstance(target, torch.Tensor) and not torch.nn.parameter.is_lazy(target):
-                problems.unfit += _unfit(name, entries[name], target.shape)
-        known = self.parameter_names | self.others.keys()
-        problems.unexpected = [n for n in entries if n not in known and not self._is_lenient(n)]
-        return problems
-
-    def _is_lenient(self, name: str) -> bool:
-        return any(name.startswith(module) for module in self.lenient)
+    def _load(self, module: nn.Module, path: str) -> None:
+        """What `nn.Module.load_state_dict` does, by assigning entries."""
+        if _COMPILED in module._modules:
+            _insert(self._state, path, _COMPILED)
+        metadata = self._metadata
+        known = metadata.get(path[:-1], metadata.get(clean_name(path[:-1]), {}))
+        module._load_from_state_dict(
+            self._state,
+            path,
+            {**known, "assign_to_params_buffers": True},
+            True,
+            self.missing,
+            self.unexpected,
+            self.errors,
+        )
+        for name, child in module._modules.items():
+            if child is not None:
+                self._load(child, f"{path}{name}.")
 
 
-def _unfit(name: str, value: Any, shape: torch.Size) -> list[str]:
-    if not torch.overrides.is_tensor_like(value):
-        return [f"{name}: a tensor is expected, found {type(value).__name__}."]
-    found = shape_of(value)
-    # A scalar used to be stored with one dim; nn.Module takes both.
-    if found == shape or (not shape and found == torch.Size([1])):
-        return []
-    return [f"size mismatch for {name}: {list(shape)} is expected, found {list(found)}."]
+@contextmanager
+def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, modules may be given other tensors and attributes, which they lose at the end."""
+    kept = [
+        (live, dict(live))
+        for module in dict.fromkeys(modules)
+        for live in (module.__dict__, module._parameters, module._buffers)
+    ]
+    is_swapping = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(is_swapping)
+        for live, before in kept:
+            live.clear()
+            live.update(before)
 
 
-def _quoted(names: list[str]) -> str:
-    return ", ".join(f'"{name}"' for name in dict.fromkeys(names))
-
-
-def _raise_together(wrapper: nn.Module, errors: list[str]) -> None:
+def _raise_together(wrapper: nn.Module, missing: list[str], found: _DryRun) -> None:
     """Raise on every rank if any of them cannot load, since writing may need all of them."""
-    mesh_info = wrapper_mesh(wrapper)
-    hooks = hooks_of(wrapper)
-    assert hooks is not None  # it is a wrapper
-    failed = dist.get_rank() + 1 if errors else 0
-    for axis in (mesh_info.shard, mesh_info.replicate):
-        failed = max(max(row) for row in Agreement.exchanged([failed], axis, hooks.device))
-    if not failed:
-        return
-    if not errors:
-        errors = [f"rank {failed - 1} found errors in what it was given; see what it raised."]
-    lines = "\n\t".join(errors)
-    raise CheckpointError(
-        f"Error(s) in loading state_dict for {type(wrapper).__name__}; nothing was loaded:"
-        f"\n\t{lines}\nLoad the state dict of this model, or with strict=False what fits of it."
-    )
+    lines = [clean_name(line) for line in found.errors]
+    if wrapper.__dict__.get(_STRICT, False):
+        for kind, names in (("Missing", missing), ("Unexpected", found.unexpected)):
+            quoted = ", ".join(f'"{clean_name(name)}"' for name in dict.fromkeys(names))
+            lines += [f"{kind} key(s) in state_dict: {quoted}."] if names else []
+    problem = None
+    if lines:
+        text = "\n\t".join(lines)
+        problem = CheckpointError(
+            f"Error(s) in loading state_dict for {type(wrapper).__name__}; nothing was loaded:"
+            f"\n\t{text}\nLoad the state dict of this model, or with strict=False what fits of it."
+        )
+    mesh_info = wrapper_unit(wrapper).mesh_info
+    axes = [axis for axis in (mesh_info.shard, mesh_info.replicate) if not axis.is_single]
+    exchange([axis.group for axis in axes], None, problem)
+
+
+def _write(lane: FlatLane, values: dict[FlatLane | FlatShard, Any]) -> None:
+    """Write this rank's slices of one lane; a collective where entries are sharded."""
+    buffer = lane.shard_buffer()
+    full = full_tensor_of(values[lane]).reshape(-1) if lane in values else None
+    for shard in lane.shards:
+        if full is None and shard not in values:
+            continue
+        value = full_tensor_of(values[shard]) if full is None else shard.view_of(full)
+        place = shard.locations[0]
+        registered = place.module._parameters.get(place.name)
+        if lane.unit.is_summoned and registered is not None and registered.shape == shard.shape:
+            registered.copy_(value)  # it is written back from there
+        else:
+            shard.slice_of(buffer).copy_(shard.cut(value))

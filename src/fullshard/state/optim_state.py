@@ -12,9 +12,9 @@ import copy
 import hashlib
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,18 +31,18 @@ from fullshard.state.shards import (
     FlatShard,
     StateForm,
     TensorShard,
-    dtype_of,
+    all_shards,
+    exchange,
     full_tensor_of,
     is_sharded,
     lanes_of,
-    other_shards,
+    on_meta,
     shape_of,
 )
 
 Key: TypeAlias = int | str
 OptimInput: TypeAlias = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]] | None
 State: TypeAlias = dict[str, Any]
-_T = TypeVar("_T")
 
 
 # Parameters of an optimizer, and what they stand for
@@ -73,20 +73,11 @@ class OptimParam:
         return next((shard.lane for shard in self.flat_shards), None)
 
     @property
-    def is_flat(self) -> bool:
-        return self.lane is not None and self.lane.flat_param is not None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether an optimizer's state of it is what it would be without any wrapper."""
-        return self.lane is None or not (self.lane.is_sharded or self.is_flat)
-
-    @property
     def local_numel(self) -> int:
         """How many elements this rank has; a flat parameter's include its padding."""
         if self.lane is None:
             return self.param.numel()
-        return self.lane.shard_numel if self.is_flat else len(self.flat_shards[0].elements)
+        return self.lane.shard_numel if self.lane.is_flat else len(self.flat_shards[0].elements)
 
 
 def optim_params(
@@ -121,17 +112,15 @@ def saved_options(
             {k: v for k, v in saved[source].items() if k not in ("params", "param_names")}
             for source in sources
         ]
-        different = {
-            key
-            for other in options[1:]
-            for key in {*options[0], *other}
-            if not (key in options[0] and key in other and is_same(options[0][key], other[key]))
-        }
+        different = sorted(
+            {k for each in options for k in each if not is_same(each[k], options[0].get(k))}
+            | {k for each in options for k in options[0] if k not in each}
+        )
         if different:
             raise error(
                 f"optimizer: the parameters of group {index} must have been saved with the same "
-                f"options, found different {sorted(different)} in the saved groups {sources}; "
-                "build the optimizer with the groups that were saved."
+                f"options, found different {different} in the saved groups {sources}; build the "
+                "optimizer with the groups that were saved."
             )
         result.append(copy.deepcopy(options[0]) if options else None)
     return result
@@ -151,8 +140,12 @@ def is_same(left: Any, right: Any) -> bool:
 class _ModelParams:
     """All parameters of a wrapped model as its optimizers see them, in one order on all ranks.
 
-    `by_key` has them by their names in `named_parameters`, where flat parameters are listed;
-    `by_name` has the shards of the original parameters, by any of their names.
+    Attributes:
+        params: All of them.
+        by_tensor: The same by what the optimizer holds.
+        by_key: The same by their names in `named_parameters`, where flat parameters are listed.
+        by_name: The shards of the original parameters, by any of their names.
+        shard_groups: The process groups that they are sharded over.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,9 +157,7 @@ class _ModelParams:
                 "module that has parameters expected, found none; use the state dict of the "
                 "optimizer as it is."
             )
-        flat = [shard for lane in self.lanes for shard in lane.shards]
-        others = [s for s in other_shards(model, flat) if not s.is_buffer]
-        shards = [*flat, *others]
+        shards = [shard for shard in all_shards(model, self.lanes) if not shard.is_buffer]
         (self.params,) = optim_params([dict.fromkeys(s.tensor for s in shards)], shards)
         self.by_tensor = {param.param: param for param in self.params}
         self.by_name = {name: shard for shard in shards for name in shard.names}
@@ -175,24 +166,26 @@ class _ModelParams:
             clean_name(key): self.by_tensor[tensor] for key, tensor in listed
         }
         self._keys = {tensor: key for key, tensor in reversed(listed)}
+        sharded = [lane.mesh_info.shard for lane in self.lanes if lane.is_sharded]
+        self.shard_groups = list(dict.fromkeys(axis.group for axis in sharded))
 
     def groups_of(
         self, optim: Optimizer | None, optim_input: OptimInput, *, by_name: bool = False
     ) -> list[dict[Key, OptimParam]]:
         """The parameters of each group of an optimizer, by the keys of its own state dict."""
         groups: list[dict[Key, OptimParam]] = []
+        number = 0
         for tensors in _param_groups(self.model, optim, optim_input):
-            first = sum(len(group) for group in groups)
             groups.append({})
-            for number, tensor in enumerate(tensors, first):
+            for tensor in tensors:
                 if (param := self.by_tensor.get(tensor)) is None:
                     raise UnknownNameError(
                         f"optimizer: parameter {number} must be one of the model's, found a "
                         f"tensor of shape {tuple(tensor.shape)} that is none of them; pass the "
                         "optimizer of this model, built from its parameters after it was wrapped."
                     )
-                name = self._keys.get(tensor, param.names[0])
-                groups[-1][name if by_name else number] = param
+                groups[-1][self._keys.get(tensor, param.names[0]) if by_name else number] = param
+                number += 1
         return groups
 
 
@@ -208,49 +201,15 @@ def _param_groups(
         groups = [{"params": model.parameters()}] if optim is None else optim.param_groups
         return [list(group["params"]) for group in groups]
     entries: list[Any] = list(optim_input)
-    if not entries:
-        raise ConfigError(
-            "optim_input: at least one parameter or parameter group expected, found none; leave "
-            "it out."
-        )
-    if all(isinstance(entry, torch.Tensor) for entry in entries):
+    if entries and all(isinstance(entry, torch.Tensor) for entry in entries):
         return [entries]
-    if all(isinstance(entry, Mapping) and "params" in entry for entry in entries):
+    if entries and all(isinstance(entry, Mapping) and "params" in entry for entry in entries):
         given = [entry["params"] for entry in entries]
         return [[each] if isinstance(each, nn.Parameter) else list(each) for each in given]
-    raise TypeError(
+    raise (TypeError if entries else ConfigError)(
         "optim_input: tensors, or dicts that each have 'params', expected, found "
-        f"{sorted({type(entry).__name__ for entry in entries})}; leave it out."
+        f"{sorted({type(entry).__name__ for entry in entries}) or 'nothing'}; leave it out."
     )
-
-
-def _exchange(
-    groups: Sequence[dist.ProcessGroup | None], values: Sequence[_T], problem: Exception | None
-) -> list[list[_T]]:
-    """One value for each group, from all its ranks; raises what went wrong on any of them.
-
-    A rank that has a problem takes part, so that the others hear of it and do not wait forever.
-    """
-    # As words: not every exception can be sent.
-    kind = type(problem) if isinstance(problem, FullshardError) else DisagreementError
-    said = None if problem is None else (kind, f"rank {dist.get_rank()}: {problem}")
-    received: list[list[Any]] = []
-    for group, value in zip(groups, values, strict=True):
-        answers: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(answers, (said, value), group=group)
-        received.append(answers)
-    if problem is not None:
-        raise problem
-    for other, _ in (answer for answers in received for answer in answers):
-        if other is not None:
-            raise other[0](other[1])
-    return [[value for _, value in answers] for answers in received]
-
-
-def _shard_groups(lanes: Sequence[FlatLane]) -> list[dist.ProcessGroup]:
-    """The process groups that lanes are sharded over."""
-    groups = dict.fromkeys(lane.mesh_info.shard.group for lane in lanes if lane.is_sharded)
-    return [group for group in groups if group is not None]
 
 
 # Saving
@@ -314,14 +273,15 @@ def _save(
     """The state dict in a form; an empty one if this rank does not keep it."""
     params = _ModelParams(model)
     states: dict[OptimParam, State] = {}
-    result: dict[str, Any] = {"state": {}}
+    unmatched: State = {}
+    groups: list[State] = []
     problem: Exception | None = None
     try:
         known = dict(params.by_key)
         for group in params.groups_of(optim, optim_input):
             known |= group
         for key, value in state_dict["state"].items():
-            param = known.get(_clean_key(key))
+            param = known.get(clean_name(key) if isinstance(key, str) else key)
             if param is not None:
                 states[param] = value
                 continue
@@ -330,119 +290,78 @@ def _save(
                 "model; it is saved as it is.",
                 stacklevel=4,  # the caller of optim_state_dict
             )
-            result["state"][str(key)] = copy.deepcopy(value)
-        if "param_groups" in state_dict:
-            result["param_groups"] = _named_groups(state_dict["param_groups"], known)
+            unmatched[str(key)] = copy.deepcopy(value)
+        for group in state_dict.get("param_groups", ()):
+            keys = [clean_name(key) if isinstance(key, str) else key for key in group["params"]]
+            if unknown := [key for key in keys if key not in known]:
+                raise UnknownNameError(
+                    f"optim_state_dict: {unknown} in a parameter group must be parameters of the "
+                    "model and of the optimizer, found neither; pass the optimizer's own state "
+                    "dict."
+                )
+            names = [name for key in keys for name in known[key].names]
+            groups.append(copy.deepcopy({**group, "params": names}))
     except Exception as error:
         problem = error
     agreed = _agreed_states(params, states, problem)
-    saved = _gathered_states(params, agreed, states, form if is_kept else None)
+    saved = _gathered_states(params, agreed, states, form, is_kept=is_kept)
     if not is_kept:
         return {}
-    in_order = [name for group in result.get("param_groups", ()) for name in group["params"]]
-    in_order = [name for name in dict.fromkeys([*in_order, *saved]) if name in saved]
-    result["state"] = {name: saved[name] for name in in_order} | result["state"]
-    return result
+    result: dict[str, Any] = {"state": saved | unmatched}
+    return result | ({"param_groups": groups} if "param_groups" in state_dict else {})
 
 
-def _clean_key(key: Key) -> Key:
-    return clean_name(key) if isinstance(key, str) else key
-
-
-def _named_groups(groups: Any, known: Mapping[Key, OptimParam]) -> list[dict[str, Any]]:
-    """Parameter groups with the names of the original parameters in them."""
-    for key in (key for group in groups for key in group["params"]):
-        if _clean_key(key) not in known:
-            raise UnknownNameError(
-                f"optim_state_dict: {key!r} in a parameter group must be a parameter of the "
-                "model and of the optimizer, found neither; pass the optimizer's own state dict."
-            )
-    return [
-        copy.deepcopy({k: v for k, v in group.items() if k != "params"})
-        | {"params": [name for key in group["params"] for name in known[_clean_key(key)].names]}
-        for group in groups
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class _PerElement:
+class _PerElement(NamedTuple):
     """State with one value for each element of a parameter: sharded and gathered like it."""
 
     dtype: torch.dtype
-
-
-_Outline: TypeAlias = tuple[int, State | None]
-"""How many elements a rank has, and its state: `_PerElement` stands for elements of tensors."""
 
 
 def _agreed_states(
     params: _ModelParams, states: Mapping[OptimParam, State], problem: Exception | None
 ) -> dict[OptimParam, State]:
     """What the state of every parameter consists of, the same on all ranks that share it."""
-    cut = [param for param in params.params if not param.is_whole]
+    cut = [(param, param.lane) for param in params.params if param.lane is not None]
     # State of another size than what this rank has of a parameter has a shape of its own, also
     # where that happens to be the size of a slice.
     own_shaped = {
         name
-        for param in cut
+        for param, _ in cut
         for name, value in states.get(param, {}).items()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-        if value.numel() != param.local_numel
+        if _has_dims(value) and value.numel() != param.local_numel
     }
 
     def outlined(name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        is_per_element = value.dim() > 0 and name not in own_shaped
-        return _PerElement(value.dtype) if is_per_element else value.detach().cpu()
+        if _has_dims(value) and name not in own_shaped:
+            return _PerElement(value.dtype)
+        return _copied(value, to_cpu=True)
 
-    outlines: dict[OptimParam, Sequence[_Outline]] = {}
-    for param in cut:
-        state = states.get(param)
-        outline = None if state is None else {k: outlined(k, v) for k, v in state.items()}
-        outlines[param] = [(param.local_numel, outline)]
-    groups = _shard_groups(params.lanes)
-    members = [
-        [param for param in cut if param.lane and param.lane.mesh_info.shard.group is group]
-        for group in groups
-    ]
-    own = [[outlines[param][0] for param in inside] for inside in members]
-    for inside, answers in zip(members, _exchange(groups, own, problem), strict=True):
-        outlines.update(zip(inside, zip(*answers, strict=True), strict=True))
-    agreed: dict[OptimParam, State | None] = {**states}
-    agreed |= {param: _agreed_state(param, everyone) for param, everyone in outlines.items()}
-    return {param: state for param, state in agreed.items() if state is not None}
-
-
-def _agreed_state(param: OptimParam, everyone: Sequence[_Outline]) -> State | None:
-    """What the state of a parameter consists of; None if no rank has any.
-
-    A rank that has no element of the parameter may have numbers about it, such as a count of
-    steps, but its optimizer does not keep them up to date: they do not count.
-    """
-    trained = [state for numel, state in everyone if numel] or [state for _, state in everyone]
-    states = [state for state in trained if state is not None]
-    if not states:
-        return None
-    agreed: State = {}
-    for name in {name: None for state in states for name in state}:
-        told = [state[name] for state in states if name in state]
-        values = [value for value in told if not isinstance(value, _PerElement)]
-        # An optimizer that sums up the flat parameter that it sees has another number on every
-        # rank: the first rank's is as good as any.
-        if not param.is_flat and not all(is_same(value, values[0]) for value in values[1:]):
-            raise DisagreementError(
-                f"{param.names[0]}: the optimizer state {name!r} must be the same on all ranks, "
-                f"found {values}; a number that depends on a rank's part of a parameter cannot be "
-                "saved."
-            )
-        if not values and (len(told) != len(trained) or len(set(told)) != 1):
-            raise DisagreementError(
-                f"{param.names[0]}: every rank that has a part of it must have the optimizer "
-                f"state {name!r} in one dtype, found {trained}; step the optimizer on all ranks "
-                "alike."
-            )
-        agreed[name] = (values or told)[0]
+    # A rank that has no element of a parameter may have numbers about it, such as a count of
+    # steps, but its optimizer does not keep them up to date.
+    outlines = {
+        param.names[0]: {key: outlined(key, value) for key, value in states.get(param, {}).items()}
+        for param, _ in cut
+        if param.local_numel or not param.shards[0].shape.numel()
+    }
+    groups = params.shard_groups
+    answers = dict(zip(groups, exchange(groups, outlines, problem), strict=True))
+    agreed = {param: state for param, state in states.items() if param.lane is None}
+    for param, lane in cut:
+        name = param.names[0]
+        everyone = answers.get(lane.mesh_info.shard.group, [outlines])
+        told = [each[name] for each in everyone if name in each]
+        for key in dict.fromkeys(key for state in told for key in state):
+            found = [state.get(key) for state in told]
+            # An optimizer that sums up the flat parameter that it sees has another number on
+            # every rank: the first rank's is as good as any.
+            is_free = lane.is_flat and not isinstance(found[0], _PerElement)
+            if not is_free and not all(is_same(value, found[0]) for value in found):
+                raise DisagreementError(
+                    f"{name}: the optimizer state {key!r} must be the same on all ranks that have "
+                    f"a part of the parameter, and tensors of one dtype, found {found}; step the "
+                    "optimizer on all ranks alike."
+                )
+            agreed.setdefault(param, {})[key] = found[0]
     return agreed
 
 
@@ -450,19 +369,17 @@ def _gathered_states(
     params: _ModelParams,
     agreed: Mapping[OptimParam, State],
     states: Mapping[OptimParam, State],
-    form: StateForm | None,
+    form: StateForm,
+    *,
+    is_kept: bool,
 ) -> dict[str, State]:
-    """The state of every original parameter that has any, by its name; with no form, none."""
+    """The state of every original parameter that has any, by its name."""
     saved: dict[str, State] = {}
     gathered: dict[tuple[FlatLane, str, torch.dtype], list[OptimParam]] = {}
-    for param in params.params:
-        state = agreed.get(param)
-        if state is None:
-            continue
-        if form is not None:
-            for name in param.names:
-                saved[name] = {key: _whole_copy(value, form) for key, value in state.items()}
-        for key, value in state.items():
+    for param in (param for param in params.params if param in agreed):
+        for name in param.names:
+            saved[name] = {k: _copied(v, to_cpu=form.to_cpu) for k, v in agreed[param].items()}
+        for key, value in agreed[param].items():
             if isinstance(value, _PerElement) and param.lane is not None:
                 gathered.setdefault((param.lane, key, value.dtype), []).append(param)
     for (lane, key, dtype), owners in gathered.items():
@@ -470,20 +387,19 @@ def _gathered_states(
         for param in owners:
             value = states.get(param, {}).get(key)
             if value is not None and param.local_numel:
-                region = buffer if param.is_flat else param.flat_shards[0].slice_of(buffer)
+                region = buffer if lane.is_flat else param.flat_shards[0].slice_of(buffer)
                 region.copy_(value.flatten())
         full = lane.gather(buffer)  # only one state of one lane at a time
-        if form is not None:
-            for shard in (shard for param in owners for shard in param.flat_shards):
-                saved[shard.name][key] = form.copy(shard.view_of(full), lane)
+        for shard in (shard for param in owners for shard in param.flat_shards if is_kept):
+            saved[shard.name][key] = form.copy(shard.view_of(full), lane)
         del buffer, full  # before the next ones are allocated
     return saved
 
 
-def _whole_copy(value: Any, form: StateForm) -> Any:
+def _copied(value: Any, *, to_cpu: bool = False) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    return value.detach().to(torch.device("cpu") if form.to_cpu else value.device, copy=True)
+    return value.detach().cpu() if to_cpu and not value.is_cpu else value.detach().clone()
 
 
 # Loading
@@ -507,8 +423,8 @@ def optim_state_dict_to_load(
     settings = settings_of(model)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     rank0_only = is_full and getattr(settings.optim_state_dict_config, "rank0_only", False)
-    target = _Target(model, optim, None, is_named_optimizer)
-    result = target.convert(optim_state_dict, rank0_only=rank0_only, group=group)
+    load = _Load(model, optim, is_named=is_named_optimizer, rank0_only=rank0_only, group=group)
+    result = load.convert(optim_state_dict)
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -523,7 +439,7 @@ def shard_full_optim_state_dict(
     """What an optimizer can load on this rank, from whole tensors that every rank has."""
     _warn_deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
     # Every rank has everything and needs no other: it may be called on one rank alone.
-    return _Target(model, optim, optim_input).convert(full_optim_state_dict, is_alone=True)
+    return _Load(model, optim, optim_input, is_alone=True).convert(full_optim_state_dict)
 
 
 def scatter_full_optim_state_dict(
@@ -535,8 +451,8 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:
     """What an optimizer can load on this rank, from whole tensors that rank 0 has."""
     _warn_deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-    target = _Target(model, optim, optim_input)
-    return target.convert(full_optim_state_dict, rank0_only=True, group=group)
+    load = _Load(model, optim, optim_input, rank0_only=True, group=group)
+    return load.convert(full_optim_state_dict)
 
 
 def flatten_sharded_optim_state_dict(
@@ -544,320 +460,257 @@ def flatten_sharded_optim_state_dict(
 ) -> dict[str, Any]:
     """What an optimizer can load on this rank, from sharded tensors."""
     _warn_deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-    return _Target(model, optim, None).convert(sharded_optim_state_dict)
+    return _Load(model, optim).convert(sharded_optim_state_dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The optimizer that is to load the result, and whether that is keyed by name."""
+@dataclass(slots=True)
+class _Load:
+    """A load of state into an optimizer of a model.
+
+    Attributes:
+        is_named: Whether the result is keyed by name.
+        rank0_only: Whether only rank 0 of `group` has values, which it sends tensor by tensor.
+        is_alone: Whether other ranks may not take part.
+        states: What is loaded, by the canonical names of parameters.
+        unmatched: State that belongs to no parameter.
+        per_element: The names of state with one value per element of its parameter. Other state has
+            a shape of its own, the same for all parameters, and is whole on every rank.
+    """
 
     model: nn.Module
     optim: Optimizer | None
-    optim_input: OptimInput
+    optim_input: OptimInput = None
     is_named: bool = False
+    rank0_only: bool = False
+    group: dist.ProcessGroup | None = None
+    is_alone: bool = False
+    params: _ModelParams = field(init=False)
+    states: dict[str, Mapping[str, Any]] = field(init=False, default_factory=dict)
+    unmatched: State = field(init=False, default_factory=dict)
+    per_element: set[str] = field(init=False, default_factory=set)
 
     @torch.no_grad()
-    def convert(
-        self,
-        state_dict: Mapping[str, Any] | None,
-        *,
-        rank0_only: bool = False,
-        group: dist.ProcessGroup | None = None,
-        is_alone: bool = False,
-    ) -> dict[str, Any]:
-        params = _ModelParams(self.model)
-        source = _Source(params.lanes[0].device, rank0_only, group)
-        state_dict = source.outline(state_dict)
-        compared: list[dist.ProcessGroup | None] = [group] if rank0_only else []
-        compared += _shard_groups(params.lanes) if not rank0_only and not is_alone else []
+    def convert(self, state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
+        self.params = _ModelParams(self.model)
+        if self.rank0_only:
+            # The others learn what there is; tensors are on meta until they are fetched.
+            is_source = dist.get_rank(self.group) == 0
+            sent = [_mapped(state_dict, _outline) if is_source else None]
+            dist.broadcast_object_list(sent, group=self.group, group_src=0)
+            state_dict = state_dict if is_source else sent[0]
+        compared = [self.group] if self.rank0_only else self.params.shard_groups
         problem: Exception | None = None
         fingerprint = ""
         try:
-            groups = params.groups_of(self.optim, self.optim_input, by_name=self.is_named)
-            incoming = _Incoming(state_dict, params, source)
-            param_groups = self._param_groups(incoming.groups, params, groups)
-            fingerprint = incoming.fingerprint()
+            groups = self.params.groups_of(self.optim, self.optim_input, by_name=self.is_named)
+            saved_groups = self._match(state_dict)
+            self._find_per_element()
+            param_groups = self._param_groups(saved_groups, groups)
+            described = _mapped({0: self.states, 1: self.unmatched}, self._described)
+            fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()
         except Exception as error:
             problem = error
-        told = _exchange(compared, [fingerprint] * len(compared), problem)
+        told = exchange([] if self.is_alone else compared, fingerprint, problem)
         if any(len(set(answers)) > 1 for answers in told):
             raise DisagreementError(
                 "optim_state_dict: all ranks must load state of the same parameters, in the same "
                 "shapes and dtypes, found differences; load the same checkpoint on every rank."
             )
         # In the order of the model, which is the same on all ranks, also what is not held here.
-        own = {param: incoming.state_of(param) for param in params.params}
+        own = {param: self._state_of(param) for param in self.params.params}
         state: dict[Any, Any] = {}
         for key, param in ((key, param) for group in groups for key, param in group.items()):
             # A rank without elements needs no state, except for named optimizers and for those
             # that make state for all their parameters at once and then count on it.
             has_state = self.optim is not None and bool(self.optim.state.get(param.param))
-            is_empty = (
-                not param.is_whole and not param.local_numel and param.shards[0].shape.numel()
-            )
-            if own[param] is not None and (not is_empty or has_state or self.is_named):
+            is_empty = not param.local_numel and param.shards[0].shape.numel() > 0
+            is_saved = any(name in self.states for name in param.names)
+            if is_saved and (not is_empty or has_state or self.is_named):
                 state[key] = own[param]
-        state |= {name: incoming.whole(value) for name, value in incoming.unmatched.items()}
+        state |= self._whole(self.unmatched)
         return {"state": state} | ({} if param_groups is None else {"param_groups": param_groups})
+
+    def _match(self, state_dict: Any) -> list[Mapping[str, Any]] | None:
+        """Find out what belongs to which parameter; returns the saved groups."""
+        is_dict = isinstance(state_dict, Mapping) and "state" in state_dict
+        states: Mapping[Any, Any] = state_dict["state"] if is_dict else {}
+        groups: list[Mapping[str, Any]] | None = state_dict.get("param_groups") if is_dict else None
+        wrong = [name for group in groups or () for name in group["params"]] + [*states]
+        wrong = [name for name in wrong if not isinstance(name, str)]
+        for key, state in states.items() if is_dict and not wrong else ():
+            shard = self.params.by_name.get(clean_name(key))
+            if shard is None:
+                self.unmatched[key] = state
+            elif not isinstance(state, Mapping):
+                wrong.append(key)
+            elif clean_name(key) == shard.name or shard.name not in self.states:
+                # Tied parameters may come under each of their names: the canonical one decides.
+                self.states[shard.name] = state
+        if wrong or not is_dict:
+            found = [*state_dict] if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise ConfigError(
+                "optim_state_dict: a dict with the key 'state' expected, which has a dict for each "
+                f"parameter by its name, found {found} and as parameters {wrong}; pass what "
+                "optim_state_dict returned, on every rank that it was saved for, and numbers "
+                "through rekey_optim_state_dict first."
+            )
+        return groups
+
+    def _find_per_element(self) -> None:
+        arrays: dict[str, list[tuple[FlatShard, torch.Size]]] = {}
+        for shard in (shard for lane in self.params.lanes for shard in lane.shards):
+            for key, value in self.states.get(shard.name, {}).items():
+                if _has_dims(value):
+                    arrays.setdefault(key, []).append((shard, shape_of(value)))
+        for key, entries in arrays.items():
+            odd = [(shard, shape) for shard, shape in entries if shape != shard.shape]
+            has_own_shape = len({shape for _, shape in entries}) == 1
+            # A parameter that is not split may have any state, such as factors of moments.
+            is_cut = any(shard.lane.is_sharded or shard.lane.is_flat for shard, _ in odd)
+            if not odd:
+                self.per_element.add(key)
+            elif 2 * len(odd) <= len(entries) or (is_cut and not has_own_shape):
+                shard, shape = odd[0]
+                raise ConfigError(
+                    f"optim_state_dict: state {key!r} of {shard.name!r} must have the parameter's "
+                    f"shape {tuple(shard.shape)}, found {tuple(shape)}; pass the state of an "
+                    "optimizer of this model."
+                )
 
     def _param_groups(
         self,
         saved: Sequence[Mapping[str, Any]] | None,
-        params: _ModelParams,
         groups: Sequence[Mapping[Key, OptimParam]],
     ) -> list[dict[str, Any]] | None:
         """The saved groups in the order of the optimizer's, which matches by position."""
         if saved is None:
             return None
         keys = {param: key for group in groups for key, param in group.items()}
-        members = [_saved_params(group, params, set(keys)) for group in saved]
+        held = {name: key for p, key in keys.items() for s in p.shards for name in s.names}
+        names = [[clean_name(name) for name in group["params"]] for group in saved]
+        known = {name for group in names for name in group}
+        # A frozen parameter has no state: optimizers are built with them or without.
+        shards = self.params.by_name
+        unknown = [n for n in known - held.keys() if n not in shards or shards[n].is_trainable]
+        missing = [
+            param.names[0]
+            for param in keys
+            if param.param.requires_grad and not any(known & {*s.names} for s in param.shards)
+        ]
+        if unknown or missing:
+            raise UnknownNameError(
+                "optim_state_dict: its parameter groups must hold the parameters of the optimizer, "
+                f"found {sorted(unknown)} that it does not have and none with {missing}; pass the "
+                "state of an optimizer of this model over the same parameters."
+            )
         if self.optim is None:
             return [
-                {**copy.deepcopy(dict(group)), "params": sorted(keys[param] for param in inside)}
-                for group, inside in zip(saved, members, strict=True)
+                {
+                    **copy.deepcopy(dict(group)),
+                    "params": sorted({held[n] for n in its if n in held}),
+                }
+                for group, its in zip(saved, names, strict=True)
             ]
-        known = set().union(*members)
-        for group in groups:
-            # A frozen parameter has no state: optimizers are built with them or without.
-            is_found = any(param in known for param in group.values())
-            unknown = [param for param in group.values() if param not in known]
-            missing = [p.names[0] for p in unknown if p.param.requires_grad or not is_found]
-            if missing:
-                raise ConfigError(
-                    "optim_state_dict: every parameter of the optimizer must be in a parameter "
-                    f"group, found none with {missing}; pass the state of an optimizer over the "
-                    "same parameters."
-                )
-        options = saved_options([list(group.values()) for group in groups], saved)
         result: list[dict[str, Any]] = []
-        for own, group, chosen in zip(self.optim.param_groups, groups, options, strict=True):
-            if chosen is None:  # a group without parameters
+        options = saved_options([list(group.values()) for group in groups], saved)
+        for own, params, chosen in zip(self.optim.param_groups, groups, options, strict=True):
+            if chosen is None:  # a group of which nothing was saved
                 chosen = copy.deepcopy({key: own[key] for key in own if key != "params"})
             if "param_names" in own:
                 chosen["param_names"] = list(own["param_names"])
-            result.append({**chosen, "params": list(group)})
+            result.append({**chosen, "params": list(params)})
         return result
 
-
-def _saved_params(
-    group: Mapping[str, Any], params: _ModelParams, held: set[OptimParam]
-) -> set[OptimParam]:
-    """The parameters of a saved group, as far as the optimizer holds them."""
-    found: set[OptimParam] = set()
-    for name in group["params"]:
-        if not isinstance(name, str):
+    def _described(self, value: Any) -> str:
+        """What ranks must have in common to fetch a value."""
+        if self.rank0_only and is_sharded(value):
             raise ConfigError(
-                f"optim_state_dict: parameters must be called by name, found {name!r} in a "
-                "parameter group; call rekey_optim_state_dict with OptimStateKeyType.PARAM_NAME."
+                "optim_state_dict: whole tensors expected where one rank has them all, found a "
+                f"{type(value).__name__}; load it without rank0_only."
             )
-        shard = params.by_name.get(clean_name(name))
-        if shard is not None and params.by_tensor[shard.tensor] in held:
-            found.add(params.by_tensor[shard.tensor])
-        elif shard is None or shard.is_trainable:
-            owner = "model" if shard is None else "optimizer"
-            raise UnknownNameError(
-                f"optim_state_dict: {name!r} in a parameter group must be a parameter of the "
-                f"{owner}, found none of that name; pass the state of an optimizer of this model "
-                "over the same parameters."
-            )
-    return found
+        kind = "" if isinstance(value, torch.Tensor) and not is_sharded(value) else type(value)
+        return f"{kind} {on_meta(value) if _is_array(value) else ''}"
 
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or is_sharded(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where whole values come from: from this rank, or from rank 0, one tensor at a time."""
-
-    device: torch.device
-    rank0_only: bool
-    group: dist.ProcessGroup | None
-
-    def outline(self, state_dict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """The state dict that is loaded; what rank 0 has yet to send is on meta elsewhere."""
-        if not self.rank0_only:
-            return state_dict
-        is_source = dist.get_rank(self.group) == 0
-        sent = [_on_meta(state_dict) if is_source else None]
-        dist.broadcast_object_list(sent, group=self.group, group_src=0)
-        return state_dict if is_source else sent[0]
-
-    def fetch(self, value: Any) -> Any:
+    def _fetch(self, value: Any) -> Any:
         """The whole value on this rank; all ranks must fetch the same in the same order."""
+        device = self.params.lanes[0].device
         if not self.rank0_only:
-            return full_tensor_of(value).to(self.device) if is_sharded(value) else value
-        if not _is_array(value) or not shape_of(value):
+            return full_tensor_of(value).to(device) if is_sharded(value) else value
+        if not _has_dims(value):
             return value
-        tensor = value.detach()
-        if tensor.is_meta:
-            tensor = torch.empty_like(tensor, device=self.device)
-        tensor = tensor.to(self.device).contiguous()
+        tensor = torch.empty_like(value, device=device) if value.is_meta else value.detach()
+        tensor = tensor.to(device).contiguous()
         if tensor.numel():
             # As bytes: gloo does not know every dtype.
             dist.broadcast(tensor.view(torch.uint8), group=self.group, group_src=0)
         return tensor
 
+    def _whole(self, value: Any) -> Any:
+        """State that is whole on every rank."""
+        return _mapped(value, lambda each: _copied(self._fetch(each)))
 
-def _on_meta(value: Any) -> Any:
-    """Nested state without its tensors; numbers stay."""
-    if isinstance(value, Mapping):
-        return {key: _on_meta(inner) for key, inner in value.items()}
-    if not _is_array(value):
-        return value
-    if not shape_of(value) and not is_sharded(value):
-        return value.detach().cpu()
-    return torch.empty(shape_of(value), dtype=dtype_of(value), device="meta")
-
-
-class _Incoming:
-    """State to load, by the canonical names of parameters, and what belongs to no parameter.
-
-    Some state has one value per element of its parameter; other state has a shape of its own, the
-    same for all parameters, and is whole on every rank.
-    """
-
-    def __init__(
-        self, state_dict: Mapping[str, Any] | None, params: _ModelParams, source: _Source
-    ) -> None:
-        if not isinstance(state_dict, Mapping) or "state" not in state_dict:
-            found = [*state_dict] if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            raise ConfigError(
-                f"optim_state_dict: a dict with the key 'state' expected, found {found}; pass what "
-                "optim_state_dict returned, on every rank that it was saved for."
-            )
-        self.groups: list[Mapping[str, Any]] | None = state_dict.get("param_groups")
-        self.unmatched: dict[Any, Any] = {}
-        self._states: dict[str, Mapping[str, Any]] = {}
-        self._source = source
-        canonical: set[str] = set()
-        for key, state in state_dict["state"].items():
-            if not isinstance(key, str):
-                raise ConfigError(
-                    f"optim_state_dict: parameters must be called by name, found the key {key!r}; "
-                    "call rekey_optim_state_dict with OptimStateKeyType.PARAM_NAME and the model "
-                    "that the state dict belongs to."
-                )
-            shard = params.by_name.get(clean_name(key))
-            if shard is None:
-                self.unmatched[key] = state
-            elif not isinstance(state, Mapping):
-                raise ConfigError(
-                    f"optim_state_dict: the state of {key!r} must be a dict, found "
-                    f"{type(state).__name__}; pass what optim_state_dict returned."
-                )
-            elif shard.name not in canonical:
-                # Tied parameters may come under each of their names: the canonical one decides.
-                self._states[shard.name] = state
-                canonical |= {shard.name} & {key}
-        self._per_element = self._checked(params)
-
-    def _checked(self, params: _ModelParams) -> set[str]:
-        """The names of state that is per element; raises for shapes that fit no parameter."""
-        arrays: dict[str, list[tuple[FlatShard, Any]]] = {}
-        for shard in (shard for param in params.params for shard in param.flat_shards):
-            for key, value in self._states.get(shard.name, {}).items():
-                if is_sharded(value) and self._source.rank0_only:
-                    raise ConfigError(
-                        "optim_state_dict: whole tensors expected where one rank has them all, "
-                        f"found a {type(value).__name__} in state {key!r} of {shard.name!r}; "
-                        "load it without rank0_only."
-                    )
-                if _is_array(value) and shape_of(value):
-                    arrays.setdefault(key, []).append((shard, value))
-        per_element: set[str] = set()
-        for key, entries in arrays.items():
-            odd = [(shard, value) for shard, value in entries if shape_of(value) != shard.shape]
-            if not odd:
-                per_element.add(key)
-                continue
-            has_own_shape = len({shape_of(value) for _, value in entries}) == 1
-            # A parameter that is not split may have any state, such as factors of moments.
-            is_cut = any(s.lane.is_sharded or s.lane.flat_param is not None for s, _ in odd)
-            is_rule = 2 * len(odd) > len(entries)
-            if not is_rule or (is_cut and not has_own_shape):
-                shard, value = odd[0]
-                raise ConfigError(
-                    f"optim_state_dict: state {key!r} of {shard.name!r} must have the parameter's "
-                    f"shape {tuple(shard.shape)}, found {tuple(shape_of(value))}; pass the state "
-                    "of an optimizer of this model."
-                )
-        return per_element
-
-    def _is_per_element(self, shard: FlatShard, key: str, value: Any) -> bool:
-        if not _is_array(value) or shape_of(value) != shard.shape:
-            return False
-        # For a parameter without dims only the state of others tells elements from numbers.
-        return key in self._per_element or not (shard.shape or self._per_element or key == "step")
-
-    def fingerprint(self) -> str:
-        """The same on ranks that will have to fetch the same values."""
-        lines = [*_described(self._states), *_described(self.unmatched)]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-    def state_of(self, param: OptimParam) -> State | None:
-        """The state of a parameter as an optimizer holds it on this rank; None if there is none.
-
-        All ranks must ask for the same parameters in the same order.
-        """
-        entries = [(s, self._states[s.name]) for s in param.shards if s.name in self._states]
-        if not entries:
-            return None
+    def _state_of(self, param: OptimParam) -> State:
+        """The state of a parameter as an optimizer holds it on this rank."""
+        states = {shard: self.states.get(shard.name, {}) for shard in param.shards}
         own: State = {}
-        for key in sorted({key for _, state in entries for key in state}):
-            values = [(shard, state[key]) for shard, state in entries if key in state]
-            if param.lane is not None:
-                own[key] = self._value(param, key, values)
-            elif isinstance(param.param, DTensor) and is_sharded(values[0][1]):
-                own[key] = _copied(values[0][1])
-            else:
-                own[key] = self.whole(values[0][1])
+        for key in sorted({key for state in states.values() for key in state}):
+            entries = [(shard, state[key]) for shard, state in states.items() if key in state]
+            own[key] = self._value(param, key, entries)
         return own
 
-    def _value(self, param: OptimParam, key: str, entries: Sequence[tuple[Any, Any]]) -> Any:
-        """One state of a wrapped parameter; zero where parts of a flat parameter have none."""
-        is_per_element = all(self._is_per_element(shard, key, value) for shard, value in entries)
-        values = (self._source.fetch(value) for _, value in entries)
-        if is_per_element and not param.is_whole:
-            cuts = (shard.cut(value) for (shard, _), value in zip(entries, values, strict=True))
-            if not param.is_flat:
-                return next(cuts).detach().clone()
+    def _value(
+        self, param: OptimParam, key: str, entries: Sequence[tuple[TensorShard, Any]]
+    ) -> Any:
+        """One state of a parameter; zero where parts of a flat parameter have none."""
+        if isinstance(param.param, DTensor) and is_sharded(entries[0][1]):
+            return _copied(entries[0][1])
+        # For a parameter without dims only the state of others tells elements from numbers.
+        is_unclear = not self.per_element and key != "step"
+        cuts = [
+            (shard, value)
+            for shard, value in entries
+            if isinstance(shard, FlatShard) and _is_array(value) and shape_of(value) == shard.shape
+            if key in self.per_element or (is_unclear and not shard.shape)
+        ]
+        if len(cuts) == len(entries):
             buffer: torch.Tensor | None = None
-            for (shard, _), cut in zip(entries, cuts, strict=True):
+            for shard, value in cuts:
+                cut = shard.cut(self._fetch(value)).detach()
+                if not shard.lane.is_flat:
+                    return cut.clone().view(param.param.shape)
                 buffer = cut.new_zeros(param.local_numel) if buffer is None else buffer
                 shard.slice_of(buffer).copy_(cut)
             return buffer
-        first, *others = values
+        first, *others = (self._whole(value) for _, value in entries)
         if not all(is_same(value, first) for value in others):
             raise ConfigError(
                 f"optim_state_dict: state {key!r} must be the same for all parameters of one flat "
                 f"parameter, found {[first, *others]} for {[shard.name for shard, _ in entries]}; "
                 "wrap with use_orig_params=True to keep them apart."
             )
-        return _copied(first)
-
-    def whole(self, value: Any) -> Any:
-        """State of no wrapped parameter: whole on every rank."""
-        if isinstance(value, Mapping):
-            return {key: self.whole(inner) for key, inner in value.items()}
-        return _copied(self._source.fetch(value))
+        return first
 
 
-def _described(value: Any, name: str = "") -> Iterator[str]:
-    """What nested state consists of, whatever its order."""
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or is_sharded(value)
+
+
+def _has_dims(value: Any) -> bool:
+    return _is_array(value) and len(shape_of(value)) > 0
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested state with all its values changed, in one order on all ranks."""
     if isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from _described(value[key], f"{name} {key}")
-    elif _is_array(value):
-        kind = type(value).__name__ if is_sharded(value) else "Tensor"
-        yield f"{name}: {kind} {tuple(shape_of(value))} {dtype_of(value)}"
-    else:
-        yield f"{name}: {type(value).__name__}"
+        return {key: _mapped(value[key], change) for key in sorted(value, key=str)}
+    return change(value)
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def _outline(value: Any) -> Any:
+    """A value without its elements; numbers stay."""
+    if not _is_array(value):
+        return value
+    return on_meta(value) if _has_dims(value) or is_sharded(value) else value.detach().cpu()
 
 
 # Keys
@@ -881,16 +734,10 @@ def rekey_optim_state_dict(
             "optim_state_key_type: a value of OptimStateKeyType expected, found "
             f"{optim_state_key_type!r}; pass PARAM_NAME or PARAM_ID."
         )
-    state, groups = optim_state_dict["state"], optim_state_dict["param_groups"]
+    state, groups = optim_state_dict["state"], copy.deepcopy(optim_state_dict["param_groups"])
     keys = [*state, *(key for group in groups for key in group["params"])]
     wanted = str if optim_state_key_type is OptimStateKeyType.PARAM_NAME else int
-    found = {type(key) for key in keys}
-    if len(found) > 1 or found - {int, str}:
-        raise ConfigError(
-            "optim_state_dict: parameters must all be called by name or all by number, found the "
-            f"keys {keys}; pass an optimizer's state dict as it was saved."
-        )
-    if found <= {wanted}:
+    if all(isinstance(key, wanted) for key in keys):
         return optim_state_dict
     params = [param for group in _param_groups(model, optim, optim_input) for param in group]
     numbers = {param: number for number, param in enumerate(params)}
@@ -899,14 +746,13 @@ def rekey_optim_state_dict(
     new_keys: dict[Any, Any] = dict(pairs)
     if wanted is str:
         new_keys = {number: name for name, number in reversed(pairs)}  # the canonical name
-    for key in keys:
-        if key not in new_keys:
-            raise UnknownNameError(
-                f"optim_state_dict: {key!r} must be a parameter of the model and of its "
-                f"optimizer, found only {list(new_keys)}; pass the model that the state dict "
-                "belongs to, and its optimizer."
-            )
-    groups = copy.deepcopy(groups)
+    unknown = [key for key in keys if key not in new_keys]
+    if unknown:
+        raise UnknownNameError(
+            f"optim_state_dict: each of {unknown} must be a parameter of the model and of its "
+            f"optimizer, found only {list(new_keys)}; pass an optimizer's state dict as it was "
+            "saved, the model that it belongs to, and its optimizer."
+        )
     for group in groups:
         group["params"] = sorted(new_keys[key] for key in group["params"])
     return {"state": {new_keys[key]: value for key, value in state.items()}, "param_groups": groups}
@@ -914,16 +760,11 @@ def rekey_optim_state_dict(
 
 def _warn_deprecated(name: str | None, instead: str | None, optim_input: OptimInput = None) -> None:
     """Warn the caller of the public function that calls this."""
+    texts = []
     if name is not None:
-        warnings.warn(
-            f"FullyShardedDataParallel.{name}: deprecated; call "
-            f"FullyShardedDataParallel.{instead}, after set_state_dict_type.",
-            FutureWarning,
-            stacklevel=3,
-        )
+        api = "FullyShardedDataParallel"
+        texts = [f"{api}.{name}: deprecated; call {api}.{instead}, after set_state_dict_type."]
     if optim_input is not None:
-        warnings.warn(
-            "optim_input: deprecated; leave it out and pass the optimizer.",
-            FutureWarning,
-            stacklevel=3,
-        )
+        texts.append("optim_input: deprecated; leave it out and pass the optimizer.")
+    for text in texts:
+        warnings.warn(text, FutureWarning, stacklevel=3)

@@ -12,10 +12,9 @@ have one dtype and are trained alike, of which each rank holds a contiguous slic
 from __future__ import annotations
 
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,13 +36,15 @@ from fullshard._torch import (
 from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.comm.placement import full_tensor
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DisagreementError, FullshardError
 from fullshard.layout.split import Box, boxes_of_range, row_chunks, slices
 from fullshard.runtime.hooks import ModuleHooks, hooks_of, hooks_of_unit
 from fullshard.runtime.names import clean_name
-from fullshard.unit.flat_param import FlatParameter, FlatSlice
+from fullshard.unit.flat_param import FlatParameter, FlatSlice, flat_name
 from fullshard.unit.param import ParamLocation
 from fullshard.unit.unit import Unit
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,77 +55,58 @@ class LocalPart:
     values: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorShard(ABC):
-    """One parameter or persistent buffer of a model. `names` are all its names, canonical first.
+@dataclass(slots=True, eq=False)
+class TensorShard:
+    """One parameter or persistent buffer of a model: a DTensor, or whole on every rank.
 
-    `tensor` is what the module and an optimizer hold. For a wrapper with `use_orig_params=False`
-    it is the flat parameter, which several shards have in common.
+    `names` are all its names, canonical first; `tensor` is what the module and an optimizer hold;
+    `shape` is that of the whole tensor.
     """
 
     names: tuple[str, ...]
     tensor: torch.Tensor
-    is_buffer: bool
+    shape: torch.Size
 
     @property
     def name(self) -> str:
         return self.names[0]
 
     @property
-    def shape(self) -> torch.Size:
-        """The shape of the whole tensor."""
-        return self.tensor.shape
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
+
+    @property
+    def is_buffer(self) -> bool:
+        return not isinstance(self.tensor, nn.Parameter)
 
     @property
     def is_trainable(self) -> bool:
         return self.tensor.requires_grad
 
     @property
-    @abstractmethod
     def is_writer(self) -> bool:
         """Whether this rank writes its parts, which other ranks may hold as well."""
-
-    @abstractmethod
-    def local_parts(self, tensor: torch.Tensor) -> list[LocalPart]:
-        """This rank's parts of anything arranged like `self.tensor`: values, gradients, moments."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WholeTensor(TensorShard):
-    """A tensor that every rank holds whole. Buffers may differ: rank 0 writes its own."""
-
-    @property
-    def is_writer(self) -> bool:
+        if isinstance(self.tensor, DTensor):
+            mesh = self.tensor.device_mesh
+            coordinate = mesh.get_coordinate()
+            return coordinate is not None and all(
+                coordinate[axis] == self._writer(mesh.size(axis))
+                for axis, placement in enumerate(self.tensor.placements)
+                if isinstance(placement, Replicate)
+            )
         if not dist.is_initialized():
             return True
-        writer = 0 if self.is_buffer else _writer_of(self.name, dist.get_world_size())
-        return dist.get_rank() == writer
+        # Buffers may differ: rank 0 writes its own.
+        return dist.get_rank() == (0 if self.is_buffer else self._writer(dist.get_world_size()))
+
+    def _writer(self, num_ranks: int) -> int:
+        """Which of the ranks that hold the same part writes it: the work is spread over them."""
+        return zlib.crc32(self.name.encode()) % num_ranks
 
     def local_parts(self, tensor: torch.Tensor) -> list[LocalPart]:
-        return [LocalPart(Box.whole(tensor.shape), tensor.detach())]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DTensorShard(TensorShard):
-    """A DTensor, of `fully_shard` or of any other parallelism."""
-
-    @property
-    def is_writer(self) -> bool:
-        assert isinstance(self.tensor, DTensor)
-        mesh, placements = self.tensor.device_mesh, self.tensor.placements
-        coordinate = mesh.get_coordinate()
-        return coordinate is not None and all(
-            coordinate[axis] == _writer_of(self.name, mesh.size(axis))
-            for axis, placement in enumerate(placements)
-            if isinstance(placement, Replicate)
-        )
-
-    def local_parts(self, tensor: torch.Tensor) -> list[LocalPart]:
-        assert isinstance(tensor, DTensor)
+        """This rank's parts of anything arranged like `self.tensor`: values, gradients, moments."""
+        if not isinstance(tensor, DTensor):
+            return [LocalPart(Box.whole(tensor.shape), tensor.detach())]
         (chunk,) = tensor.__create_chunk_list__()
         local = to_local(tensor).detach()
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
@@ -137,15 +119,17 @@ class DTensorShard(TensorShard):
         return [LocalPart(box, local)] if local.numel() else []
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class FlatShard(TensorShard):
     """A parameter of a wrapper, of whose flattened form this rank holds a range of elements.
+
+    With `use_orig_params=False` its `tensor` is the flat parameter, which it has in common with
+    the other parameters of its lane.
 
     Attributes:
         lane: The lane that the parameter belongs to.
         locations: The modules that use the parameter.
         index: The position among the parameters of the wrapper.
-        full_shape: The shape of the whole parameter.
         start: Where the parameter begins in the gathered lane.
         elements: The elements of the flattened parameter that this rank holds.
         offset: Where those begin in the shard buffer of the lane.
@@ -154,28 +138,18 @@ class FlatShard(TensorShard):
     lane: FlatLane
     locations: Sequence[ParamLocation]
     index: int
-    full_shape: torch.Size
     start: int
     elements: range
     offset: int
 
     @property
-    def shape(self) -> torch.Size:
-        return self.full_shape
-
-    @property
-    def param(self) -> nn.Parameter:
-        assert isinstance(self.tensor, nn.Parameter)
-        return self.tensor
-
-    @property
     def is_writer(self) -> bool:
         replicate = self.lane.mesh_info.replicate
-        return replicate.rank == _writer_of(self.name, replicate.size)
+        return replicate.rank == self._writer(replicate.size)
 
     def local_parts(self, tensor: torch.Tensor) -> list[LocalPart]:
         flat = tensor.detach().reshape(-1)
-        if self.lane.flat_param is not None:
+        if self.lane.is_flat:
             flat = self.slice_of(flat)
         found, begin = [], 0
         for box in boxes_of_range(self.shape, self.elements):
@@ -197,66 +171,51 @@ class FlatShard(TensorShard):
 
 
 class FlatLane:
-    """One lane of one wrapper: parameters of one dtype that are trained alike."""
+    """One lane of one wrapper: parameters of one dtype that are trained alike.
 
-    def __init__(self, wrapper: nn.Module, unit: Unit, index: int, names: _Names) -> None:
+    Attributes:
+        mesh_info: Where the parameters are sharded and replicated.
+        is_sharded: Whether ranks hold different parts of them.
+        is_flat: Whether they are one `FlatParameter` (`use_orig_params=False`), `flat_param`.
+        device: Where collectives run; with CPU offload the shard buffer is elsewhere.
+        numel: Elements of all parameters together.
+        shard_numel: Elements of the shard buffer, which is padded to one size on all ranks.
+    """
+
+    def __init__(self, wrapper: nn.Module, unit: Unit, index: int) -> None:
         self.wrapper = wrapper
+        self.unit = unit
         self.index = index
-        self._unit = unit
-        (self._bucket,) = unit.layout.lanes[index].buckets
-        self.shards = tuple(self._shards(names))
-
-    def _shards(self, names: _Names) -> Iterator[FlatShard]:
+        self.mesh_info: MeshInfo = unit.mesh_info
+        self.is_sharded = self.mesh_info.shard.size > 1
+        self.device: torch.device = unit.comm_ctx.device.torch_device
+        flat_params = [] if unit.flat is None else unit.flat.params
+        self.flat_param: FlatParameter | None = flat_params[index] if flat_params else None
+        self.is_flat = self.flat_param is not None
+        (bucket,) = unit.layout.lanes[index].buckets
+        self.numel: int = max((slot.offset + slot.numel for slot in bucket.slots), default=0)
+        self.shard_numel: int = bucket.segment_numel
+        self.shards: list[FlatShard] = []
         rank = self.mesh_info.shard.rank
-        for slot in self._bucket.slots:
-            param = self._unit.params[slot.param_index]
+        for slot in bucket.slots:
+            param = unit.params[slot.param_index]
             assert isinstance(param, FlatSlice)
-            yield FlatShard(
-                names=names.of(param.locations),
+            shard = FlatShard(
+                names=(),  # `lanes_of` knows the model
                 tensor=param.param,
-                is_buffer=False,
+                shape=param.shape,
                 lane=self,
                 locations=param.locations,
                 index=slot.param_index,
-                full_shape=param.shape,
                 start=slot.offset,
                 elements=param.split.elements(rank),
-                offset=self._bucket.shard_offset(slot, rank),
+                offset=bucket.shard_offset(slot, rank),
             )
-
-    @property
-    def mesh_info(self) -> MeshInfo:
-        return self._unit.mesh_info
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks hold different parts of the parameters."""
-        return self.mesh_info.shard.size > 1
-
-    @property
-    def device(self) -> torch.device:
-        """The device that collectives run on; with CPU offload the shard buffer is elsewhere."""
-        return self._unit.comm_ctx.device.torch_device
-
-    @property
-    def flat_param(self) -> FlatParameter | None:
-        """The one parameter of the lane, with `use_orig_params=False`."""
-        flat = self._unit.flat
-        return flat.params[self.index] if flat is not None and flat.params else None
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters together."""
-        return max((shard.start + shard.shape.numel() for shard in self.shards), default=0)
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of the shard buffer, which is padded to the same size on every rank."""
-        return self._bucket.segment_numel
+            self.shards.append(shard)
 
     def shard_buffer(self) -> torch.Tensor:
         """This rank's values: the memory that is trained."""
-        return self._unit.shard_buffers.lanes[self.index]
+        return self.unit.shard_buffers.lanes[self.index]
 
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor arranged like the shard buffer."""
@@ -268,6 +227,8 @@ class FlatLane:
 
 
 # The shards of a model
+
+Named: TypeAlias = FlatLane | FlatShard | torch.Tensor
 
 
 def tensor_shards(model: nn.Module) -> list[TensorShard]:
@@ -281,12 +242,56 @@ def tensor_shards(model: nn.Module) -> list[TensorShard]:
         for unit in hooks.units:
             unit.reshard_now()
             unit.refresh(plan_training=hooks.scheduler is None)
-    flat = [shard for lane in lanes_of(model) for shard in lane.shards]
-    order: dict[str, int] = {}
-    for name in _names_in_order(model, flat):
-        order.setdefault(name, len(order))
-    found = [*flat, *other_shards(model, flat)]
-    return sorted(found, key=lambda shard: order.get(shard.name, len(order)))
+    return all_shards(model, lanes_of(model))
+
+
+def all_shards(model: nn.Module, lanes: Sequence[FlatLane]) -> list[TensorShard]:
+    """The parameters and persistent buffers of a model, of which these are all lanes."""
+    return [
+        found if isinstance(found, FlatShard) else TensorShard(names, found, found.shape)
+        for found, names in _grouped(model, lanes).items()
+        if not isinstance(found, FlatLane)
+    ]
+
+
+def _grouped(model: nn.Module, lanes: Sequence[FlatLane]) -> dict[Named, tuple[str, ...]]:
+    """All names of every tensor and lane, in the order of modules."""
+    names: dict[Named, list[str]] = {}
+    for name, found in walk(model, lanes):
+        names.setdefault(found, []).append(name)
+    return {found: tuple(dict.fromkeys(each)) for found, each in names.items()}
+
+
+def walk(model: nn.Module, lanes: Sequence[FlatLane]) -> Iterator[tuple[str, Named]]:
+    """What a state dict may hold, by name, in the order of modules.
+
+    A tied parameter comes under each of its names, and a lane under that of its flat parameter.
+    """
+    lanes_at: dict[nn.Module, list[FlatLane]] = {}
+    shards_at: dict[nn.Module, dict[str, FlatShard]] = {}
+    for lane in lanes:
+        lanes_at.setdefault(lane.wrapper, []).append(lane)
+    for shard in sorted((s for lane in lanes for s in lane.shards), key=lambda s: s.index):
+        for place in shard.locations:
+            shards_at.setdefault(place.module, {})[place.name] = shard
+    flat_params = {lane.flat_param for lane in lanes}
+    for path, module in model.named_modules(remove_duplicate=False):
+        before = clean_name(f"{path}.") if path else ""
+        for lane in lanes_at.get(module, ()):
+            yield before + flat_name(lane.index), lane
+        registered: dict[str, Any] = {**module._parameters, **module._buffers}
+        for name in module._non_persistent_buffers_set:
+            registered.pop(name, None)
+        own = shards_at.get(module, {})
+        others = {name: shard for name, shard in own.items() if name not in registered}
+        for name, found in {**others, **registered, **own}.items():
+            if found is not None and found not in flat_params:
+                yield before + name, found
+
+
+def _wrapper_hooks(module: nn.Module) -> ModuleHooks | None:
+    hooks = hooks_of(module)
+    return hooks if hooks is not None and hooks.units[0].flat is not None else None
 
 
 def wrappers_of(model: nn.Module) -> list[nn.Module]:
@@ -294,23 +299,22 @@ def wrappers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _wrapper_hooks(module) is not None]
 
 
-def wrapper_mesh(wrapper: nn.Module) -> MeshInfo:
-    """Where a wrapper's parameters are sharded and replicated."""
+def wrapper_unit(wrapper: nn.Module) -> Unit:
+    """The one unit of a wrapper."""
     hooks = _wrapper_hooks(wrapper)
     assert hooks is not None  # it is a wrapper
-    return hooks.units[0].mesh_info
+    return hooks.units[0]
 
 
 def lanes_of(model: nn.Module, *, recurse: bool = True) -> list[FlatLane]:
     """The lanes of all wrappers at or below a module; without `recurse`, of the module itself."""
-    names = _Names(model)
     lanes: list[FlatLane] = []
     for wrapper in wrappers_of(model) if recurse else [model]:
         hooks = _wrapper_hooks(wrapper)
         if hooks is not None:
             hooks.require_not_computing("state_dict")
-            lanes += _lanes_of_unit(wrapper, hooks.units[0], names)
-    return lanes
+            lanes += _lanes_of_unit(wrapper, hooks.units[0])
+    return _with_names(model, lanes)
 
 
 def borrowed_lanes_of(wrapper: nn.Module) -> list[FlatLane]:
@@ -321,87 +325,52 @@ def borrowed_lanes_of(wrapper: nn.Module) -> list[FlatLane]:
     hooks = _wrapper_hooks(wrapper)
     if hooks is None or not hooks.lenders:
         return []
-    names = _Names(wrapper)
     inside = set(wrappers_of(wrapper))
-    found: list[FlatLane] = []
+    lanes: list[FlatLane] = []
     for unit in hooks.lenders:
         owner = hooks_of_unit(unit)
         if owner is not None and owner.modules[0] not in inside:
-            found += _lanes_of_unit(owner.modules[0], unit, names)
-    for lane in found:
-        lane.shards = tuple(shard for shard in lane.shards if shard.names)
-    return [lane for lane in found if lane.shards]
+            lanes += _lanes_of_unit(owner.modules[0], unit)
+    for lane in _with_names(wrapper, lanes):
+        lane.shards = [shard for shard in lane.shards if shard.names]
+    return [lane for lane in lanes if lane.shards]
 
 
-def _lanes_of_unit(wrapper: nn.Module, unit: Unit, names: _Names) -> list[FlatLane]:
+def _lanes_of_unit(wrapper: nn.Module, unit: Unit) -> list[FlatLane]:
     if not unit.is_summoned:  # else its parameters have their full shapes, and stay so
         unit.reshard_now()
         unit.refresh()
-    return [FlatLane(wrapper, unit, index, names) for index in range(len(unit.layout.lanes))]
+    return [FlatLane(wrapper, unit, index) for index in range(len(unit.layout.lanes))]
 
 
-def _wrapper_hooks(module: nn.Module) -> ModuleHooks | None:
-    hooks = hooks_of(module)
-    return hooks if hooks is not None and hooks.units[0].flat is not None else None
+def _with_names(model: nn.Module, lanes: list[FlatLane]) -> list[FlatLane]:
+    names = _grouped(model, lanes)
+    for shard in (shard for lane in lanes for shard in lane.shards):
+        shard.names = names.get(shard, ())
+    return lanes
 
 
-class _Names:
-    """What the parameters of a model are called in it."""
+def exchange(
+    groups: Sequence[dist.ProcessGroup | None], value: _T, problem: Exception | None = None
+) -> list[list[_T]]:
+    """For each group the values of its ranks; raises what went wrong on any of them.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._paths: dict[nn.Module, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            self._paths.setdefault(module, []).append(path)
-        self._order = {module: index for index, module in enumerate(self._paths)}
-
-    def of(self, locations: Iterable[ParamLocation]) -> tuple[str, ...]:
-        """All names of a parameter, in the order of modules; none outside of the model."""
-        inside = [location for location in locations if location.module in self._order]
-        inside.sort(key=lambda location: self._order[location.module])
-        names = [
-            clean_name(f"{path}.{location.name}" if path else location.name)
-            for location in inside
-            for path in self._paths[location.module]
-        ]
-        return tuple(dict.fromkeys(names))
-
-
-def other_shards(model: nn.Module, flat: Iterable[FlatShard]) -> Iterator[TensorShard]:
-    """The parameters and persistent buffers besides those that wrappers shard."""
-    managed = {shard.tensor for shard in flat}
-    names: dict[torch.Tensor, list[str]] = {}
-    is_buffer: dict[torch.Tensor, bool] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        persistent = {
-            name: buffer
-            for name, buffer in module._buffers.items()
-            if name not in module._non_persistent_buffers_set
-        }
-        for name, tensor in (*module._parameters.items(), *persistent.items()):
-            if tensor is not None and tensor not in managed:
-                known = names.setdefault(tensor, [])
-                known.append(clean_name(f"{path}.{name}" if path else name))
-                is_buffer[tensor] = name in persistent
-    for tensor, found in names.items():
-        kind = DTensorShard if isinstance(tensor, DTensor) else WholeTensor
-        yield kind(tuple(dict.fromkeys(found)), tensor, is_buffer[tensor])
-
-
-def _names_in_order(model: nn.Module, flat: Iterable[FlatShard]) -> Iterator[str]:
-    """Names in the order of modules; parameters of wrappers come first in their modules."""
-    unregistered: dict[nn.Module, list[str]] = {}
-    for shard in flat:
-        for location in shard.locations:
-            unregistered.setdefault(location.module, []).append(location.name)
-    for path, module in model.named_modules(remove_duplicate=False):
-        before = f"{path}." if path else ""
-        for name in (*unregistered.get(module, ()), *module._parameters, *module._buffers):
-            yield clean_name(before + name)
-
-
-def _writer_of(name: str, num_ranks: int) -> int:
-    """Which of the ranks that hold the same part writes it: the work is spread over them."""
-    return zlib.crc32(name.encode()) % num_ranks
+    A rank that has a problem takes part, so that the others hear of it and do not wait forever.
+    """
+    # As words: not every exception can be sent.
+    kind = type(problem) if isinstance(problem, FullshardError) else DisagreementError
+    said = None if problem is None else (kind, f"rank {dist.get_rank()}: {problem}")
+    values: list[list[_T]] = []
+    for group in groups:
+        answers: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(answers, (said, value), group=group)
+        said = next((other for other, _ in answers if other is not None), None)
+        values.append([each for _, each in answers])
+    if problem is not None:
+        raise problem
+    if said is not None:
+        raise said[0](said[1])
+    return values
 
 
 # Sharded tensors in state dicts
@@ -420,18 +389,11 @@ def shape_of(value: Any) -> torch.Size:
     return torch.Size(value.metadata().size if isinstance(value, ShardedTensor) else value.shape)
 
 
-def dtype_of(value: Any) -> torch.dtype:
-    if isinstance(value, ShardedTensor):
-        return value.metadata().tensor_properties.dtype
-    dtype: torch.dtype = value.dtype
-    return dtype
-
-
-def own_copy(tensor: torch.Tensor, *, to_cpu: bool) -> torch.Tensor:
-    """A contiguous copy with a storage of its own, of no more than its size."""
-    device = torch.device("cpu") if to_cpu else tensor.device
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return copied.copy_(tensor.detach())
+def on_meta(value: Any) -> torch.Tensor:
+    """A tensor of the shape and dtype of a value that may be sharded, without memory."""
+    is_old = isinstance(value, ShardedTensor)
+    dtype = value.metadata().tensor_properties.dtype if is_old else value.dtype
+    return torch.empty(shape_of(value), dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,19 +410,19 @@ class StateForm:
         Sharded tensors are split along the first dim like `torch.chunk` does it: a `DTensor` on
         the wrapper's mesh, or a `ShardedTensor` over the ranks of its shard axis.
         """
+        device = torch.device("cpu") if self.to_cpu else full.device
         if not self.is_sharded or not lane.is_sharded or full.dim() == 0:
-            return own_copy(full, to_cpu=self.to_cpu)
+            return _compact(full, device)
         axis = lane.mesh_info.shard
         boxes = row_chunks(full.shape, axis.size)
-        empty = Box((full.size(0),), (0,))
-        own = boxes[axis.rank] if axis.rank < len(boxes) else empty
+        own = boxes[axis.rank] if axis.rank < len(boxes) else Box((full.size(0),), (0,))
         local = full[own.offsets[0] : own.offsets[0] + own.sizes[0]]
         if not self.use_dtensor:
-            return sharded_tensor(own_copy(local, to_cpu=self.to_cpu), boxes, full.shape, axis)
+            return sharded_tensor(_compact(local, device), boxes, full.shape, axis)
         mesh = lane.mesh_info.mesh
         placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         made = DTensor.from_local(
-            own_copy(local, to_cpu=False),
+            _compact(local, full.device),
             mesh,
             placements,
             run_check=False,
@@ -471,35 +433,29 @@ class StateForm:
         return made.cpu() if self.to_cpu else made
 
 
+def _compact(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A contiguous copy with a storage of its own, of no more than its size."""
+    return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+
+
 def sharded_tensor(
     local: torch.Tensor, boxes: Sequence[Box], shape: torch.Size, axis: Axis
 ) -> ShardedTensor:
-    """A ShardedTensor whose box r is held by rank r of an axis; further ranks hold nothing.
+    """A ShardedTensor whose box r is held by rank r of an axis; further ranks hold nothing."""
+    kind = local.device.type
+    num_devices = torch.get_device_module(kind).device_count()
 
-    No communication.
-    """
-    if axis.group is None:
-        raise CheckpointError(
-            "sharded state dict: a shard axis of more than one rank expected, found one rank and "
-            "no process group; use FULL_STATE_DICT."
-        )
-    ranks = axis.global_ranks()
+    def place(rank: int, global_rank: int) -> RemoteDevice:
+        # Only the type of another rank's device is ever used; this is its usual number.
+        index = local.device.index if rank == axis.rank else global_rank % num_devices
+        return RemoteDevice(f"rank:{global_rank}/{kind if kind == 'cpu' else f'{kind}:{index}'}")
+
     metadata = [
-        ShardMetadata(
-            shard_offsets=list(box.offsets),
-            shard_sizes=list(box.sizes),
-            placement=_remote_device(ranks[rank], local.device, is_local=rank == axis.rank),
-        )
-        for rank, box in enumerate(boxes)
+        ShardMetadata(list(box.offsets), list(box.sizes), place(rank, global_rank))
+        for rank, (box, global_rank) in enumerate(zip(boxes, axis.global_ranks(), strict=False))
     ]
     own = metadata[axis.rank : axis.rank + 1]
-    properties = TensorProperties(
-        dtype=local.dtype,
-        layout=local.layout,
-        requires_grad=False,
-        memory_format=torch.contiguous_format,
-        pin_memory=local.is_pinned(),
-    )
+    properties = TensorProperties.create_from_tensor(local)
     return sharded_tensor_from_local(
         [ShardedTensorShard(local, each) for each in own],
         ShardedTensorMetadata(metadata, shape, properties),
@@ -507,48 +463,32 @@ def sharded_tensor(
     )
 
 
-def _remote_device(rank: int, device: torch.device, *, is_local: bool) -> RemoteDevice:
-    if device.type == "cpu":
-        return RemoteDevice(f"rank:{rank}/cpu")
-    # Only the type of another rank's device is ever used; this is its usual number.
-    num_devices = torch.get_device_module(device.type).device_count()
-    index = device.index if is_local else rank % num_devices
-    return RemoteDevice(f"rank:{rank}/{device.type}:{index}")
-
-
 def full_tensor_of(value: Any) -> torch.Tensor:
     """The full tensor of a value of a state dict: a collective if it is sharded."""
-    if isinstance(value, ShardedTensor):
-        return _gathered(value)
     if isinstance(value, DTensor):
         return full_tensor(value)
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    raise CheckpointError(
-        f"state dict: a tensor, DTensor or ShardedTensor expected, found {type(value)}; "
-        "pass a state dict of a model."
-    )
-
-
-def _gathered(value: ShardedTensor) -> torch.Tensor:
-    """All shards of a ShardedTensor, on a device that its process group works on."""
+    if not isinstance(value, ShardedTensor):
+        tensor: torch.Tensor = value.detach()
+        return tensor
     group, metadata = sharded_tensor_group(value), value.metadata()
-    device = _gather_device(group, metadata.shards_metadata[0])
-    boxes = [Box(tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in metadata.shards_metadata]
-    places, rank_numel = [], [0] * group.size()
-    for box, shard in zip(boxes, metadata.shards_metadata, strict=True):
+    types = [device.type for device in devices_of(group)]
+    places: list[tuple[Box, int, int]] = []
+    rank_numel = [0] * group.size()
+    for shard in metadata.shards_metadata:
         assert shard.placement is not None  # a ShardedTensor places all its shards
-        global_rank = shard.placement.rank()
-        assert global_rank is not None
-        rank = dist.get_group_rank(group, global_rank)
+        box = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+        rank = dist.get_group_rank(group, shard.placement.rank() or 0)
         places.append((box, rank, rank_numel[rank]))
         rank_numel[rank] += box.numel
+        kind = shard.placement.device().type
+    # Gathered where the shards are, if the group works there.
+    device, dtype = kind if kind in types else types[0], metadata.tensor_properties.dtype
     segment_numel = max(rank_numel)
-    dtype = metadata.tensor_properties.dtype
     sent = torch.zeros(segment_numel, dtype=dtype, device=device)
-    local = [shard.tensor.detach().reshape(-1) for shard in value.local_shards()]
-    if local:
-        sent[: sum(each.numel() for each in local)].copy_(torch.cat(local))
+    begin = 0
+    for local in (shard.tensor.detach() for shard in value.local_shards()):
+        sent[begin : begin + local.numel()].copy_(local.reshape(-1))
+        begin += local.numel()
     received = all_gather_flat(sent, Axis(group)) if segment_numel else sent
     full = torch.empty(metadata.size, dtype=dtype, device=device)
     for box, rank, offset in places:
@@ -556,14 +496,3 @@ def _gathered(value: ShardedTensor) -> torch.Tensor:
         values = received[start : start + box.numel].view(box.sizes)
         full[slices(box, Box.whole(full.shape))].copy_(values)
     return full
-
-
-def _gather_device(group: dist.ProcessGroup, shard: ShardMetadata) -> torch.device:
-    """A device that a group can gather on: the shards' own, if it can there."""
-    types = [device.type for device in devices_of(group)]
-    found = "cpu" if shard.placement is None else shard.placement.device().type
-    if found not in types:
-        found = next((each for each in types if each != "cpu"), "cpu")
-    if found == "cpu":
-        return torch.device("cpu")
-    return torch.device(found, torch.get_device_module(found).current_device())

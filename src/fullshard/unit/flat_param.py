@@ -206,7 +206,7 @@ class FlatParams:
         for index, (lane, buffer) in enumerate(zip(layout.lanes, shards.lanes, strict=True)):
             if index == len(self.params):
                 self.params.append(FlatParameter(buffer, lane.is_trainable))
-                self._location(index).put(self.params[index])
+                self.location(index).put(self.params[index])
             flat = self.params[index]
             _set_data(flat, buffer)
             flat.requires_grad_(lane.is_trainable)
@@ -215,10 +215,11 @@ class FlatParams:
                 assert isinstance(param, FlatParamSlice)
                 param.flat = flat
         for index in range(len(layout.lanes), len(self.params)):
-            self._location(index).unregistered()
+            self.location(index).unregistered()
         del self.params[len(layout.lanes) :]
 
-    def _location(self, lane: int) -> ParamLocation:
+    def location(self, lane: int) -> ParamLocation:
+        """Where the flat parameter of a lane is registered."""
         return ParamLocation(self._owner, flat_name(lane))
 
     def detach(self) -> None:
@@ -234,6 +235,6 @@ class FlatParams:
     def are_current(self, shards: ShardBuffers) -> bool:
         """Whether the flat parameters are registered, and are the shard buffers."""
         return all(
-            self._location(index).get() is flat and same_memory(flat, shards.lanes[index])
+            self.location(index).get() is flat and same_memory(flat, shards.lanes[index])
             for index, flat in enumerate(self.params)
         )
