@@ -636,7 +636,8 @@ class InFlightReduceScatter:
             elif bucket.out is not None:
                 buffer = bucket.out
             else:
-                buffer = collectives.allocate_bucket(plan.numel, dtype, device)
+                group = self._config.axis.group
+                buffer = collectives.allocate_bucket(plan.numel, dtype, device, group)
             plan.copy_in(bucket.grads, buffer)
         before = lane.scaling.before
         return buffer if before == 1.0 else buffer.div_(before)
