@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 
 import torch
@@ -170,40 +169,30 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
         summed = [Replicate() if each.is_partial() else each for each in placements]
         return full_tensor(dtensor.redistribute(placements=summed))
     local = _arrived(local_tensor(dtensor)).detach().to(device_of(mesh))
-    cut = [i for i, each in enumerate(placements) if not isinstance(each, Replicate)]
-    if not cut:
-        return local
-    coordinates = mesh.get_coordinate() or ()
-    places = list(product(*(range(mesh.size(axis)) for axis in cut)))
-    parts = [_part(dtensor, dict(zip(cut, place, strict=True))) for place in places]
-    sizes = [[piece.stop - piece.start for piece in part] for part in parts]
-    own = sizes[places.index(tuple(coordinates[axis] for axis in cut))]
-    if own != list(local.shape):
-        raise TopologyError(
-            f"full_tensor: the local tensor of shape {own} expected for {placements} on a mesh of "
-            f"{tuple(mesh.shape)}, found {list(local.shape)}; cut dims as torch.chunk does."
-        )
-    longest = max(map(prod, sizes))
-    gathered = local.new_zeros(longest)
-    gathered[: local.numel()].copy_(local.reshape(-1))
-    for axis in reversed(cut):  # so that the first axis is the outermost
-        gathered = all_gather_flat(gathered, Axis(mesh.get_group(axis)))
-    full = local.new_empty(dtensor.shape)
-    for flat, part, size in zip(gathered.view(len(parts), -1), parts, sizes, strict=True):
-        full[tuple(part)].copy_(flat[: prod(size)].view(size))
-    return full
+    for dim, full_size in enumerate(dtensor.shape):
+        sizes, axes = [full_size], _axes_in_order(dtensor, dim)
+        for axis in axes:
+            sizes.append(_chunk_sizes(sizes[-1], mesh.size(axis))[mesh.get_local_rank(axis)])
+        if sizes[-1] != local.size(dim):
+            raise TopologyError(
+                f"full_tensor: size {sizes[-1]} of dim {dim} expected for {placements} on a mesh "
+                f"of {tuple(mesh.shape)}, found {local.size(dim)}; cut dims as torch.chunk does."
+            )
+        for axis, size in reversed(list(zip(axes, sizes, strict=False))):  # the last cut first
+            chunk_sizes = _chunk_sizes(size, mesh.size(axis))
+            padded = local.new_zeros([*local.shape[:dim], chunk_sizes[0], *local.shape[dim + 1 :]])
+            padded.narrow(dim, 0, local.size(dim)).copy_(local)
+            gathered = all_gather_flat(padded.view(-1), Axis(mesh.get_group(axis)))
+            chunks = gathered.view(mesh.size(axis), *padded.shape)
+            parts = [chunk.narrow(dim, 0, n) for chunk, n in zip(chunks, chunk_sizes, strict=True)]
+            local = torch.cat(parts, dim)
+    return local
 
 
-def _part(dtensor: DTensor, place: dict[int, int]) -> list[slice]:
-    """What the rank at a place of the mesh (its number on each axis) has of a DTensor."""
-    mesh, part = dtensor.device_mesh, [slice(0, size) for size in dtensor.shape]
-    for dim in range(dtensor.ndim):
-        for axis in _axes_in_order(dtensor, dim):
-            start, size = part[dim].start, part[dim].stop - part[dim].start
-            longest = -(-size // mesh.size(axis))
-            begin = min(place[axis] * longest, size)
-            part[dim] = slice(start + begin, start + min(begin + longest, size))
-    return part
+def _chunk_sizes(size: int, num_chunks: int) -> list[int]:
+    """The sizes of the parts that `torch.chunk` would make, the missing ones too."""
+    longest = -(-size // num_chunks)
+    return [min(max(size - index * longest, 0), longest) for index in range(num_chunks)]
 
 
 def _axes_in_order(dtensor: DTensor, dim: int) -> list[int]:
