@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.collectives import (
-    BackendCollectives,
     Collectives,
     GlooCollectives,
     ShmCollectives,
@@ -45,15 +44,10 @@ NATIVE, COMPOSED, SHARED = "native", "composed", "shared memory"
 TIMEOUT_S = 900.0
 
 
-def ways_for(group: dist.ProcessGroup, device: torch.device) -> dict[str, Collectives]:
+def ways_for(device: torch.device) -> dict[str, Collectives]:
     if device.type != "cpu":
-        return {NATIVE: BackendCollectives()}
-    composed = GlooCollectives()
-    return {
-        NATIVE: BackendCollectives(),
-        COMPOSED: composed,
-        SHARED: ShmCollectives(group, composed),
-    }
+        return {NATIVE: Collectives()}
+    return {NATIVE: Collectives(), COMPOSED: GlooCollectives(), SHARED: ShmCollectives()}
 
 
 def check(rank: Rank, name: str, way: Collectives, group: dist.ProcessGroup) -> None:
@@ -86,7 +80,7 @@ def waited_for(collective: Callable[..., Any], *arguments: object) -> None:
 def measure(rank: Rank, sizes_kb: list[int], num_rounds: int) -> list[tuple[str, int, int, float]]:
     """(what, KB of the full message, number of messages, median seconds) on one rank."""
     group = rank.mesh().get_group()
-    ways = ways_for(group, rank.device)
+    ways = ways_for(rank.device)
     for name, way in ways.items():
         check(rank, name, way, group)
     found = []

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fullshard.comm.collectives import BackendCollectives
+from fullshard.comm.collectives import Collectives
 from fullshard.testing import Rank, RankPool
 from measuring import (
     Result,
@@ -115,7 +115,7 @@ class Floor:
         sizes = [num_parameters(block) for block in blocks]
         sizes.append(num_parameters(model) - sum(sizes))
         self._share = [-(-size // rank.size) for size in sizes]
-        self._native, self._group = BackendCollectives(), rank.mesh().get_group()
+        self._native, self._group = Collectives(), rank.mesh().get_group()
         self._num_ranks, self._device, self._dtype = rank.size, rank.device, dtype
         shares = [torch.zeros(n, device=rank.device, requires_grad=True) for n in self._share]
         self._optimizer = torch.optim.SGD(shares, lr=LEARNING_RATE)

@@ -82,8 +82,8 @@ class Failing(Collectives):
         work = self._inner.reduce_scatter(outs, ins, group, average=average)
         return self._failing("reduce_scatter", work)
 
-    def allocate_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._inner.allocate_bucket(numel, dtype, device)
+    def allocate_bucket(self, *args: Any) -> Tensor:
+        return self._inner.allocate_bucket(*args)
 
 
 class Block(nn.Module):

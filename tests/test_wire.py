@@ -24,15 +24,14 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.comm.collectives import (
-    BackendCollectives,
+    Collectives,
     CollectiveWork,
     GlooCollectives,
     ShmCollectives,
     collectives_for,
 )
 from fullshard.comm.placement import full_tensor
-from fullshard.comm.shm.handshake import SWITCH, link_of
-from fullshard.comm.shm.memory import regions
+from fullshard.comm.shm import SWITCH, link_of
 from fullshard.layout import CostModel
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
@@ -179,11 +178,13 @@ def test_a_gradient_that_was_computed_in_the_wire_dtype_is_the_message(rank: Ran
     reduce = ShmCollectives.reduce_scatter
 
     def noted(
-        self: ShmCollectives, outs: Any, ins: Any, *args: Any, **kwargs: Any
+        self: ShmCollectives, outs: Any, ins: Any, group: Any, **kwargs: Any
     ) -> CollectiveWork:
-        # A gradient that has to be copied is laid into a region.
-        is_copied.extend(regions.find(message) is not None for message in ins)
-        return reduce(self, outs, ins, *args, **kwargs)
+        link = link_of(group)
+        assert link is not None
+        # A gradient that has to be copied is copied into shared memory.
+        is_copied.extend(link.heap.find(message) is not None for message in ins)
+        return reduce(self, outs, ins, group, **kwargs)
 
     shape, own_messages = (64, 256), CostModel(0.0, 1.0)
     for wire in (None, BF16):
@@ -398,7 +399,7 @@ def test_every_collective_adds_up_in_the_dtype_of_its_outputs(rank: Rank) -> Non
         for index in range(len(sizes)):
             segments = [each[index].view(rank.size, -1)[rank.rank] for each in sent]
             expected.append(by_hand([s.to(reduced) for s in segments], reduced) * rank.size)
-        for collectives in (shared, GlooCollectives(), BackendCollectives()):
+        for collectives in (shared, GlooCollectives(), Collectives()):
             outs = [torch.full((numel,), -1.0, dtype=reduced) for numel in sizes]
             collectives.reduce_scatter(outs, sent[rank.rank], group, average=False).wait()
             for out, total in zip(outs, expected, strict=True):
@@ -407,7 +408,7 @@ def test_every_collective_adds_up_in_the_dtype_of_its_outputs(rank: Rank) -> Non
             if collectives is shared:
                 assert all(map(torch.equal, outs, expected)), "added up in the order of ranks"
         means = [torch.empty(numel, dtype=reduced) for numel in sizes]
-        BackendCollectives().reduce_scatter(means, sent[rank.rank], group, average=True).wait()
+        Collectives().reduce_scatter(means, sent[rank.rank], group, average=True).wait()
         for mean, total in zip(means, expected, strict=True):
             torch.testing.assert_close(mean, total / rank.size, rtol=1e-6, atol=1e-6)
 
@@ -417,7 +418,7 @@ def test_where_a_backend_averages_by_itself_the_mean_is_taken_after_the_exchange
     rank: Rank,
 ) -> None:
     grads = [drawn((33, 5), other) for other in range(2)]
-    with patch("fullshard.unit.unit.collectives_for", lambda *_: BackendCollectives()):
+    with patch("fullshard.unit.unit.collectives_for", lambda *_: Collectives()):
         models = [
             shard(Probe(weight=torch.ones(33, 5)), {"wire_dtype": BF16})
             for shard in both_doors(rank)

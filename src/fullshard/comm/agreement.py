@@ -8,6 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain, zip_longest
 from typing import TypeVar
 
 import torch
@@ -17,8 +18,6 @@ from fullshard._torch import all_gather_single, default_store
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.errors import DisagreementError
 
-_T = TypeVar("_T")
-
 # How long a rank that leaves the usual order waits for the others to do the same.
 PATIENCE = "FULLSHARD_PATIENCE_S"
 _DEFAULT_PATIENCE_S = 60.0
@@ -26,6 +25,8 @@ _DEFAULT_PATIENCE_S = 60.0
 # Keys of the store that two detours in a row have each for itself: what the first rank does, and
 # whether all do.
 _PER_DETOUR = ("said", "verdict")
+
+_T = TypeVar("_T")
 
 
 class Agreement:
@@ -48,16 +49,34 @@ class Agreement:
         digest = hashlib.sha256(repr(list(plans)).encode()).digest()
         rows = self._exchange(int.from_bytes(digest[:7], "big"), secrets.randbits(62))
         # A place in the store that these ranks know and nobody else does: the first rank's draw.
-        self._path = f"fullshard/detours/{int(rows[rows[:, 0].argmin(), 2]):x}"
+        self._path = f"fullshard/detours/{min(rows)[2]:x}"
         self._num_detours = 0
-        if _differ(rows):
-            raise DisagreementError(_plan_difference(self._exchange_objects(list(plans))))
+        if len({row[1] for row in rows}) == 1:
+            return
+        known = [(dist.get_rank(), list(plans))]
+        for axis in self._axes:
+            received: list[list[tuple[int, list[tuple[str, str]]]]] = [[]] * axis.size
+            dist.all_gather_object(received, known, group=axis.group)
+            known = [pair for part in received for pair in part]
+        (usual_rank, usual), (rank, odd) = _usual_and_odd(known)
+        mine, theirs = next(pair for pair in zip_longest(usual, odd) if pair[0] != pair[1])
+        raise DisagreementError(
+            f"{(theirs or mine)[0] or 'root'}: all ranks must shard the same units, found "
+            f"{_described(theirs)} on rank {rank}, but {_described(mine)} on rank {usual_rank}; "
+            "build the same model, and call fully_shard on the same modules, on every rank."
+        )
 
     def compare_step(self, number: int, describe: Callable[[int], str]) -> None:
         """Compare the number of the next thing to do; `describe` turns a number into words."""
         rows = self._exchange(number)
-        if _differ(rows):
-            raise DisagreementError(_step_difference(rows.tolist(), describe))
+        if len({row[1] for row in rows}) == 1:
+            return
+        (usual_rank, usual), (rank, odd) = _usual_and_odd([(row[0], row[1]) for row in rows])
+        raise DisagreementError(
+            f"{describe(odd)}: all ranks must run units in the same order, found rank {rank} about "
+            f"to do this while rank {usual_rank} is about to do '{describe(usual)}'; make the "
+            "model take the same path on every rank."
+        )
 
     def compare_detour(self, found: str, expected: str) -> None:
         """Before this rank does something else than in the last pass: do all the others, too?
@@ -94,88 +113,45 @@ class Agreement:
                 f"only {num_here} of {self._num_ranks} ranks do, and the others what they did "
                 f"before, or nothing, for {patience_s:g} s"
             )
-            raise _detour_difference(own, found, expected, others) from None
-        odd_rank, _, other = store.get(verdict).decode().partition(" ")
-        if first != found:
-            raise _detour_difference(own, found, expected, f"rank {first_rank} does {first}")
-        if other:
-            raise _detour_difference(own, found, expected, f"rank {odd_rank} does {other}")
+        else:
+            odd_rank, _, other = store.get(verdict).decode().partition(" ")
+            if first != found:
+                odd_rank, other = first_rank, first
+            if not other:
+                return
+            others = f"rank {odd_rank} does {other}"
+        raise DisagreementError(
+            f"{found}: all ranks must run units in the same order, found rank {own} about to do "
+            f"this where it did '{expected}' before, while {others}; make the model take the same "
+            "path on every rank."
+        )
 
-    def _exchange(self, *numbers: int) -> torch.Tensor:
+    def _exchange(self, *numbers: int) -> list[list[int]]:
         """A row per rank: its rank and its numbers."""
-        rows = torch.tensor([[dist.get_rank(), *numbers]], dtype=torch.int64, device=self._device)
+        flat = [dist.get_rank(), *numbers]
+        width = len(flat)
         for axis in self._axes:
-            rows = _gathered_rows(rows, axis)
-        return rows
+            flat = list(chain.from_iterable(self.exchanged(flat, axis, self._device)))
+        return [flat[start : start + width] for start in range(0, len(flat), width)]
 
     @staticmethod
     def exchanged(numbers: Sequence[int], axis: Axis, device: torch.device) -> list[list[int]]:
         """The numbers of every rank of one axis; each rank has equally many."""
-        rows = torch.tensor([numbers], dtype=torch.int64, device=device)
-        result: list[list[int]] = _gathered_rows(rows, axis).tolist()
+        if axis.group is None:
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.int64, device=device)
+        gathered = own.new_empty(axis.size, len(numbers))
+        all_gather_single(axis.group, gathered.view(-1), own).wait()
+        result: list[list[int]] = gathered.tolist()
         return result
 
-    def _exchange_objects(self, value: _T) -> list[tuple[int, _T]]:
-        known = [(dist.get_rank(), value)]
-        for axis in self._axes:
-            known = [pair for part in _gathered_objects(known, axis) for pair in part]
-        return known
+
+def _usual_and_odd(everyone: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], tuple[int, _T]]:
+    """The first rank that has what most have, and the first that has not."""
+    usual = Counter(repr(value) for _, value in everyone).most_common(1)[0][0]
+    first = next(pair for pair in everyone if repr(pair[1]) == usual)
+    return first, next(pair for pair in everyone if repr(pair[1]) != usual)
 
 
-def _differ(rows: torch.Tensor) -> bool:
-    return bool((rows[:, 1] != rows[0, 1]).any())
-
-
-def _gathered_rows(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
-    if axis.group is None:
-        return rows
-    gathered = rows.new_empty(axis.size * rows.size(0), rows.size(1))
-    all_gather_single(axis.group, gathered, rows).wait()
-    return gathered
-
-
-def _detour_difference(own: int, found: str, expected: str, others: str) -> DisagreementError:
-    return DisagreementError(
-        f"{found}: all ranks must run units in the same order, found rank {own} about to do this "
-        f"where it did '{expected}' before, while {others}; make the model take the same path on "
-        "every rank."
-    )
-
-
-def _gathered_objects(value: _T, axis: Axis) -> list[_T]:
-    received: list[_T | None] = [None] * axis.size
-    dist.all_gather_object(received, value, group=axis.group)
-    return [part for part in received if part is not None]
-
-
-def _plan_difference(everyone: Sequence[tuple[int, Sequence[tuple[str, str]]]]) -> str:
-    """Name the first rank and unit that differ from what most ranks have."""
-    counts = Counter(repr(plans) for _, plans in everyone)
-    common = counts.most_common(1)[0][0]
-    usual_rank, usual = next((r, p) for r, p in everyone if repr(p) == common)
-    rank, odd = next((r, p) for r, p in everyone if repr(p) != common)
-    for (name, held), (odd_name, odd_held) in zip(usual, odd, strict=False):
-        if (name, held) != (odd_name, odd_held):
-            return (
-                f"{odd_name or 'root'}: all ranks must shard the same units, found on rank {rank} "
-                f"{odd_name or 'root'} with {odd_held}, but on rank {usual_rank} "
-                f"{name or 'root'} with {held}; build the same model on every rank."
-            )
-    longer = max(usual, odd, key=len)
-    name = longer[min(len(usual), len(odd))][0]
-    return (
-        f"{name or 'root'}: all ranks must shard the same units, found {len(odd)} on rank {rank} "
-        f"and {len(usual)} on rank {usual_rank}, of which '{name}' is only on one side; call "
-        "fully_shard on the same modules on every rank."
-    )
-
-
-def _step_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int], str]) -> str:
-    usual = Counter(number for _, number in everyone).most_common(1)[0][0]
-    usual_rank = next(rank for rank, number in everyone if number == usual)
-    rank, odd = next((rank, number) for rank, number in everyone if number != usual)
-    return (
-        f"{describe(odd)}: all ranks must run units in the same order, found rank {rank} about to "
-        f"do this while rank {usual_rank} is about to do '{describe(usual)}'; make the model take "
-        "the same path on every rank."
-    )
+def _described(plan: tuple[str, str] | None) -> str:
+    return f"{plan[0] or 'root'} with {plan[1]}" if plan else "no such unit"

@@ -12,12 +12,10 @@ import functools
 import os
 import sys
 import time
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,30 +37,32 @@ from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.errors import UnsupportedError
 
 Tensors = Sequence[torch.Tensor]
+Group = dist.ProcessGroup
 
 _SMALLEST_SCATTER_BYTES = 64 << 10
-
-
-class Work(Protocol):
-    """What is used of a `dist.Work`."""
-
-    def wait(self) -> object: ...
-
-    def get_future(self) -> torch.futures.Future[Any]: ...
 
 
 class CollectiveWork:
     """A collective in flight. It holds its works and buffers until `wait` (rules 5 and 10).
 
-    Works may be started while they are listed: if one cannot be, those before it are waited for.
+    Works have what is used of a `dist.Work`: `wait` and `get_future`. They may be started while
+    they are listed: if one cannot be, those before it are waited for. `then` is called once all
+    have succeeded.
     """
 
-    def __init__(self, works: Iterable[Work | None] = (), buffers: Tensors = ()) -> None:
-        self._works: list[Work] = []
+    def __init__(
+        self,
+        works: Iterable[Any] = (),
+        buffers: Tensors = (),
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._works: list[Any] = []
         self._buffers = list(buffers)
+        self._then = then
         try:
             self._works.extend(work for work in works if work is not None)
         except BaseException:
+            self._then = None
             with suppress(Exception):
                 self.wait()
             raise
@@ -75,6 +75,7 @@ class CollectiveWork:
     def wait(self) -> None:
         """Wait for all works, then raise the first error. A second call does nothing."""
         works, self._works = self._works, []
+        then, self._then = self._then, None
         first: BaseException | None = None
         for work in works:
             try:
@@ -84,42 +85,22 @@ class CollectiveWork:
         self._buffers.clear()
         if first is not None:
             raise first
+        if then is not None:
+            then()
 
 
-class Collectives(ABC):
-    """All-gathers and reduce-scatters over one kind of process group."""
+class Collectives:
+    """The collectives that the backend has: NCCL, and everything shaped like it."""
 
-    averages: bool = False
+    averages: bool = True
     """Whether `reduce_scatter` can be asked for the mean instead of the sum."""
 
     custom_all_gather: AllGather | None = None
     custom_reduce_scatter: ReduceScatter | None = None
     """A user's own collective in the place of ours, with memory of its own."""
 
-    @abstractmethod
-    def all_gather(self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup) -> CollectiveWork:
+    def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         """Fill each output with the inputs of all ranks, in the order of ranks."""
-
-    @abstractmethod
-    def reduce_scatter(
-        self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, *, average: bool
-    ) -> CollectiveWork:
-        """Fill each output with the sum (or mean) over ranks of this rank's segment.
-
-        Outputs may all have a wider dtype than inputs: then values are added up in that (rule 6).
-        """
-
-    def allocate_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for an input of `reduce_scatter`, uninitialised, that need not be copied."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-
-class BackendCollectives(Collectives):
-    """The collectives that the backend has: NCCL, and everything shaped like it."""
-
-    averages = True
-
-    def all_gather(self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup) -> CollectiveWork:
         options = AllgatherOptions()
         # On the stream that calls, so that what is enqueued next there follows without an event.
         options.asyncOp = False
@@ -128,8 +109,12 @@ class BackendCollectives(Collectives):
         return CollectiveWork([all_gather_coalesced(group, list(outs), list(ins), options)])
 
     def reduce_scatter(
-        self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, *, average: bool
+        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
     ) -> CollectiveWork:
+        """Fill each output with the sum (or mean) over ranks of this rank's segment.
+
+        Outputs may all have a wider dtype than inputs: then values are added up in that (rule 6).
+        """
         if outs[0].dtype != ins[0].dtype:
             for out, inp in zip(outs, ins, strict=True):
                 _exchange_and_sum(out, inp, group, average=average)
@@ -141,10 +126,17 @@ class BackendCollectives(Collectives):
             return CollectiveWork([reduce_scatter_single(group, outs[0], ins[0], options)])
         return CollectiveWork([reduce_scatter_coalesced(group, list(outs), list(ins), options)])
 
+    def allocate_bucket(
+        self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
+    ) -> torch.Tensor:
+        """Memory for an input of `reduce_scatter`, uninitialised, that need not be copied.
 
-def _exchange_and_sum(
-    out: torch.Tensor, inp: torch.Tensor, group: dist.ProcessGroup, *, average: bool
-) -> None:
+        It must not be written to again after the reduce-scatter: other ranks may read it later.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _exchange_and_sum(out: torch.Tensor, inp: torch.Tensor, group: Group, *, average: bool) -> None:
     """Reduce in the wider dtype of the output, on the stream that calls (rule 6).
 
     What is received is allocated and freed on that stream, so the next bucket may have its memory.
@@ -155,8 +147,7 @@ def _exchange_and_sum(
     # As bytes: not every backend knows every dtype.
     work = all_to_all_single(group, _bytes(received), _bytes(inp), [], [], options)
     CollectiveWork([work]).wait()
-    segments = received.view(group.size(), -1)
-    torch.sum(segments, 0, dtype=out.dtype, out=out)
+    torch.sum(received.view(group.size(), -1), 0, dtype=out.dtype, out=out)
     if average:
         out.div_(group.size())
 
@@ -169,63 +160,49 @@ class GlooCollectives(Collectives):
     the names of coalesced operations have.
     """
 
-    def all_gather(self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup) -> CollectiveWork:
+    averages = False
+
+    def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         pairs = zip(outs, ins, strict=True)
         works = (all_gather_single(group, _bytes(out), _bytes(inp)) for out, inp in pairs)
         return CollectiveWork(works, buffers=[*outs, *ins])
 
     def reduce_scatter(
-        self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, *, average: bool
+        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
     ) -> CollectiveWork:
         received = [torch.empty_like(inp) for inp in ins]
-        pairs = zip(received, ins, strict=True)
+        pairs, size = zip(received, ins, strict=True), group.size()
         works = (all_to_all_single(group, _bytes(got), _bytes(inp), [], []) for got, inp in pairs)
-        return _SumOfReceived(works, outs, received, ins, group.size())
+
+        def sum_received() -> None:
+            for out, got in zip(outs, received, strict=True):
+                shm.sum_in_order(out, list(got.view(size, -1).unbind()))
+
+        return CollectiveWork(works, ins, sum_received)
 
 
-class _SumOfReceived(CollectiveWork):
-    """An exchange of segments, which are summed once they have arrived."""
-
-    def __init__(
-        self, works: Iterable[Work], outs: Tensors, received: Tensors, ins: Tensors, num_ranks: int
-    ) -> None:
-        self._sums = list(zip(outs, received, strict=True))
-        self._num_ranks = num_ranks
-        super().__init__(works, buffers=ins)
-
-    def wait(self) -> None:
-        sums, self._sums = self._sums, []
-        super().wait()
-        for out, received in sums:
-            segments = received.view(self._num_ranks, -1)
-            if out.dtype in (torch.bfloat16, torch.float16):
-                out.copy_(torch.sum(segments, 0, dtype=torch.float32))
-            else:
-                torch.sum(segments, 0, dtype=out.dtype, out=out)
-
-
-class ShmCollectives(Collectives):
+class ShmCollectives(GlooCollectives):
     """Between CPU ranks of one host, through memory that they share; otherwise over gloo."""
 
-    def __init__(self, group: dist.ProcessGroup, gloo: GlooCollectives) -> None:
-        self._group = weakref.ref(group)
-        self._gloo = gloo
-
-    def all_gather(self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup) -> CollectiveWork:
-        work = shm.all_gather(outs, ins, group, self._gloo)
-        return self._gloo.all_gather(outs, ins, group) if work is None else CollectiveWork([work])
+    def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
+        link = shm.link_of(group)
+        if link is None:
+            return super().all_gather(outs, ins, group)
+        return CollectiveWork([shm.HostWork(link, outs, ins, is_sum=False)])
 
     def reduce_scatter(
-        self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, *, average: bool
+        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
     ) -> CollectiveWork:
-        work = shm.reduce_scatter(outs, ins, group, self._gloo)
-        if work is None:
-            return self._gloo.reduce_scatter(outs, ins, group, average=average)
-        return CollectiveWork([work])
+        link = shm.link_of(group)
+        if link is None:
+            return super().reduce_scatter(outs, ins, group, average=average)
+        return CollectiveWork([shm.HostWork(link, outs, ins, is_sum=True)])
 
-    def allocate_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As `shm.allocate`: memory that must not be written to again after a reduce-scatter."""
-        shared = shm.allocate(numel, dtype, self._group())
+    def allocate_bucket(
+        self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
+    ) -> torch.Tensor:
+        link = shm.known_link(group)
+        shared = None if link is None else link.allocate(numel, dtype)
         return super().allocate_bucket(numel, dtype, device) if shared is None else shared
 
 
@@ -245,7 +222,7 @@ class CustomCollectives(Collectives):
         both = (self.custom_all_gather, self.custom_reduce_scatter)
         return [comm for comm in both if comm is not None]
 
-    def all_gather(self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup) -> CollectiveWork:
+    def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         comm = self.custom_all_gather
         if comm is None:
             return self._default.all_gather(outs, ins, group)
@@ -253,7 +230,7 @@ class CustomCollectives(Collectives):
         return CollectiveWork(comm(output_tensor=o, input_tensor=i, group=group) for o, i in pairs)
 
     def reduce_scatter(
-        self, outs: Tensors, ins: Tensors, group: dist.ProcessGroup, *, average: bool
+        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
     ) -> CollectiveWork:
         comm = self.custom_reduce_scatter
         if comm is None:
@@ -264,22 +241,21 @@ class CustomCollectives(Collectives):
             comm(output_tensor=o, input_tensor=i, group=group, op=op) for o, i in pairs
         )
 
-    def allocate_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self.custom_reduce_scatter is None:
-            return self._default.allocate_bucket(numel, dtype, device)
-        return super().allocate_bucket(numel, dtype, device)
+    def allocate_bucket(
+        self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
+    ) -> torch.Tensor:
+        return self._default.allocate_bucket(numel, dtype, device, group)
 
 
-def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
+def collectives_for(group: Group | None, device: torch.device) -> Collectives:
     """The collectives that suit a group's backend for tensors on `device`."""
     if group is None or not _is_gloo(group, device):
-        return BackendCollectives()
+        return Collectives()
     pause_at_exit()
-    gloo = GlooCollectives()
-    return ShmCollectives(group, gloo) if device.type == "cpu" else gloo
+    return ShmCollectives() if device.type == "cpu" else GlooCollectives()
 
 
-def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+def _is_gloo(group: Group, device: torch.device) -> bool:
     has_backend = any(each.type == device.type for each in devices_of(group))
     return has_backend and backend_name(group, device) == "gloo"
 
@@ -294,7 +270,7 @@ def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool) -> None:
+def all_reduce(tensor: torch.Tensor, group: Group, *, average: bool) -> None:
     """Sum (or average) a tensor over the replicate axis, in place."""
     is_on_host = tensor.device.type == "cpu" and _is_gloo(group, tensor.device)
     if is_on_host and not average and shm.link_of(group) is not None:
@@ -306,8 +282,8 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool)
     CollectiveWork([group.allreduce([tensor], options)]).wait()
 
 
-def _all_reduce_on_host(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    collectives, size = ShmCollectives(group, GlooCollectives()), group.size()
+def _all_reduce_on_host(flat: torch.Tensor, group: Group) -> None:
+    collectives, size = ShmCollectives(), group.size()
     # Of few bytes, every rank sums all: one exchange instead of two.
     segment_numel = flat.numel() // size if flat.nbytes > _SMALLEST_SCATTER_BYTES else 0
     head, tail = flat.tensor_split([size * segment_numel])
@@ -331,7 +307,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 class _ProcessGroupMemory:
     """Buffers from the backend's own allocator where it has one."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Group | None) -> None:
         self._axis = Axis(group)
 
     def allocate(
@@ -353,7 +329,7 @@ class ProcessGroupAllGather(_ProcessGroupMemory, AllGather):
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
+        group: Group,
         async_op: bool = False,
     ) -> None:
         collectives = collectives_for(group, output_tensor.device)
@@ -367,7 +343,7 @@ class ProcessGroupReduceScatter(_ProcessGroupMemory, ReduceScatter):
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
+        group: Group,
         op: Any,
         async_op: bool = False,
     ) -> None:
@@ -376,7 +352,7 @@ class ProcessGroupReduceScatter(_ProcessGroupMemory, ReduceScatter):
         collectives.reduce_scatter([output_tensor], [input_tensor], group, average=average).wait()
 
 
-class SymmetricAllGather(AllGather):
+class SymmetricAllGather(ProcessGroupAllGather):
     """All-gathers in symmetric memory, from a device's pool of it."""
 
     def allocate(
@@ -391,19 +367,18 @@ class SymmetricAllGather(AllGather):
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
+        group: Group,
         async_op: bool = False,
     ) -> None:
         from fullshard._torch import symmetric_memory
 
         symmetric_memory.rendezvous(output_tensor, group=group.group_name)
-        collectives = collectives_for(group, output_tensor.device)
-        collectives.all_gather([output_tensor], [input_tensor], group).wait()
+        super().__call__(output_tensor, input_tensor, group)
 
 
 def is_ours(comm: AllGather | ReduceScatter) -> bool:
     """Whether a collective was chosen by a setting rather than given by the user."""
-    return isinstance(comm, (ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather))
+    return isinstance(comm, _ProcessGroupMemory)
 
 
 def symmetric_all_gather(
@@ -425,7 +400,7 @@ def symmetric_all_gather(
             f"{name}: symmetric memory needs GPUs and a NCCL that support it, found that backend "
             f"{backend!r} cannot be set ({error}); leave set_symm_mem_for_comm out."
         ) from error
-    return SymmetricAllGather()
+    return SymmetricAllGather(mesh_info.shard.group)
 
 
 # The end of a process that has used gloo

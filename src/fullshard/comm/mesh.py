@@ -30,17 +30,15 @@ class Axis:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
-        self._group: Callable[[], dist.ProcessGroup | None] | None = None
-        if group is not None:
-            # Until it is destroyed, torch.distributed refers to the groups that it made.
-            self._group = weakref.ref(group) if is_registered(group) else partial(_same, group)
+        # Until it is destroyed, torch.distributed refers to the groups that it made.
+        self._group: Callable[[], dist.ProcessGroup | None] = lambda: group
+        if group is not None and is_registered(group):
+            self._group = weakref.ref(group)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        if self._group is None:
-            return None
         group = self._group()
-        if group is None:
+        if group is None and isinstance(self._group, weakref.ref):
             raise LifecycleError(
                 f"mesh: the process group of an axis of {self.size} ranks must exist while a model "
                 "is used, found that it was destroyed; build the model again after "
@@ -51,8 +49,9 @@ class Axis:
     @property
     def is_alive(self) -> bool:
         """Whether its group was not destroyed."""
-        group = None if self._group is None else self._group()
-        return self._group is None or (group is not None and is_registered(group))
+        group = self._group()
+        is_held = not isinstance(self._group, weakref.ref)
+        return is_held or (group is not None and is_registered(group))
 
     @property
     def is_single(self) -> bool:
@@ -62,16 +61,12 @@ class Axis:
         return [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
 
 
-def _same(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return group
-
-
 @dataclass(frozen=True, eq=False)
 class MeshInfo:
     """Where a unit's parameters are sharded and where they are replicated.
 
     `mesh` is the data-parallel mesh. With `dims`, parameters are DTensors on `full_mesh`, of
-    which the data-parallel axes are named by `dims`.
+    which the data-parallel axes are named by `dims` and numbered by `dp_axes`.
     """
 
     mesh: DeviceMesh
@@ -79,6 +74,7 @@ class MeshInfo:
     replicate: Axis
     dims: DataParallelMeshDims | None = None
     full_mesh: DeviceMesh | None = None
+    dp_axes: tuple[int, ...] = ()
     _subgroups: dict[int, Axis] = field(default_factory=dict)
 
     @property
@@ -115,7 +111,7 @@ class MeshInfo:
             self._subgroups[size] = Axis(group)
         return self._subgroups[size]
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # the same on all ranks
         sizes = f"replicate {self.replicate.size} x shard {self.shard.size}"
         return f"MeshInfo({self.device_type}: {sizes})"
 
@@ -144,10 +140,14 @@ def _shared(key: tuple[Any, ...], make: Callable[[], MeshInfo]) -> MeshInfo:
 
 def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> MeshInfo:
     """The data-parallel axes of a mesh."""
-    # Meshes of the same ranks are equal, even if they were made of different groups.
-    groups = [] if mesh.get_coordinate() is None else mesh.get_all_groups()
+    if mesh.get_coordinate() is None:
+        raise TopologyError(
+            f"mesh: this rank ({dist.get_rank()}) must be part of it, found {mesh}; shard only on "
+            "the ranks of the mesh."
+        )
     make = partial(_of_full_mesh, mesh, dims) if dims else partial(_of_plain_mesh, mesh)
-    return _shared((mesh, dims, *groups), make)
+    # Meshes of the same ranks are equal, even if they were made of different groups.
+    return _shared((mesh, dims, *mesh.get_all_groups()), make)
 
 
 def require_initialized(subject: str) -> None:
@@ -191,52 +191,33 @@ def _of_plain_mesh(mesh: DeviceMesh) -> MeshInfo:
             "mesh: the two axes of a mesh must have names, found none; pass "
             "mesh_dim_names=('replicate', 'shard') to init_device_mesh."
         )
-    _require_member(mesh)
-    shard = Axis(mesh.get_group(mesh.ndim - 1))
     replicate = Axis(mesh.get_group(0)) if mesh.ndim == 2 else Axis()
-    return MeshInfo(mesh, shard, replicate)
+    return MeshInfo(mesh, Axis(mesh.get_group(mesh.ndim - 1)), replicate)
 
 
 def _of_full_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise TopologyError(
-            "mesh: its axes must have names when dp_mesh_dims is given, found none; pass "
-            "mesh_dim_names to init_device_mesh."
-        )
-    for name in (*dims.shard_names, *dims.replicate_names):
+    names = mesh.mesh_dim_names or ()
+    dp_names = (*dims.shard_names, *dims.replicate_names)
+    for name in dp_names:
         if name not in names:
             raise TopologyError(
-                f"dp_mesh_dims: {name!r} must be an axis of the mesh, found {names}; "
-                "correct the name or the mesh."
+                f"dp_mesh_dims: {name!r} must be an axis of the mesh, found {names}; correct the "
+                "name, or pass mesh_dim_names to init_device_mesh."
             )
-    _require_member(mesh)
-    shard_mesh = joined_axes(mesh, dims.shard_names)
-    replicate_mesh = joined_axes(mesh, dims.replicate_names)
-    dp_mesh = shard_mesh or replicate_mesh
+    meshes = [
+        joined_axes(mesh, each) if each else None
+        for each in (dims.shard_names, dims.replicate_names)
+    ]
+    shard, replicate = (Axis(each.get_group() if each else None) for each in meshes)
+    dp_mesh = meshes[0] or meshes[1]
     assert dp_mesh is not None  # DataParallelMeshDims has at least one name
-    return MeshInfo(
-        dp_mesh,
-        Axis(shard_mesh.get_group()) if shard_mesh else Axis(),
-        Axis(replicate_mesh.get_group()) if replicate_mesh else Axis(),
-        dims,
-        mesh,
-    )
+    dp_axes = tuple(map(names.index, dp_names))
+    return MeshInfo(dp_mesh, shard, replicate, dims, mesh, dp_axes)
 
 
-def joined_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
-    """The named axes of a mesh as one axis; None for no names."""
-    if not names:
-        return None
+def joined_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The named axes of a mesh as one axis."""
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
-
-
-def _require_member(mesh: DeviceMesh) -> None:
-    if mesh.get_coordinate() is None:
-        raise TopologyError(
-            f"mesh: this rank ({dist.get_rank()}) must be part of it, found {mesh}; shard only "
-            "on the ranks of the mesh."
-        )
 
 
 def subgroup_size(mesh_info: MeshInfo, value: int) -> bool | int:
@@ -276,62 +257,48 @@ def mesh_info_for_strategy(
     if isinstance(process_group, list):
         process_group = tuple(process_group)
     require_initialized("FullyShardedDataParallel")
-    make = _hybrid if strategy in HYBRID else _plain
     given = (strategy, process_group, device_mesh, device_type)
-    return _shared(given, partial(make, *given))
+    return _shared(given, partial(_of_strategy, *given))
 
 
-def _plain(
+def _of_strategy(
     strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | None, device_type: str
 ) -> MeshInfo:
-    if mesh is not None:
-        _require_ndim(mesh, 1, strategy)
-    else:
-        group = dist.group.WORLD if process_group is None else process_group
-        if not isinstance(group, dist.ProcessGroup):
-            raise ConfigError(
-                f"process_group: {strategy} needs one process group, found {process_group!r}; pass "
-                "a group, or leave it out for all ranks."
-            )
-        mesh = DeviceMesh.from_group(group, device_type)
-    axis = Axis(mesh.get_group())
-    if strategy is ShardingStrategy.NO_SHARD:
-        return MeshInfo(mesh, Axis(), axis)
-    return MeshInfo(mesh, axis, Axis())
-
-
-def _hybrid(
-    strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | None, device_type: str
-) -> MeshInfo:
-    if mesh is not None:
-        _require_ndim(mesh, 2, strategy)
-        return MeshInfo(mesh, Axis(mesh.get_group(1)), Axis(mesh.get_group(0)))
-    if process_group is None:
+    ndim = 2 if strategy in HYBRID else 1
+    if mesh is None and process_group is None and ndim == 2:
         mesh = _mesh_of_hosts(device_type)
-        return MeshInfo(mesh, Axis(mesh.get_group(1)), Axis(mesh.get_group(0)))
-    is_pair = isinstance(process_group, tuple) and len(process_group) == 2
-    if not is_pair or not all(isinstance(each, dist.ProcessGroup) for each in process_group):
-        raise ConfigError(
-            f"process_group: {strategy} needs a pair of groups (to shard in, to replicate over), "
-            f"found {process_group!r}; pass a pair, a 2D device mesh, or neither."
+    elif mesh is None:
+        mesh = _mesh_of_groups(strategy, process_group or dist.group.WORLD, device_type)
+    if mesh.ndim != ndim:
+        raise TopologyError(
+            f"device_mesh: {strategy} needs a mesh of {ndim} axes, found {mesh.ndim} in {mesh}; "
+            "pass a slice of it, or another strategy."
         )
-    shard, replicate = process_group
-    return MeshInfo(
-        _mesh_of_groups(shard, replicate, device_type),
-        Axis(shard),
-        Axis(replicate),
-    )
+    if ndim == 2:
+        return MeshInfo(mesh, Axis(mesh.get_group(1)), Axis(mesh.get_group(0)))
+    axis = Axis(mesh.get_group())
+    is_replicated = strategy is ShardingStrategy.NO_SHARD
+    return MeshInfo(mesh, Axis(), axis) if is_replicated else MeshInfo(mesh, axis, Axis())
 
 
-def _mesh_of_groups(
-    shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device_type: str
-) -> DeviceMesh:
-    """The mesh whose axes two groups are: a collective over the second."""
+def _mesh_of_groups(strategy: ShardingStrategy, given: Any, device_type: str) -> DeviceMesh:
+    """The mesh whose axes groups are. Of two, it is a collective over the second."""
+    groups = given if isinstance(given, tuple) else (given,)
+    is_hybrid = strategy in HYBRID
+    are_groups = all(isinstance(each, dist.ProcessGroup) for each in groups)
+    if len(groups) != 1 + is_hybrid or not are_groups:
+        pair = "a pair of groups (to shard in, to replicate over)"
+        raise ConfigError(
+            f"process_group: {strategy} needs {pair if is_hybrid else 'one process group'}, found "
+            f"{given!r}; pass that, a device mesh, or neither."
+        )
+    if not is_hybrid:
+        return DeviceMesh.from_group(groups[0], device_type)
+    shard, replicate = groups
     rows: list[Any] = [None] * replicate.size()
     dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-    if len({len(row) for row in rows}) > 1 or len({r for row in rows for r in row}) < sum(
-        len(row) for row in rows
-    ):
+    num_ranks = len({rank for row in rows for rank in row})
+    if {len(row) * len(rows) for row in rows} != {num_ranks}:
         raise TopologyError(
             "process_group: the groups to shard in must be of one size and have no rank in common, "
             f"found {rows}; make them with init_device_mesh and pass device_mesh."
@@ -362,11 +329,3 @@ def _mesh_of_hosts(device_type: str) -> DeviceMesh:
     return init_device_mesh(
         device_type, (world // num_local, num_local), mesh_dim_names=("replicate", "shard")
     )
-
-
-def _require_ndim(mesh: DeviceMesh, ndim: int, strategy: ShardingStrategy) -> None:
-    if mesh.ndim != ndim:
-        raise TopologyError(
-            f"device_mesh: {strategy} needs a mesh of {ndim} axes, found {mesh.ndim} in {mesh}; "
-            "pass a slice of it, or another strategy."
-        )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 
 import torch
@@ -19,20 +19,10 @@ from fullshard._torch import (
     new_dtensor,
     spec_of,
 )
+from fullshard.api import DataParallelMeshDims
 from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis, MeshInfo, device_of, joined_axes
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
-
-__all__ = [
-    "DTensorSpec",
-    "Placed",
-    "as_dtensor",
-    "full_tensor",
-    "local_gradient",
-    "place",
-    "shard_dim",
-    "with_dtype",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +41,7 @@ class Placed:
 
 def place(name: str, param: torch.Tensor, dim: int | None, mesh_info: MeshInfo) -> Placed:
     """Choose the placements of a parameter that is cut along `dim` (None: kept whole)."""
+    mesh, placements = mesh_info.mesh, [Replicate()] * mesh_info.mesh.ndim
     if not isinstance(param, DTensor):
         if mesh_info.dims is not None:
             raise ConfigError(
@@ -59,19 +50,76 @@ def place(name: str, param: torch.Tensor, dim: int | None, mesh_info: MeshInfo) 
             )
         stride = torch.empty(param.size(), device="meta").stride()  # full parameters are contiguous
         meta = TensorMeta(param.size(), stride, param.dtype)
-        placements = _dp_placements(mesh_info, dim)
-        return Placed(param.detach(), dim, DTensorSpec(mesh_info.mesh, placements, meta), None)
+        cut = _cut(mesh, placements, mesh.ndim - 1, dim)
+        return Placed(param.detach(), dim, DTensorSpec(mesh, cut, meta), None)
     full_spec = spec_of(param)
-    if param.device_mesh.device_type != mesh_info.device_type:
+    if full_spec.mesh.device_type != mesh_info.device_type:
         raise TopologyError(
             f"{name}: its mesh must be of the device type that it is sharded on "
-            f"({mesh_info.device_type}), found {param.device_mesh.device_type}; use one type."
+            f"({mesh_info.device_type}), found {full_spec.mesh.device_type}; use one type."
         )
     if mesh_info.dims is not None:
-        shard_spec = _on_full_mesh(name, full_spec, dim, mesh_info)
+        mesh, cut = _on_full_mesh(name, full_spec, dim, mesh_info, mesh_info.dims)
     else:
-        shard_spec = _beside_other_axes(name, full_spec, dim, mesh_info)
+        try:
+            mesh = concatenate_meshes([mesh_info.mesh, full_spec.mesh])
+        except (RuntimeError, ValueError) as error:
+            raise TopologyError(
+                f"{name}: its mesh and the data-parallel mesh must be slices of one root mesh, "
+                f"found {full_spec.mesh} and {mesh_info.mesh}; slice both from one "
+                "init_device_mesh."
+            ) from error
+        axis = mesh_info.mesh.ndim - 1
+        cut = _cut(mesh, [*placements, *full_spec.placements], axis, dim)
+    shard_spec = DTensorSpec(mesh, cut, full_spec.tensor_meta)
     return Placed(local_tensor(param).detach(), dim, shard_spec, full_spec)
+
+
+def _on_full_mesh(
+    name: str,
+    full_spec: DTensorSpec,
+    dim: int | None,
+    mesh_info: MeshInfo,
+    dims: DataParallelMeshDims,
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Data-parallel axes are axes of the parameter's own mesh, where it must be replicated."""
+    mesh, placements = full_spec.mesh, full_spec.placements
+    names = mesh.mesh_dim_names or ()
+    if mesh is not mesh_info.full_mesh:
+        raise TopologyError(
+            f"{name}: a parameter must be on the mesh that fully_shard was given, found "
+            f"{mesh}; distribute it on {mesh_info.full_mesh}."
+        )
+    for axis in mesh_info.dp_axes:
+        if not isinstance(placements[axis], Replicate):
+            raise ConfigError(
+                f"{name}: a parameter must be Replicate() on the data-parallel axis "
+                f"{names[axis]!r}, found {placements[axis]}; leave that axis to fully_shard."
+            )
+    first = mesh_info.dp_axes[0]
+    cut = _cut(mesh, placements, first, dim if dims.shard_names else None)
+    if len(dims.shard_names) < 2:
+        return mesh, cut
+    # The shard axes become one, in the place of the first.
+    kept = [axis for axis, each in enumerate(names) if each not in dims.shard_names[1:]]
+    joined = [dims.shard_names if axis == first else (names[axis],) for axis in kept]
+    meshes = [joined_axes(mesh, each) for each in joined]
+    return concatenate_meshes(meshes), tuple(cut[axis] for axis in kept)
+
+
+def _cut(
+    mesh: DeviceMesh, placements: Sequence[Placement], axis: int, dim: int | None
+) -> tuple[Placement, ...]:
+    """Placements where `axis` cuts a dim, after the axes to its right that do so already."""
+    if dim is None:
+        return tuple(placements)
+    factor = prod(
+        mesh.size(other)
+        for other, each in enumerate(placements)
+        if other > axis and isinstance(each, (Shard, StridedShard)) and each.dim == dim
+    )
+    shard = Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
+    return (*placements[:axis], shard, *placements[axis + 1 :])
 
 
 as_dtensor = new_dtensor
@@ -97,10 +145,9 @@ def local_gradient(
             f"{type(grad).__name__}; return DTensors from custom backward functions."
         )
     wanted = list(full_spec.placements)
-    if mesh_info.dims is not None:
-        # The data-parallel axes are ours to reduce: a redistribution there would do it twice.
-        for axis in _dp_axes(mesh_info):
-            wanted[axis] = grad.placements[axis]
+    # The data-parallel axes are ours to reduce: a redistribution there would do it twice.
+    for axis in mesh_info.dp_axes:
+        wanted[axis] = grad.placements[axis]
     if tuple(wanted) != grad.placements:
         grad = grad.redistribute(placements=wanted)
     return _arrived(local_tensor(grad))
@@ -122,45 +169,30 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
         summed = [Replicate() if each.is_partial() else each for each in placements]
         return full_tensor(dtensor.redistribute(placements=summed))
     local = _arrived(local_tensor(dtensor)).detach().to(device_of(mesh))
-    cut = [i for i, each in enumerate(placements) if not isinstance(each, Replicate)]
-    if not cut:
-        return local
-    coordinates = mesh.get_coordinate()
-    if coordinates is None:
-        raise TopologyError(
-            f"full_tensor: this rank must be part of the tensor's mesh, found {mesh}; call it on "
-            "the ranks of the mesh."
-        )
-    places = list(product(*(range(mesh.size(axis)) for axis in cut)))
-    parts = [_part(dtensor, dict(zip(cut, place, strict=True))) for place in places]
-    sizes = [[piece.stop - piece.start for piece in part] for part in parts]
-    own = sizes[places.index(tuple(coordinates[axis] for axis in cut))]
-    if own != list(local.shape):
-        raise TopologyError(
-            f"full_tensor: the local tensor of shape {own} expected for {placements} on a mesh of "
-            f"{tuple(mesh.shape)}, found {list(local.shape)}; cut dims as torch.chunk does."
-        )
-    longest = max(map(prod, sizes))
-    gathered = local.new_zeros(longest)
-    gathered[: local.numel()].copy_(local.reshape(-1))
-    for axis in reversed(cut):  # so that the first axis is the outermost
-        gathered = all_gather_flat(gathered, Axis(mesh.get_group(axis)))
-    full = local.new_empty(dtensor.shape)
-    for flat, part, size in zip(gathered.view(len(parts), -1), parts, sizes, strict=True):
-        full[tuple(part)].copy_(flat[: prod(size)].view(size))
-    return full
+    for dim, full_size in enumerate(dtensor.shape):
+        sizes, axes = [full_size], _axes_in_order(dtensor, dim)
+        for axis in axes:
+            sizes.append(_chunk_sizes(sizes[-1], mesh.size(axis))[mesh.get_local_rank(axis)])
+        if sizes[-1] != local.size(dim):
+            raise TopologyError(
+                f"full_tensor: size {sizes[-1]} of dim {dim} expected for {placements} on a mesh "
+                f"of {tuple(mesh.shape)}, found {local.size(dim)}; cut dims as torch.chunk does."
+            )
+        for axis, size in reversed(list(zip(axes, sizes, strict=False))):  # the last cut first
+            chunk_sizes = _chunk_sizes(size, mesh.size(axis))
+            padded = local.new_zeros([*local.shape[:dim], chunk_sizes[0], *local.shape[dim + 1 :]])
+            padded.narrow(dim, 0, local.size(dim)).copy_(local)
+            gathered = all_gather_flat(padded.view(-1), Axis(mesh.get_group(axis)))
+            chunks = gathered.view(mesh.size(axis), *padded.shape)
+            parts = [chunk.narrow(dim, 0, n) for chunk, n in zip(chunks, chunk_sizes, strict=True)]
+            local = torch.cat(parts, dim)
+    return local
 
 
-def _part(dtensor: DTensor, place: dict[int, int]) -> list[slice]:
-    """What the rank at a place of the mesh (its number on each axis) has of a DTensor."""
-    mesh, part = dtensor.device_mesh, [slice(0, size) for size in dtensor.shape]
-    for dim in range(dtensor.ndim):
-        for axis in _axes_in_order(dtensor, dim):
-            start, size = part[dim].start, part[dim].stop - part[dim].start
-            longest = -(-size // mesh.size(axis))
-            begin = min(place[axis] * longest, size)
-            part[dim] = slice(start + begin, start + min(begin + longest, size))
-    return part
+def _chunk_sizes(size: int, num_chunks: int) -> list[int]:
+    """The sizes of the parts that `torch.chunk` would make, the missing ones too."""
+    longest = -(-size // num_chunks)
+    return [min(max(size - index * longest, 0), longest) for index in range(num_chunks)]
 
 
 def _axes_in_order(dtensor: DTensor, dim: int) -> list[int]:
@@ -181,100 +213,6 @@ def _axes_in_order(dtensor: DTensor, dim: int) -> list[int]:
         elif isinstance(placement, Shard) and placement.dim == dim:
             axes.insert(0, axis)
     return axes
-
-
-def _dp_placements(mesh_info: MeshInfo, dim: int | None) -> tuple[Placement, ...]:
-    shard: Placement = Replicate() if dim is None else Shard(dim)
-    return (Replicate(), shard) if mesh_info.mesh.ndim == 2 else (shard,)
-
-
-def _beside_other_axes(
-    name: str, full_spec: DTensorSpec, dim: int | None, mesh_info: MeshInfo
-) -> DTensorSpec:
-    """Data-parallel axes to the left of the axes that the parameter is already placed on."""
-    try:
-        mesh = concatenate_meshes([mesh_info.mesh, full_spec.mesh])
-    except (RuntimeError, ValueError) as error:
-        raise TopologyError(
-            f"{name}: its mesh and the data-parallel mesh must be slices of one root mesh, found "
-            f"{full_spec.mesh} and {mesh_info.mesh}; slice both from one init_device_mesh."
-        ) from error
-    placements = (*_dp_placements(mesh_info, dim), *full_spec.placements)
-    if dim is not None:
-        index = mesh_info.mesh.ndim - 1
-        placements = _interleaved(placements, index, dim, mesh)
-    return DTensorSpec(mesh, placements, full_spec.tensor_meta)
-
-
-def _on_full_mesh(
-    name: str, full_spec: DTensorSpec, dim: int | None, mesh_info: MeshInfo
-) -> DTensorSpec:
-    """Data-parallel axes are axes of the parameter's own mesh, where it must be replicated."""
-    mesh, dims = full_spec.mesh, mesh_info.dims
-    assert dims is not None
-    assert mesh.mesh_dim_names is not None
-    if mesh is not mesh_info.full_mesh:
-        raise TopologyError(
-            f"{name}: a parameter must be on the mesh that fully_shard was given, found "
-            f"{mesh}; distribute it on {mesh_info.full_mesh}."
-        )
-    for axis in _dp_axes(mesh_info):
-        if not isinstance(full_spec.placements[axis], Replicate):
-            raise ConfigError(
-                f"{name}: a parameter must be Replicate() on the data-parallel axis "
-                f"{mesh.mesh_dim_names[axis]!r}, found {full_spec.placements[axis]}; leave that "
-                "axis to fully_shard."
-            )
-    placements = tuple(full_spec.placements)
-    if dim is not None and dims.shard_names:
-        first = mesh.mesh_dim_names.index(dims.shard_names[0])
-        placements = (*placements[:first], Shard(dim), *placements[first + 1 :])
-        placements = _interleaved(placements, first, dim, mesh)
-    if len(dims.shard_names) > 1:
-        return _joined_spec(full_spec, placements, mesh_info)
-    return DTensorSpec(mesh, placements, full_spec.tensor_meta)
-
-
-def _joined_spec(
-    full_spec: DTensorSpec, placements: tuple[Placement, ...], mesh_info: MeshInfo
-) -> DTensorSpec:
-    """The spec on a mesh in which the shard axes are one axis."""
-    mesh, dims = full_spec.mesh, mesh_info.dims
-    assert dims is not None
-    assert mesh.mesh_dim_names is not None
-    meshes: list[DeviceMesh] = []
-    kept: list[Placement] = []
-    for name, placement in zip(mesh.mesh_dim_names, placements, strict=True):
-        if name in dims.shard_names[1:]:
-            continue
-        joined = joined_axes(mesh, dims.shard_names if name in dims.shard_names else (name,))
-        assert joined is not None
-        meshes.append(joined)
-        kept.append(placement)
-    return DTensorSpec(concatenate_meshes(meshes), tuple(kept), full_spec.tensor_meta)
-
-
-def _interleaved(
-    placements: tuple[Placement, ...], axis: int, dim: int, mesh: DeviceMesh
-) -> tuple[Placement, ...]:
-    """Mark `axis` as cutting last where axes to its right already cut the same dim."""
-    factor = 1
-    for other in range(axis + 1, len(placements)):
-        placement = placements[other]
-        if isinstance(placement, (Shard, StridedShard)) and placement.dim == dim:
-            factor *= mesh.size(other)
-    if factor == 1:
-        return placements
-    strided = StridedShard(dim, split_factor=factor)
-    return (*placements[:axis], strided, *placements[axis + 1 :])
-
-
-def _dp_axes(mesh_info: MeshInfo) -> list[int]:
-    dims, mesh = mesh_info.dims, mesh_info.full_mesh
-    assert dims is not None
-    assert mesh is not None
-    assert mesh.mesh_dim_names is not None
-    return [mesh.mesh_dim_names.index(n) for n in (*dims.shard_names, *dims.replicate_names)]
 
 
 def shard_dim(name: str, param: torch.Tensor, placement: Shard | None) -> int | None:

@@ -470,7 +470,8 @@ class InFlightReduceScatter:
             elif lane.results:
                 buffer = lane.results[0]  # where the sum over one rank goes
             else:
-                buffer = collectives.allocate_bucket(plan.numel, dtype, device)
+                group = self._config.axis.group
+                buffer = collectives.allocate_bucket(plan.numel, dtype, device, group)
             plan.copy_in(bucket.grads, buffer)
         return buffer if lane.before == 1.0 else buffer.div_(lane.before)
 
