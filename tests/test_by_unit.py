@@ -1,9 +1,8 @@
-"""Steps by spans: parameters and state are those of the same optimizer without `by_unit`."""
+"""Steps by runs: parameters and state are those of the same optimizer without `by_unit`."""
 
 import copy
 import gc
 import io
-import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -34,7 +31,6 @@ from fullshard import (
     state,
 )
 from fullshard.errors import ConfigError
-from fullshard.optim.by_unit import Tile, plan_runs
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from fullshard.testing import Rank, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -685,7 +681,7 @@ def test_policies_change_nothing(rank: Rank, name: str) -> None:
         (lambda p: optim.SparseAdam(p), "found SparseAdam"),
         (lambda p: Seeing(p), r"found Seeing; pass elementwise=True"),
         (lambda p: AdamW(p, differentiable=True), "must not be differentiable"),
-        (lambda p: p, "an optimizer is expected, found list"),
+        (lambda p: p, "is expected, found list"),
     ],
 )
 def test_what_cannot_be_stepped_by_unit_is_refused(make, message):
@@ -740,41 +736,3 @@ def test_an_error_in_a_step_leaves_the_optimizer_as_it_was():
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)
     optimizer.step()
     assert optimizer.state[param]["step"] >= 1
-
-
-# Planning
-
-
-@st.composite
-def tiled(draw: st.DrawFn) -> list[Tile]:
-    tiles, start = [], 0
-    for _ in range(draw(st.integers(0, 12))):
-        start += draw(st.integers(0, 2))  # padding
-        numel = draw(st.sampled_from([0, 1, 1, 3]))
-        tiles.append(Tile(start, numel, draw(st.sampled_from([None, "a", "a", "b"]))))
-        start += numel
-    return draw(st.permutations(tiles))
-
-
-def stop(tile: Tile) -> int:
-    return tile.start + tile.numel
-
-
-@given(tiled())
-def test_runs_are_the_longest_of_neighbours_of_one_kind(tiles: list[Tile]) -> None:
-    runs = [[tiles[index] for index in run] for run in plan_runs(tiles)]
-    stepped = [tile for run in runs for tile in run]
-    assert len(stepped) == sum(tile.kind is not None for tile in tiles)
-    assert {id(tile) for tile in stepped} == {id(t) for t in tiles if t.kind is not None}
-
-    def lies_between(one: Tile, other: Tile) -> bool:
-        return any(t.numel and stop(one) <= t.start and stop(t) <= other.start for t in tiles)
-
-    for run in runs:
-        assert len({tile.kind for tile in run}) == 1
-        for one, other in itertools.pairwise(run):
-            assert stop(one) <= other.start
-            assert not lies_between(one, other)
-    for one, other in itertools.pairwise(runs):
-        assert stop(one[-1]) <= other[0].start
-        assert one[0].kind != other[0].kind or lies_between(one[-1], other[0])

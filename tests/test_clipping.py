@@ -250,5 +250,5 @@ def test_an_order_that_is_no_norm_is_refused_and_changes_nothing(order):
 
 
 def test_a_limit_that_is_no_number_is_refused():
-    with pytest.raises(ConfigError, match="max_norm must be a number, found 'one'"):
+    with pytest.raises(ConfigError, match=r"max_norm must be a number .* found 'one'"):
         clip_grads([], [with_grad(torch.ones(2))], "one", 2.0, CPU)
