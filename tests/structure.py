@@ -50,7 +50,7 @@ SEES_PUBLIC_NAMES = {"cli", "testing"}
 # Engine, APIs, state, optim, plan and trace: what the limit on lines counts. It is lowered with
 # every cut; the aim is 12,000.
 NOT_CORE = {"report", "models", "training", "testing", "cli", "__main__"}
-MAX_CORE_LINES = 19_000
+MAX_CORE_LINES = 18_350
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable")
 PRIVATE_TORCH = re.compile(
@@ -58,7 +58,7 @@ PRIVATE_TORCH = re.compile(
     r"from torch[\w.]* import (?:\w+, )*_\w+|distributed_c10d\._\w+|"
     r"\._(?:allgather_base|reduce_scatter_base|get_backend|device_types|use_count|local_tensor"
     r"|spec|sequence_nr|base|version|cdata|flatten|process_group|backward_hooks"
-    r"|post_accumulate_grad_hooks)\b"
+    r"|post_accumulate_grad_hooks|get_scale_async|step_supports_amp_scaling)\b|\._values\(\)"
 )
 MAX_FUNCTION_LINES = 80
 

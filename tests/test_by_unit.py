@@ -1,4 +1,4 @@
-"""Steps by spans: parameters and state are those of the same optimizer without `by_unit`."""
+"""Steps by runs: parameters and state are those of the same optimizer without `by_unit`."""
 
 import copy
 import gc
@@ -646,7 +646,7 @@ def test_policies_change_nothing(rank: Rank) -> None:
         (lambda p: optim.SparseAdam(p), "found SparseAdam"),
         (lambda p: Seeing(p), r"found Seeing; pass elementwise=True"),
         (lambda p: AdamW(p, differentiable=True), "must not be differentiable"),
-        (lambda p: p, "an optimizer is expected, found list"),
+        (lambda p: p, "is expected, found list"),
     ],
 )
 def test_what_cannot_be_stepped_by_unit_is_refused(make, message):

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.layout import DtypePlan, FlatSplit, ParamSpec, Split, UnitLayout, plan_flat_layout
+from fullshard.layout import (
+    CostModel,
+    DtypePlan,
+    FlatSplit,
+    ParamSpec,
+    Split,
+    UnitLayout,
+    plan_unit,
+)
 from fullshard.layout.plan import BucketKind
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float16])
@@ -22,6 +30,10 @@ def params(draw: st.DrawFn) -> list[ParamSpec]:
         shape = draw(SHAPES)
         made.append(ParamSpec(f"p{index}", Split(shape, None, 1), dtypes, draw(st.booleans())))
     return made
+
+
+def plan_flat_layout(made: list[ParamSpec], num_ranks: int) -> UnitLayout:
+    return plan_unit(made, num_ranks, CostModel.of_device("cpu"), is_flat=True)
 
 
 def splits(layout: UnitLayout) -> dict[int, FlatSplit]:

@@ -19,10 +19,13 @@ ATTRIBUTES = {
     "_device_types",
     "_flatten",
     "_get_backend",
+    "_get_scale_async",
     "_local_tensor",
     "_reduce_scatter_base",
     "_spec",
+    "_step_supports_amp_scaling",
     "_use_count",
+    "_values",
     "_version",
 }
 
@@ -64,12 +67,13 @@ def test_all_listed_names_exist() -> None:
         ("torch._C._autograd", "_get_sequence_nr"),
         ("torch.distributed.tensor._dtensor_spec", "DTensorSpec"),
         ("torch", "_foreach_copy_"),
+        ("torch.amp.grad_scaler.GradScaler", "_unscale_grads_"),
     ],
 )
 def test_a_missing_name_is_an_import_error_that_names_torch(owner: str, name: str) -> None:
     program = (
-        "import importlib, torch, torch.distributed.tensor\n"
-        f"delattr(importlib.import_module({owner!r}), {name!r})\n"
+        "import pkgutil, torch, torch.distributed.tensor\n"
+        f"delattr(pkgutil.resolve_name({owner!r}), {name!r})\n"
         "try:\n    import fullshard\n"
         "except ImportError as error:\n"
         f"    assert torch.__version__ in str(error) and {name!r} in str(error), error\n"

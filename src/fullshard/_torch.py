@@ -20,38 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-# Tensors
-__all__ = ["FakeTensorMode", "backward_hooks", "chunk_cat", "copy_hooks"]
-__all__ += ["disable_torch_function", "foreach_add_", "foreach_copy_"]
-__all__ += ["foreach_mul_", "foreach_norm", "post_accumulate_grad_hooks", "storage_key"]
-__all__ += ["storage_references", "tensor_references", "tree_leaves", "tree_map_only"]
-__all__ += ["unscale_and_check_finite_", "version_of", "view_base"]
-# DTensors and meshes
-__all__ += ["DTensorSpec", "StridedShard", "TensorMeta", "concatenate_meshes", "flatten_mesh"]
-__all__ += ["local_tensor", "new_dtensor", "set_local_tensor", "spec_of", "to_local"]
-# ShardedTensors
+# What is imported here for others; what is defined here needs no list.
+__all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "FakeTensorMode"]
 __all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata"]
-__all__ += ["ShardedTensorShard", "TensorProperties", "sharded_tensor_from_local"]
-__all__ += ["sharded_tensor_group"]
-# Modules and autograd
-__all__ += ["BatchNormBase", "in_backward", "node_sequence_nr"]
-__all__ += ["queue_backward_callback", "sequence_nr"]
-# The compiler
-__all__ += ["disable_dynamo", "untraced"]
-# CUDA (there where torch was built with it)
-__all__ += ["CudaEvent", "cuda_current_stream", "cuda_get_device", "cuda_set_stream"]
-# Process groups
-__all__ += ["backend_name", "backend_of", "broadcast_coalesced", "default_store", "devices_of"]
-__all__ += ["finished_work", "is_registered", "lifetime_of", "num_groups", "register_backend"]
-__all__ += ["FakeStore", "create_fake_group", "symmetric_memory", "timeout_of"]
-# Checkpoints
-__all__ += ["StorageInfo"]
-# Collectives
-__all__ += ["AllgatherOptions", "all_gather_coalesced", "all_gather_single", "all_to_all_single"]
-__all__ += ["reduce_scatter_coalesced", "reduce_scatter_single"]
+__all__ += ["ShardedTensorShard", "StorageInfo", "StridedShard", "TensorMeta", "TensorProperties"]
+__all__ += ["create_fake_group", "default_store", "disable_dynamo", "disable_torch_function"]
+__all__ += ["sequence_nr", "symmetric_memory", "tree_leaves", "tree_map_only"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -116,13 +94,14 @@ try:
 except ImportError as error:
     raise _missing(f"a name ({error})") from error
 
-_require(torch.Tensor, "_version", "_base", "_use_count")
+_require(torch.Tensor, "_version", "_base", "_use_count", "_values")
 _require(torch.Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
 _require(torch.UntypedStorage, "_cdata")
 _require(torch._C, "_storage_Use_Count")
 _require(torch._C._distributed_c10d, "_create_work_from_future")
 _require(torch, "_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_chunk_cat")
 _require(torch, "_amp_foreach_non_finite_check_and_unscale_")
+_require(GradScaler, "_unscale_grads_")
 _require(dist, "_broadcast_coalesced")
 _require(torch.autograd.Variable, "_execution_engine")
 _require(torch.autograd.Variable._execution_engine, "queue_callback")
@@ -136,21 +115,15 @@ _require(_world, "pg_map")
 
 # Tensors. `attrgetter` is called without a Python frame.
 
+# The local tensor of a DTensor, the very object: `DTensor.to_local` makes a view for autograd.
 local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
-"""The local tensor of a DTensor, the very object: `to_local` makes a view for autograd."""
-
+# The mesh, placements and metadata of a DTensor as one object.
 spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
-"""The mesh, placements and metadata of a DTensor as one object."""
-
+# How often a tensor was written in place, and the tensor that a view was made of.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How often a tensor was written in place."""
-
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""The tensor that a view was made of, as autograd knows it."""
-
+# A number that two storage objects share if they are one storage.
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""A number that two storage objects share if they are one storage."""
-
 _Hooks = Callable[[torch.Tensor], dict[int, Any] | None]
 backward_hooks: _Hooks = attrgetter("_backward_hooks")
 post_accumulate_grad_hooks: _Hooks = attrgetter("_post_accumulate_grad_hooks")
@@ -166,6 +139,13 @@ foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 chunk_cat = torch._chunk_cat
 unscale_and_check_finite_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+# The values of a sparse tensor that is not coalesced, and what a GradScaler asks an optimizer whose
+# kernel unscales.
+sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
+UNSCALES_IN_STEP = "_step_supports_amp_scaling"
+if UNSCALES_IN_STEP not in GradScaler.step.__code__.co_consts:
+    raise _missing(f"GradScaler.step with {UNSCALES_IN_STEP}")
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,10 +176,12 @@ def storage_references(storage: torch.UntypedStorage) -> int:
 
 # Autograd.
 
+# Calls a function when the backward that runs in this thread ends.
 queue_backward_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
-"""Calls a function when the backward that runs in this thread ends."""
+# The number that autograd gave a node of its graph when it made it.
+node_sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def in_backward() -> bool:
@@ -207,16 +189,11 @@ def in_backward() -> bool:
     return bool(_current_graph_task_id() != -1)
 
 
-node_sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""The number that autograd gave a node of its graph when it made it."""
-
-
-# CUDA: torch.cuda's own functions look up devices and make objects each time.
-
+# CUDA: torch.cuda's own functions look up devices and make objects each time. None in a torch
+# without CUDA.
+_CUDA = ("_cuda_getCurrentStream", "_cuda_setStream", "_cuda_getDevice", "_CudaEventBase")
 if torch.backends.cuda.is_built():
-    _require(torch._C, "_cuda_getCurrentStream", "_cuda_setStream", "_cuda_getDevice")
-    _require(torch._C, "_CudaEventBase")
-# None in a torch without CUDA.
+    _require(torch._C, *_CUDA)
 cuda_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 cuda_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 cuda_get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -242,19 +219,14 @@ def untraced(function: _F) -> _F:
 
 
 # Process groups.
-
+# Broadcasts many tensors in few collectives: (group, tensors, bucket bytes, source).
 broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
-"""Broadcasts many tensors in few collectives: (group, tensors, bucket bytes, source)."""
-
-
+# What moves a group's tensors on a device. `dist.get_backend` has one name for all devices.
 backend_of: Callable[[dist.ProcessGroup, torch.device], Any] = dist.ProcessGroup._get_backend
-"""What moves a group's tensors on a device. `dist.get_backend` has one name for all devices."""
-
+# Gives a group that is written in Python a backend: (group, device, backend type, backend).
 register_backend: Callable[..., None] = dist.ProcessGroup._register_backend
-"""Gives a group that is written in Python a backend: (group, device, backend type, backend)."""
-
+# The devices that a group has a backend for.
 devices_of: Callable[[dist.ProcessGroup], list[torch.device]] = attrgetter("_device_types")
-"""The devices that a group has a backend for."""
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -289,7 +261,6 @@ def lifetime_of(group: dist.ProcessGroup) -> object:
 
 
 def finished_work() -> dist.Work:
-    """A work that is done."""
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     future.set_result([])
     make: Callable[..., dist.Work] = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]

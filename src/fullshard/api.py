@@ -22,16 +22,14 @@ from fullshard.errors import ConfigError
 class MixedPrecisionPolicy:
     """The dtypes that a unit computes and reduces in.
 
-    `param_dtype` is the dtype of the full parameters, and so of the all-gather and of the compute.
-    `reduce_dtype` is that of the gradient reduction (by default the compute dtype). `output_dtype`
-    casts the floating-point outputs of forward, and `cast_forward_inputs` says whether
-    floating-point inputs are cast to `param_dtype`. The shards, and the gradients that the
-    optimizer sees, keep the original dtype of the parameters.
+    `param_dtype` is that of the full parameters, of the all-gather and of the compute;
+    `reduce_dtype` that of the gradient reduction (by default the compute dtype). `output_dtype`
+    casts the outputs of forward, and `cast_forward_inputs` its inputs to `param_dtype`. Shards, and
+    the gradients that the optimizer sees, keep the original dtype of the parameters.
 
-    `wire_dtype` is the dtype in which gradients are sent over the shard axis, by default that of
-    the reduction. A narrower one halves the bytes: gradients are cast to it before they are sent,
-    and summed in `reduce_dtype` where they arrive. Gradients that were computed in it lose nothing.
-    Torch has no such field.
+    `wire_dtype`, which torch does not have, is the dtype in which gradients are sent over the shard
+    axis, to be summed in `reduce_dtype` where they arrive. A narrower one halves the bytes.
+    Gradients that were computed in it lose nothing.
     """
 
     param_dtype: torch.dtype | None = None
@@ -53,8 +51,8 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Shards and their gradients, and so the optimizer state, are kept in host memory.
 
-    With `pin_memory`, copies in both directions overlap with compute. Pinned memory cannot be
-    swapped or shared, so turn it off if host memory is short.
+    With `pin_memory`, copies overlap with compute. Turn it off if host memory is short: pinned
+    memory cannot be swapped.
     """
 
     pin_memory: bool = True
@@ -77,10 +75,9 @@ def own_offload(given: Any) -> OffloadPolicy:
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a full mesh are data parallel, by name.
+    """Which axes of a full mesh are data parallel, by name; several names are one axis.
 
-    This is for parameters that already are DTensors on one mesh with all axes. Several names are
-    treated as one axis. At least one of `shard` and `replicate` must be given.
+    This is for parameters that already are DTensors on one mesh with all axes.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -95,25 +92,18 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        return _names(self.shard)
+        return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        return _names(self.replicate)
-
-
-def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(value)
+        return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
     """The result of a `shard_placement_fn` that gives a parameter its own dim and its own mesh.
 
-    `mesh_info` is a DeviceMesh (1D: shard; 2D: replicate, shard), or any object with an attribute
-    `mesh` that is one.
+    `mesh_info` is a DeviceMesh (shard, or replicate and shard), or has one as its `mesh`.
     """
 
     placement: Shard | None
@@ -186,10 +176,10 @@ class MixedPrecision:
     """The dtypes that a wrapper computes, reduces and keeps buffers in.
 
     `param_dtype`, `reduce_dtype` and `wire_dtype` are as in `MixedPrecisionPolicy`. `buffer_dtype`
-    is the dtype of floating-point buffers during training; state dicts have the original one.
+    is that of floating-point buffers during training; state dicts have the original one.
     `keep_low_precision_grads` leaves gradients in the dtype of the compute, or in that of the
     reduction if nothing is sharded. `cast_forward_inputs` casts the inputs of every wrapper,
-    `cast_root_forward_inputs` those of the outermost. If a policy does the wrapping, modules of
+    `cast_root_forward_inputs` those of the outermost. If a policy wraps, modules of
     `_module_classes_to_ignore` compute in full precision, in units of their own.
     """
 
@@ -211,16 +201,12 @@ def _require_wire(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> N
     wire, reduced = policy.wire_dtype, policy.reduce_dtype or policy.param_dtype
     if wire is None or wire == reduced:
         return
-    is_dtype = isinstance(wire, torch.dtype)
-    if not is_dtype or not wire.is_floating_point or wire.itemsize < 2:
+    is_float = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize > 1
+    if not is_float or (reduced is not None and wire.itemsize >= reduced.itemsize):
         raise ConfigError(
-            f"{name}: wire_dtype must be a floating-point dtype of at least 16 bits, found {wire}; "
-            "pass for example torch.bfloat16, or leave it out."
-        )
-    if reduced is not None and wire.itemsize >= reduced.itemsize:
-        raise ConfigError(
-            f"{name}: wire_dtype must be narrower than the dtype that gradients are reduced in, "
-            f"found {wire} and {reduced}; pass a wider reduce_dtype, or leave wire_dtype out."
+            f"{name}: wire_dtype must be a floating-point dtype of at least 16 bits and narrower "
+            f"than the dtype that gradients are reduced in, found {wire} and {reduced}; pass a "
+            "wider reduce_dtype, or leave wire_dtype out."
         )
 
 

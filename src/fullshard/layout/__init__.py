@@ -9,25 +9,9 @@ from fullshard.layout.plan import (
     ParamSpec,
     Slot,
     UnitLayout,
-    plan_flat_layout,
-    plan_layout,
     plan_unit,
 )
-from fullshard.layout.split import FlatSplit, RankRun, Split
+from fullshard.layout.split import FlatSplit, Split
 
-__all__ = [
-    "Bucket",
-    "BucketKind",
-    "CostModel",
-    "DtypePlan",
-    "FlatSplit",
-    "Lane",
-    "ParamSpec",
-    "RankRun",
-    "Slot",
-    "Split",
-    "UnitLayout",
-    "plan_flat_layout",
-    "plan_layout",
-    "plan_unit",
-]
+__all__ = ["Bucket", "BucketKind", "CostModel", "DtypePlan", "FlatSplit", "Lane", "ParamSpec"]
+__all__ += ["Slot", "Split", "UnitLayout", "plan_unit"]

@@ -179,9 +179,9 @@ class Lane:
         return sum(bucket.segment_numel for bucket in self.buckets)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """The plan of one unit; `repr` is a table."""
+    """The plan of one unit."""
 
     params: tuple[ParamSpec, ...]
     lanes: tuple[Lane, ...]
@@ -197,104 +197,96 @@ class UnitLayout:
             for bucket in lane.buckets
         )
 
-    def __repr__(self) -> str:
-        header = ("parameter", "shape", "dim", "dtypes", "bucket", "kind", "offset", "slot")
-        rows = [header, *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
-        return "\n".join(line.rstrip() for line in lines)
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        number = 0
-        for lane in self.lanes:
-            dtypes = lane.dtypes
-            passed = [dtypes.stored, dtypes.computed, dtypes.reduced]
-            if dtypes.sums_on_arrival:
-                passed.append(dtypes.wire)
-            names = "/".join(str(dtype).removeprefix("torch.") for dtype in passed)
-            for bucket in lane.buckets:
-                for slot in bucket.slots:
-                    param = self.params[slot.param_index]
-                    yield (
-                        param.name,
-                        "x".join(map(str, param.split.shape)) or "scalar",
-                        "-" if param.split.dim is None else str(param.split.dim),
-                        names,
-                        str(number),
-                        bucket.kind.value,
-                        str(bucket.buffer_offset + slot.offset),
-                        str(slot.numel),
-                    )
-                number += 1
+def plan_unit(
+    params: Sequence[ParamSpec], num_ranks: int, cost: CostModel, *, is_flat: bool
+) -> UnitLayout:
+    """The layout of a unit, with lanes in the order of their first parameters.
+
+    With `is_flat`, parameters are cut as one, otherwise each by itself. On one rank nothing is cut,
+    so the flat layout serves both APIs: it needs no copy per parameter, and none at all where
+    nothing is cast.
+    """
+    by_lane: dict[tuple[DtypePlan, bool], list[int]] = {}
+    for index, param in enumerate(params):
+        by_lane.setdefault((param.dtypes, param.is_trainable), []).append(index)
+    full = _FullBuffer()
+    lanes = []
+    for (dtypes, is_trainable), indices in by_lane.items():
+        splits = {index: params[index].split for index in indices}
+        if is_flat or num_ranks == 1:
+            buckets = [_flat_bucket(splits, dtypes, num_ranks, full)]
+        else:
+            buckets = list(_buckets(splits, dtypes, num_ranks, full, cost))
+        lanes.append(Lane(dtypes, is_trainable, tuple(buckets)))
+    return UnitLayout(tuple(params), tuple(lanes), num_ranks, full.num_bytes)
 
 
-class OffsetAllocator:
+class _FullBuffer:
     """Hands out aligned regions of the full buffer."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> int:
-        start = aligned(self.num_bytes, FULL_ALIGNMENT_BYTES)
+        start = _aligned(self.num_bytes, FULL_ALIGNMENT_BYTES)
         self.num_bytes = start + num_bytes
         return start
 
 
-def plan_layout(params: Sequence[ParamSpec], num_ranks: int, cost: CostModel) -> UnitLayout:
-    """Cut the parameters of a unit into buckets, each parameter split by itself.
+def _aligned(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
 
-    Lanes come in the order of their first parameters. In a lane, buckets of single parameters
-    come first, then the one bucket that all other parameters share.
+
+def _flat_bucket(
+    splits: dict[int, Split], dtypes: DtypePlan, num_ranks: int, full: _FullBuffer
+) -> Bucket:
+    """Put parameters one after another, and cut them evenly.
+
+    Parameters whose size keeps the next one aligned come first: kernels are slower on weights
+    that do not start at a multiple of 16 bytes.
     """
-    full = OffsetAllocator()
-    lanes = tuple(
-        Lane(dtypes, is_trainable, tuple(_buckets(params, indices, num_ranks, cost, full)))
-        for (dtypes, is_trainable), indices in params_by_lane(params).items()
-    )
-    return UnitLayout(tuple(params), lanes, num_ranks, full.num_bytes)
-
-
-def params_by_lane(params: Sequence[ParamSpec]) -> dict[tuple[DtypePlan, bool], list[int]]:
-    """The indices of the parameters of each lane, in the order in which lanes first appear."""
-    by_lane: dict[tuple[DtypePlan, bool], list[int]] = {}
-    for index, param in enumerate(params):
-        by_lane.setdefault((param.dtypes, param.is_trainable), []).append(index)
-    return by_lane
+    alignment, itemsize = dtypes.alignment_numel, dtypes.computed.itemsize
+    total = sum(split.numel for split in splits.values())
+    segment_numel = _aligned(-(-total // num_ranks), alignment)
+    full_start = full.take(num_ranks * segment_numel * itemsize)
+    slots: list[Slot] = []
+    start = 0
+    for index, split in sorted(splits.items(), key=lambda item: item[1].numel % alignment != 0):
+        slots.append(Slot(index, start, split.numel, full_start + start * itemsize))
+        start += split.numel
+    return Bucket(tuple(slots), segment_numel, 0, BucketKind.FLAT)
 
 
 def _buckets(
-    params: Sequence[ParamSpec],
-    indices: Sequence[int],
+    splits: dict[int, Split],
+    dtypes: DtypePlan,
     num_ranks: int,
+    full: _FullBuffer,
     cost: CostModel,
-    full: OffsetAllocator,
 ) -> Iterator[Bucket]:
-    dtypes = params[indices[0]].dtypes
-    itemsize = dtypes.computed.itemsize
+    """Buckets of single parameters, then the one bucket that all other parameters share."""
+    alignment, itemsize = dtypes.alignment_numel, dtypes.computed.itemsize
+    own = {index: _own_kind(split, dtypes, cost) for index, split in splits.items()}
     buffer_offset = 0
-    shared: list[int] = []
-    for index in indices:
-        split = params[index].split
-        kind = _own_kind(split, dtypes, cost)
-        if kind is None:
-            shared.append(index)
-            continue
-        segment_numel = aligned(split.slot_numel, dtypes.alignment_numel)
-        kept_numel = num_ranks * segment_numel if kind is BucketKind.IN_PLACE else split.numel
-        slot = Slot(index, 0, split.slot_numel, full.take(kept_numel * itemsize))
-        yield Bucket((slot,), segment_numel, buffer_offset, kind)
-        buffer_offset += segment_numel
+    for index, kind in own.items():
+        if kind is not None:
+            split = splits[index]
+            segment_numel = _aligned(split.slot_numel, alignment)
+            kept_numel = num_ranks * segment_numel if kind is BucketKind.IN_PLACE else split.numel
+            slot = Slot(index, 0, split.slot_numel, full.take(kept_numel * itemsize))
+            yield Bucket((slot,), segment_numel, buffer_offset, kind)
+            buffer_offset += segment_numel
+    # Parameters of one size lie side by side, so that a run of them is copied out at once.
+    shared = [(index, splits[index].slot_numel) for index, kind in own.items() if kind is None]
     if not shared:
         return
-    # Parameters of one size lie side by side, so that a run of them is copied out at once.
-    shared.sort(key=lambda index: -params[index].split.slot_numel)
     slots: list[Slot] = []
     offset = 0
-    for index in shared:
-        numel = params[index].split.slot_numel
+    for index, numel in sorted(shared, key=lambda item: -item[1]):
         slots.append(Slot(index, offset, numel, full.take(num_ranks * numel * itemsize)))
         offset += numel
-    segment_numel = aligned(offset, dtypes.alignment_numel)
+    segment_numel = _aligned(offset, alignment)
     padding_offset = full.take(num_ranks * (segment_numel - offset) * itemsize)
     yield Bucket(tuple(slots), segment_numel, buffer_offset, BucketKind.SPLIT, padding_offset)
 
@@ -309,45 +301,3 @@ def _own_kind(split: Split, dtypes: DtypePlan, cost: CostModel) -> BucketKind | 
     if split.slot_numel % dtypes.alignment_numel or not cost.deserves_bucket(full_bytes):
         return None
     return BucketKind.IN_PLACE
-
-
-def aligned(value: int, alignment: int) -> int:
-    return -(-value // alignment) * alignment
-
-
-def plan_flat_layout(params: Sequence[ParamSpec], num_ranks: int) -> UnitLayout:
-    """Put the parameters of every lane one after another into one bucket, cut evenly.
-
-    Parameters whose size keeps the next one aligned come first: kernels are slower on weights
-    that do not start at a multiple of 16 bytes.
-    """
-    full = OffsetAllocator()
-    lanes = []
-    for (dtypes, is_trainable), indices in params_by_lane(params).items():
-        alignment, itemsize = dtypes.alignment_numel, dtypes.computed.itemsize
-        ordered = sorted(indices, key=lambda index: params[index].split.numel % alignment != 0)
-        total = sum(params[index].split.numel for index in indices)
-        segment_numel = aligned(-(-total // num_ranks), alignment)
-        full_start = full.take(num_ranks * segment_numel * itemsize)
-        slots: list[Slot] = []
-        start = 0
-        for index in ordered:
-            numel = params[index].split.numel
-            slots.append(Slot(index, start, numel, full_start + start * itemsize))
-            start += numel
-        bucket = Bucket(tuple(slots), segment_numel, 0, BucketKind.FLAT)
-        lanes.append(Lane(dtypes, is_trainable, (bucket,)))
-    return UnitLayout(tuple(params), tuple(lanes), num_ranks, full.num_bytes)
-
-
-def plan_unit(
-    params: Sequence[ParamSpec], num_ranks: int, cost: CostModel, *, is_flat: bool
-) -> UnitLayout:
-    """The layout of a unit. With `is_flat`, its parameters are cut as one.
-
-    On one rank nothing is cut, so the flat layout serves both APIs: it needs no copy per
-    parameter, and none at all where nothing is cast.
-    """
-    if is_flat or num_ranks == 1:
-        return plan_flat_layout(params, num_ranks)
-    return plan_layout(params, num_ranks, cost)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 from operator import add
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class RankRun:
+class RankRun(NamedTuple):
     """Neighbouring ranks that hold the same number of rows."""
 
     first_rank: int
@@ -41,12 +41,12 @@ class Split:
 
     @property
     def chunk_rows(self) -> int:
-        return 1 if self.dim is None else -(-self.num_rows // self.num_ranks)
+        return -(-self.num_rows // self.num_ranks)
 
     @property
     def outer(self) -> int:
         """Elements of the dims before `dim`: how many runs a rank's rows fall into."""
-        return 1 if self.dim is None else prod(self.shape[: self.dim])
+        return prod(self.shape[: self.dim or 0])
 
     @property
     def inner(self) -> int:
@@ -212,29 +212,18 @@ def boxes_of_range(shape: Sequence[int], elements: range) -> Iterator[Box]:
     beginning of a row; in each further dim the same again. So there are at most two boxes per dim
     and one more, and the elements of each are consecutive, too.
     """
-    yield from _boxes((), tuple(shape), elements.start, elements.stop)
-
-
-def _boxes(outer: tuple[int, ...], shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """Boxes of one entry of the outer dims."""
-    if begin >= end:
-        return
-    ones = (1,) * len(outer)
-    if not shape:
-        yield Box(outer, ones)
-        return
-    row = prod(shape[1:])
-    first, last = -(-begin // row), end // row  # whole rows
-    if first > last:
-        yield from _boxes((*outer, last), shape[1:], begin - last * row, end - last * row)
-        return
-    if begin < first * row:
-        yield from _boxes((*outer, first - 1), shape[1:], begin - (first - 1) * row, row)
-    if first < last:
-        inner = (0,) * (len(shape) - 1)
-        yield Box((*outer, first, *inner), (*ones, last - first, *shape[1:]))
-    if last * row < end:
-        yield from _boxes((*outer, last), shape[1:], 0, end - last * row)
+    begin, end = elements.start, elements.stop
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    while begin < end:
+        offsets = [begin // stride % size for stride, size in zip(strides, shape, strict=True)]
+        dim = 0  # the first of which whole rows begin here
+        while dim < len(shape) and (begin % strides[dim] or begin + strides[dim] > end):
+            dim += 1
+        sizes = [1] * dim + list(shape[dim:])
+        if shape:
+            sizes[dim] = min((end - begin) // strides[dim], shape[dim] - offsets[dim])
+        yield Box(tuple(offsets), tuple(sizes))
+        begin += prod(sizes)
 
 
 def tiles(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
@@ -243,15 +232,12 @@ def tiles(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         return False
     if not all(box.is_within(shape) for box in boxes):
         return False
-    filled = sorted((box for box in boxes if box.numel), key=lambda box: box.offsets)
     # As many elements as the tensor has, all inside of it: they cover it if no two boxes overlap.
-    return all(intersection(a, b) is None for a, b in _neighbours(filled))
-
-
-def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of sorted boxes that may overlap: one begins before the other ends in the first dim."""
-    for index, box in enumerate(boxes):
-        for other in boxes[index + 1 :]:
+    filled = sorted((box for box in boxes if box.numel), key=lambda box: box.offsets)
+    for index, box in enumerate(filled):
+        for other in filled[index + 1 :]:
             if box.offsets and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break
-            yield box, other
+                break  # this one and all that follow begin after the first dim of the box
+            if intersection(box, other) is not None:
+                return False
+    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -36,32 +35,34 @@ def clip_grads(
     The norm is computed in float32 or more, and returned on `device` in the largest dtype of this
     rank's gradients.
     """
-    limit, order = _number("max_norm", max_norm), _number("norm_type", norm_type)
+    try:
+        limit, order = float(max_norm), float(norm_type)
+    except (TypeError, ValueError):
+        limit = order = math.nan
     if not order > 0:
         raise ConfigError(
-            f"clip_grad_norm_: norm_type must be greater than zero, found {norm_type!r}; pass 2.0, "
-            "another order, or inf for the largest magnitude."
+            "clip_grad_norm_: max_norm must be a number and norm_type must be greater than zero, "
+            f"found {max_norm!r} and {norm_type!r}; pass 2.0 or another order, or inf for the "
+            "largest magnitude."
         )
     seen: set[torch.Tensor] = set()
     by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
-    for params, group in sharded:
-        by_group.setdefault(group, []).extend(_unseen_grads(params, seen))
-    whole = _unseen_grads(replicated, seen)
+    for params, group in (*sharded, (replicated, None)):
+        grads = by_group.setdefault(group, [])
+        for param in params:
+            if param.grad is not None and param not in seen:
+                seen.add(param)
+                grads.append(param.grad)
+    total = torch.stack([_measure(by_group[group], order, device, group) for group in by_group])
+    norm = total.max() if order == math.inf else total.sum() ** (1.0 / order)
 
-    measures = [_measure(whole, order, device)]
-    for group, grads in by_group.items():
-        measures.append(_all_reduce(_measure(grads, order, device), order, group))
-    total = _combine(torch.stack(measures), order)
-    if order != math.inf:
-        total = total ** (1.0 / order)
-
-    grads = [grad for some in by_group.values() for grad in some] + whole
-    factor = (limit / (total + NORM_MARGIN)).clamp(max=1.0)
+    grads = [grad for some in by_group.values() for grad in some]
+    factor = (limit / (norm + NORM_MARGIN)).clamp(max=1.0)
     # A factor of 1 is multiplied by, too: testing for it would make the host wait for the device.
-    for (grad_device, dtype), alike in _by_kind(grads).items():
-        foreach_mul_(alike, factor.to(grad_device, dtype))
+    for alike in by_kind(grads):
+        foreach_mul_(alike, factor.to(alike[0].device, alike[0].dtype))
     if grads:
-        return total.to(functools.reduce(torch.promote_types, (grad.dtype for grad in grads)))
+        return norm.to(functools.reduce(torch.promote_types, (grad.dtype for grad in grads)))
     if any(group is not None for group in by_group):
         # Ranks with gradients return their dtype, which this rank does not know.
         warnings.warn(
@@ -69,68 +70,41 @@ def clip_grads(
             "the total norm in float32, whatever dtype the gradients of other ranks have.",
             stacklevel=4,
         )
-    return total.float()
+    return norm.float()
 
 
-def _number(name: str, value: float) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"clip_grad_norm_: {name} must be a number, found {value!r}; pass a float."
-        ) from None
-
-
-def _unseen_grads(params: Iterable[torch.Tensor], seen: set[torch.Tensor]) -> list[torch.Tensor]:
-    grads = []
-    for param in params:
-        if param.grad is not None and param not in seen:
-            seen.add(param)
-            grads.append(param.grad)
-    return grads
-
-
-def _by_kind(
-    grads: Iterable[torch.Tensor],
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+def by_kind(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Gradients by device and dtype, as foreach kernels take them."""
-    kinds: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
         if grad.numel() > 0:  # the largest of no elements is an error
-            kinds[grad.device, grad.dtype].append(grad)
-    return kinds
+            kinds.setdefault((grad.device, grad.dtype), []).append(grad)
+    return kinds.values()
 
 
-def _measure(grads: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """The sum of powers, or the largest magnitude: what norms are combined by.
+def _measure(
+    grads: list[torch.Tensor], order: float, device: torch.device, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """The sum of powers, or the largest magnitude, over a group: what norms are combined by.
 
     It is computed in float64, so that the total does not depend on how gradients are sharded.
     """
-    norms = []
-    for (_, dtype), alike in _by_kind(grads).items():
+    norms = [torch.zeros(1, dtype=torch.float64, device=device)]
+    for alike in by_kind(grads):
         # The sum inside a norm does not fit into float16.
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = torch.promote_types(alike[0].dtype, torch.float32)
         norms.append(torch.stack(foreach_norm(alike, order, wide)).to(device).double())
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    all_norms = torch.cat(norms)
-    return _combine(all_norms if order == math.inf else all_norms**order, order)
-
-
-def _combine(measures: torch.Tensor, order: float) -> torch.Tensor:
-    return measures.max() if order == math.inf else measures.sum()
-
-
-def _all_reduce(
-    measure: torch.Tensor, order: float, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    if group is None or group.size() == 1:
-        return measure
+    is_alone = group is None or group.size() == 1
     if order != math.inf:
-        dist.all_reduce(measure, group=group)
-        return measure
+        powers = (torch.cat(norms) ** order).sum()
+        if not is_alone:
+            dist.all_reduce(powers, group=group)
+        return powers
+    largest = torch.cat(norms).max()
+    if is_alone:
+        return largest
     # The maximum of a collective may drop a nan, which must reach every rank: send it separately.
-    is_nan = measure.isnan()
-    sent = torch.stack([measure.masked_fill(is_nan, 0.0), is_nan.double()])
+    is_nan = largest.isnan()
+    sent = torch.stack([largest.masked_fill(is_nan, 0.0), is_nan.double()])
     dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
     return sent[0].masked_fill(sent[1] > 0, math.nan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from fullshard._torch import unscale_and_check_finite_
+from fullshard._torch import UNSCALES_IN_STEP, sparse_values, to_local, unscale_and_check_finite_
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
+from fullshard.optim.clip import by_kind
 
 
 class ShardedGradScaler(GradScaler):
@@ -41,13 +42,9 @@ class ShardedGradScaler(GradScaler):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
+        self.device = torch.device(device)
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
@@ -70,31 +67,22 @@ class ShardedGradScaler(GradScaler):
             f"{type(outputs).__name__}; pass the loss."
         )
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale if that was not done, and run `optimizer.step` unless a rank found an inf."""
-        if not self._is_read_on_host(optimizer):
+        unscales_in_step = getattr(optimizer, UNSCALES_IN_STEP, False)
+        if not unscales_in_step or all(p.device.type != "cpu" for p in _params_of(optimizer)):
             return super().step(optimizer, *args, **kwargs)
-        # Unscale and decide here instead of in the optimizer's kernel.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        # A fused optimizer of offloaded parameters copies the scale and the inf to the host without
+        # waiting, and would step with stale values: unscale and decide here instead.
+        setattr(optimizer, UNSCALES_IN_STEP, False)
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
-            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-
-    def _is_read_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a fused optimizer of offloaded parameters would read a device's scale and inf.
-
-        It copies them to the host without waiting, and would step with stale values.
-        """
-        scale = self._get_scale_async() if self.is_enabled() else None
-        if scale is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return False
-        params = _params_of(optimizer)
-        return scale.device.type != "cpu" and any(p.device.type == "cpu" for p in params)
+            setattr(optimizer, UNSCALES_IN_STEP, True)
 
     def _unscale_grads_(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
         allow_fp16: bool,
@@ -102,23 +90,19 @@ class ShardedGradScaler(GradScaler):
         # The base class calls this for every check: from `unscale_`, and for optimizers that
         # unscale in their own kernels. So this is where ranks agree. Gradients may be float16
         # whatever `allow_fp16` says: a unit that is kept in float16 reduces and steps in it.
-        by_kind: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
-        by_kind = defaultdict(list)
         with torch.no_grad():
-            for values in _grad_values(optimizer):
-                by_kind[values.device, values.dtype].append(values)
             # A loss on the host must not lead to a collective on the host. No copy here is
             # `non_blocking`: the host would read it before it has arrived.
             is_on_host = found_inf.device.type == "cpu"
-            found = found_inf.to(torch.device(self._device) if is_on_host else found_inf.device)
-            for (device, _), grads in by_kind.items():
-                found_here = torch.zeros_like(found, device=device)
-                unscale_and_check_finite_(grads, found_here, inv_scale.to(device))
+            found = found_inf.to(self.device if is_on_host else found_inf.device)
+            for grads in by_kind(_grad_values(optimizer)):
+                found_here = torch.zeros_like(found, device=grads[0].device)
+                unscale_and_check_finite_(grads, found_here, inv_scale.to(grads[0].device))
                 found += found_here.to(found.device)
             self._all_reduce(found, optimizer)
         return {found_inf.device: found.to(found_inf.device)}
 
-    def _all_reduce(self, found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def _all_reduce(self, found_inf: torch.Tensor, optimizer: Optimizer) -> None:
         """Let all ranks know of an inf on any. Every rank takes part, with gradients or without."""
         if dist.get_rank(self.process_group) < 0:
             raise TopologyError(
@@ -137,19 +121,17 @@ class ShardedGradScaler(GradScaler):
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
 
 
-def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def _grad_values(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _grad_values(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """The memory of this rank's gradients, as plain dense tensors."""
     for param in _params_of(optimizer):
-        grad = param.grad
-        if grad is None:
+        if param.grad is None:
             continue
-        if isinstance(grad, DTensor):
-            grad = grad.to_local()
+        grad = to_local(param.grad)
         if not grad.is_sparse:
             yield grad
             continue
@@ -157,4 +139,4 @@ def _grad_values(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
             # Values with one index are summed later: that sum must be checked. Not every device
             # can sum them in float16.
             param.grad = grad = grad.float().coalesce().half()
-        yield grad._values()
+        yield sparse_values(grad)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,24 +34,21 @@ def saved_activation_bytes(run: Callable[[], torch.Tensor]) -> int:
             saved[storage_key(storage)] = storage  # held, so that no other gets its key
         return tensor
 
-    with _fake(), saved_tensors_hooks(note, lambda tensor: tensor), _FusedAttention():
-        output = run()
+    with warnings.catch_warnings(), _fake_mode(), saved_tensors_hooks(note, lambda t: t):
+        # torch warns of the inputs of a part of a model when it makes them fake.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        with _FusedAttention():
+            output = run()
     del output
     return sum(storage.nbytes() for storage in saved.values())
 
 
-@contextmanager
-def _fake() -> Iterator[None]:
-    """Fake tensors also suit models that read values, which would fail on meta."""
-    with warnings.catch_warnings(), _fake_mode():
-        # torch warns of the inputs of a part of a model when it makes them fake.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        yield
-
-
 @functools.cache
 def _fake_mode() -> FakeTensorMode:
-    """One for all, since a mode refuses the fake tensors of another."""
+    """Fake tensors also suit models that read values, which would fail on meta.
+
+    There is one mode for all, since a mode refuses the fake tensors of another.
+    """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -60,29 +56,15 @@ class _FusedAttention(TorchFunctionMode):
     """Makes attention save what fused kernels save."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return _attention(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            func = _attention
+        return func(*args, **(kwargs or {}))
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *_: Any,
-    **__: Any,
-) -> torch.Tensor:
-    made = _Saving.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
-    assert isinstance(made, torch.Tensor)
-    return made
+def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **__: Any) -> Any:
+    return _Saving.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
 
 
 class _Saving(torch.autograd.Function):

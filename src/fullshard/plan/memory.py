@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from fullshard.api import ShardingStrategy
-from fullshard.errors import ConfigError
 from fullshard.layout import (
-    Bucket,
     BucketKind,
     CostModel,
     DtypePlan,
-    Lane,
     ParamSpec,
     Split,
     UnitLayout,
@@ -29,24 +27,6 @@ from fullshard.layout import (
 # AdamW keeps two numbers beside each parameter.
 _MOMENTS = 2
 _KEEPS_FULL = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterShape:
-    """A full parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    is_trainable: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class UnitShapes:
-    """The parameters of a unit."""
-
-    name: str
-    parameters: tuple[ParameterShape, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +47,6 @@ class Sharding:
     is_offloaded: bool = False
     device_type: str = "cpu"
 
-    def __post_init__(self) -> None:
-        if self.num_shards < 1 or self.num_replicas < 1:
-            raise ConfigError(
-                "Sharding: at least one shard and one replica are expected, found "
-                f"{self.num_replicas}x{self.num_shards}; pass the sizes of the mesh."
-            )
-
     @property
     def num_ranks(self) -> int:
         return self.num_shards * self.num_replicas
@@ -93,21 +66,21 @@ class Sharding:
         """Whether shards are in other memory than the device computes in."""
         return self.is_offloaded and self.device_type != "cpu"
 
-    def layout(self, unit: UnitShapes) -> UnitLayout:
-        """The layout that the engine will have for a unit."""
+    def layout(self, params: Sequence[torch.Tensor]) -> UnitLayout:
+        """The layout that the engine will have for a unit of full parameters."""
         num_shards = 1 if self.is_whole else self.num_shards
         wire_dtype = None if num_shards == 1 else self.wire_dtype
-        params = [
+        specs = [
             ParamSpec(
-                parameter.name,
-                Split(parameter.shape, 0 if parameter.shape else None, num_shards),
-                DtypePlan.of(parameter.dtype, self.param_dtype, self.reduce_dtype, wire_dtype),
-                parameter.is_trainable,
+                "",
+                Split(tuple(param.shape), 0 if param.shape else None, num_shards),
+                DtypePlan.of(param.dtype, self.param_dtype, self.reduce_dtype, wire_dtype),
+                param.requires_grad,
             )
-            for parameter in unit.parameters
+            for param in params
         ]
         cost = CostModel.of_device(self.device_type)
-        return plan_unit(params, num_shards, cost, is_flat=self.is_flat)
+        return plan_unit(specs, num_shards, cost, is_flat=self.is_flat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +114,10 @@ class MemoryPlan:
     work: Work
 
     @property
-    def shards_bytes(self) -> int:
-        return self.parameter_shards + self.gradient_shards + self.optimizer_state
-
-    @property
     def host_bytes(self) -> int:
         """Host memory, where that is not what the device computes in."""
-        return self.shards_bytes if self.sharding.is_in_host_memory else 0
+        shards_bytes = self.parameter_shards + self.gradient_shards + self.optimizer_state
+        return shards_bytes if self.sharding.is_in_host_memory else 0
 
     @property
     def device_bytes(self) -> int:
@@ -176,10 +146,9 @@ class MemoryPlan:
         yield "logits", work.logits_bytes, 0
 
     def __repr__(self) -> str:
+        totals = ("in all", self.before_backward_bytes, self.after_backward_bytes)
         rows = [("on each rank", "before backward", "after backward")]
-        rows += [(name, readable(a), readable(b)) for name, a, b in self._rows()]
-        totals = (readable(self.before_backward_bytes), readable(self.after_backward_bytes))
-        rows.append(("in all", *totals))
+        rows += [(name, readable(a), readable(b)) for name, a, b in (*self._rows(), totals)]
         lines = [
             f"{self.num_parameters:,} parameters, {self.num_trainable:,} trainable, on "
             f"{self.sharding.num_replicas}x{self.sharding.num_shards} ranks",
@@ -191,143 +160,92 @@ class MemoryPlan:
 
 
 def plan_memory(
-    units: Sequence[UnitShapes], sharding: Sharding, work: Work | None = None
+    units: Sequence[Sequence[torch.Tensor]], sharding: Sharding, work: Work | None = None
 ) -> MemoryPlan:
     """Return what a rank will hold when it trains these units with AdamW.
 
     Args:
-        units: In the order in which they run, the root last, as `fullshard.wrap` chooses them.
+        units: The full parameters of each unit, on any device. Units are in the order in which they
+            run, the root last, as `fullshard.wrap` chooses them.
         sharding: How they are sharded.
         work: Activations and logits; without it, parameters alone are planned.
     """
-    if not units:
-        raise ConfigError("plan_memory: at least the root unit is expected, found no units.")
-    layouts = [sharding.layout(unit) for unit in units]
-    parameters = [parameter for layout in layouts for parameter in layout.params]
-    lanes = [lane for layout in layouts for lane in layout.lanes]
-    moving = _moving_full(layouts, sharding)
-    kept = sum(_full_bytes(layout, sharding) for layout in layouts)
+    *inner, root = every = [_UnitBytes.of(sharding.layout(unit), sharding) for unit in units]
+    # The root and the two neighbours that are largest together (rule 3), one being gathered.
+    alone = [unit.full + unit.gathered for unit in inner]
+    pairs = [a.full + b.full + max(a.gathered, b.gathered) for a, b in pairwise(inner)]
+    moving = root.full + max([root.gathered, *alone, *pairs])
+    # The root's full gradients, and those of one unit while another's are reduced. The gradient of
+    # the head comes first and that of the embedding last, so the root's wait until the end.
+    alone = [max(unit.gradients, unit.sent + unit.received) for unit in inner]
+    pairs = [a.gradients + b.sent + b.received for a, b in pairwise(inner)]
+    messages = root.gradients + max([root.copied + root.received, *alone, *pairs])
+    params = [param for unit in units for param in unit]
     return MemoryPlan(
         sharding=sharding,
-        num_parameters=sum(param.split.numel for param in parameters),
-        num_trainable=sum(param.split.numel for param in parameters if param.is_trainable),
-        parameter_shards=sum(_shard_buffer_bytes(lane) for lane in lanes),
-        gradient_shards=sum(_shard_buffer_bytes(lane) for lane in lanes if lane.is_trainable),
-        optimizer_state=_MOMENTS * sum(_trained_shard_bytes(each, sharding) for each in layouts),
-        kept_full=kept if sharding.keeps_full else moving,
+        num_parameters=sum(param.numel() for param in params),
+        num_trainable=sum(param.numel() for param in params if param.requires_grad),
+        parameter_shards=sum(unit.shards for unit in every),
+        gradient_shards=sum(unit.trained_shards for unit in every),
+        optimizer_state=sum(unit.optimizer_state for unit in every),
+        kept_full=sum(unit.full for unit in every) if sharding.keeps_full else moving,
         moving_full=moving,
-        gradient_messages=_full_gradients(layouts, sharding),
+        gradient_messages=messages,
         work=work or Work(),
     )
 
 
-def _shard_buffer_bytes(lane: Lane) -> int:
-    return lane.shard_numel * lane.dtypes.stored.itemsize
+@dataclass(slots=True)
+class _UnitBytes:
+    """What a unit takes.
 
-
-def _trained_shard_bytes(layout: UnitLayout, sharding: Sharding) -> int:
-    """The first rank's trainable shards, without padding: no rank has more."""
-    found = 0
-    for lane, bucket in _trained_buckets(layout):
-        if sharding.is_flat:
-            numel = min(bucket.segment_numel, bucket.used_numel)
-        else:
-            splits = (layout.params[slot.param_index].split for slot in bucket.slots)
-            numel = sum(split.shard_numel(0) for split in splits)
-        found += numel * lane.dtypes.stored.itemsize
-    return found
-
-
-def _full_bytes(layout: UnitLayout, sharding: Sharding) -> int:
-    """The full buffer; there is none where the shard buffers are the full parameters."""
-    return 0 if layout.is_whole and not sharding.is_in_host_memory else layout.full_bytes
-
-
-def _gather_bytes(layout: UnitLayout) -> int:
-    """What the buckets that are copied out are gathered into."""
-    return sum(
-        layout.num_ranks * bucket.segment_numel * lane.dtypes.computed.itemsize
-        for lane in layout.lanes
-        for bucket in lane.buckets
-        if bucket.kind.is_copied
-    )
-
-
-def _moving_full(layouts: Sequence[UnitLayout], sharding: Sharding) -> int:
-    """The root and the two neighbours that are largest together (rule 3), one being gathered."""
-    *inner, root = layouts
-    full = [_full_bytes(layout, sharding) for layout in inner]
-    gathered = [_gather_bytes(layout) for layout in inner]
-    pairs = [
-        full[index] + full[index + 1] + max(gathered[index], gathered[index + 1])
-        for index in range(len(inner) - 1)
-    ]
-    alone = [a + b for a, b in zip(full, gathered, strict=True)]
-    return _full_bytes(root, sharding) + max([_gather_bytes(root), *alone, *pairs])
-
-
-def _full_gradients(layouts: Sequence[UnitLayout], sharding: Sharding) -> int:
-    """The root's full gradients, and those of one unit while another's are reduced.
-
-    The gradient of the head comes first and that of the embedding last, so the root's wait until
-    the end.
+    `full` is its full buffer; there is none where the shard buffers are the full parameters.
+    `gathered` is what the buckets that are copied out are gathered into. `gradients` are the full
+    gradients as autograd makes them, `sent` the buckets that are reduced, and `copied` those among
+    them that are not the gradients themselves (rule 4). `received` is what arrives of the largest
+    bucket that is summed in a wider dtype; they come one by one.
     """
-    *inner, root = layouts
-    made = [_gradient_bytes(layout) for layout in inner]
-    sent = [_reduced_bytes(layout) + _received_bytes(layout, sharding) for layout in inner]
-    pairs = [sent[index + 1] + made[index] for index in range(len(inner) - 1)]
-    alone = [max(a, b) for a, b in zip(made, sent, strict=True)]
-    copied = _reduced_bytes(root, only_copied=True) + _received_bytes(root, sharding)
-    return _gradient_bytes(root) + max([copied, *alone, *pairs])
 
+    full: int
+    shards: int = 0
+    trained_shards: int = 0
+    optimizer_state: int = 0
+    gathered: int = 0
+    gradients: int = 0
+    sent: int = 0
+    copied: int = 0
+    received: int = 0
 
-def _trained_buckets(layout: UnitLayout) -> Iterator[tuple[Lane, Bucket]]:
-    for lane in layout.lanes:
-        if lane.is_trainable:
-            yield from ((lane, bucket) for bucket in lane.buckets)
-
-
-def _gradient_bytes(layout: UnitLayout) -> int:
-    """The full gradients, as autograd makes them."""
-    return sum(
-        layout.params[slot.param_index].split.numel * lane.dtypes.computed.itemsize
-        for lane, bucket in _trained_buckets(layout)
-        for slot in bucket.slots
-    )
-
-
-def _wire_bytes(layout: UnitLayout, lane: Lane, bucket: Bucket) -> int:
-    return layout.num_ranks * bucket.segment_numel * lane.dtypes.wire.itemsize
-
-
-def _reduced_bytes(layout: UnitLayout, *, only_copied: bool = False) -> int:
-    """The buckets that are reduced, or those among them that are not the gradients themselves.
-
-    A gradient that lies as its bucket does, in the dtype it travels in, is reduced in place
-    (rule 4).
-    """
-    return sum(
-        _wire_bytes(layout, lane, bucket)
-        for lane, bucket in _trained_buckets(layout)
-        if not only_copied
-        or bucket.kind is not BucketKind.IN_PLACE
-        or lane.dtypes.computed != lane.dtypes.wire
-    )
-
-
-def _received_bytes(layout: UnitLayout, sharding: Sharding) -> int:
-    """What arrives of the largest bucket that is summed in a wider dtype; they come one by one.
-
-    CPU ranks of one host read each other's memory instead.
-    """
-    if sharding.device_type == "cpu":
-        return 0
-    arriving = [
-        _wire_bytes(layout, lane, bucket)
-        for lane, bucket in _trained_buckets(layout)
-        if lane.dtypes.sums_on_arrival
-    ]
-    return max(arriving, default=0)
+    @classmethod
+    def of(cls, layout: UnitLayout, sharding: Sharding) -> _UnitBytes:
+        is_in_shards = layout.is_whole and not sharding.is_in_host_memory
+        unit = cls(0 if is_in_shards else layout.full_bytes)
+        for lane in layout.lanes:
+            dtypes = lane.dtypes
+            stored, computed = dtypes.stored.itemsize, dtypes.computed.itemsize
+            for bucket in lane.buckets:
+                splits = [layout.params[slot.param_index].split for slot in bucket.slots]
+                bucket_numel = layout.num_ranks * bucket.segment_numel
+                unit.shards += bucket.segment_numel * stored
+                if bucket.kind.is_copied:
+                    unit.gathered += bucket_numel * computed
+                if not lane.is_trainable:
+                    continue
+                # The shards of the first rank, without padding: no rank has more.
+                own_numel = sum(split.shard_numel(0) for split in splits)
+                if sharding.is_flat:
+                    own_numel = min(bucket.segment_numel, bucket.used_numel)
+                wire_bytes = bucket_numel * dtypes.wire.itemsize
+                is_in_place = bucket.kind is BucketKind.IN_PLACE and dtypes.computed == dtypes.wire
+                unit.trained_shards += bucket.segment_numel * stored
+                unit.optimizer_state += _MOMENTS * own_numel * stored
+                unit.gradients += sum(split.numel for split in splits) * computed
+                unit.sent += wire_bytes
+                unit.copied += 0 if is_in_place else wire_bytes
+                # CPU ranks of one host read each other's memory instead.
+                if dtypes.sums_on_arrival and sharding.device_type != "cpu":
+                    unit.received = max(unit.received, wire_bytes)
+        return unit
 
 
 def readable(num_bytes: int, word: str = "bytes") -> str:
@@ -345,12 +263,7 @@ def table(rows: Sequence[tuple[str, ...]], numbers: Collection[int]) -> list[str
     The columns of `numbers` are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if index in numbers else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    layout = "  ".join(f"{{:{'>' if n in numbers else '<'}{w}}}" for n, w in enumerate(widths))
+    lines = [layout.format(*row).rstrip() for row in rows]
     rule = "  ".join("-" * width for width in widths)
     return [lines[0], rule, *lines[1:-1], rule, lines[-1]]

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,69 +17,43 @@ from fullshard.trace.timeline import MemorySample, Span, Timeline
 
 
 class Clock:
-    """Takes stamps while a step runs and says afterwards when they were: on a CPU.
+    """Takes stamps while a step runs, and says afterwards when they were.
 
-    Work on a CPU is done when the call returns, so nothing has to be waited for.
+    On CUDA, and every device whose torch module has the same events, a stamp is an event on the
+    current stream. Work on a CPU is done when the call returns: a stamp is a time.
     """
-
-    def __init__(self) -> None:
-        self.zero: Any = self.stamp()
-
-    def stamp(self) -> Any:
-        """Now: on the current stream, where there are streams."""
-        return time.perf_counter()
-
-    def synchronize(self) -> None:
-        """Wait until every stamp has passed."""
-
-    def between(self, first: Any, second: Any) -> float:
-        """Seconds from one stamp to another, once both have passed."""
-        return float(second - first)
-
-    def seconds(self, stamp: Any) -> float:
-        """Seconds from the making of this clock to a stamp that has passed."""
-        return self.between(self.zero, stamp)
-
-    def allocated_bytes(self) -> int:
-        """Memory in use now, as the host sees it."""
-        return resident_bytes()
-
-
-class StreamClock(Clock):
-    """For CUDA, and every device whose torch module has the same events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module: Any = torch.get_device_module(device)
-        self.synchronize()
-        super().__init__()
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
 
     def stamp(self) -> Any:
+        if self._module is None:
+            return time.perf_counter()
         event = self._module.Event(enable_timing=True)
         event.record(self._module.current_stream(self._device))
         return event
 
     def synchronize(self) -> None:
-        self._module.synchronize(self._device)
+        """Wait until every stamp has passed."""
+        if self._module is not None:
+            self._module.synchronize(self._device)
 
     def between(self, first: Any, second: Any) -> float:
+        """Seconds from one stamp to another, once both have passed."""
+        if self._module is None:
+            return float(second - first)
         return float(first.elapsed_time(second)) / 1000
 
     def allocated_bytes(self) -> int:
-        return int(self._module.memory_allocated(self._device))
-
-
-def clock_for(device: torch.device) -> Clock:
-    return Clock() if device.type == "cpu" else StreamClock(device)
-
-
-def resident_bytes() -> int:
-    """The memory of this process, where the system tells."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+        """Memory in use now; on a CPU that of the process, where the system tells."""
+        if self._module is not None:
+            return int(self._module.memory_allocated(self._device))
+        try:
+            with open("/proc/self/statm", "rb") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            return 0
 
 
 class Recording:
@@ -88,33 +61,35 @@ class Recording:
 
     def __init__(self, device: torch.device, rank: int = 0) -> None:
         self._rank = rank
-        self._clock = clock_for(device)
+        self._clock = Clock(device)
         # Other threads report, and finalizers in the middle of a report: `append` needs no lock.
         self._edges: list[tuple[Any, Activity, str, bool]] = []
         self._samples: list[tuple[float, int, dict[str, int]]] = []
         self._timeline: Timeline | None = None
+        self._clock.synchronize()
+        self._zero = self._clock.stamp()
         self._began_s = time.perf_counter()
 
     def begin(self, activity: Activity, unit: str) -> None:
         self._edges.append((self._clock.stamp(), activity, unit, True))
-        self._sample()
+        self._sample({})
 
     def end(self, activity: Activity, unit: str) -> None:
         self._edges.append((self._clock.stamp(), activity, unit, False))
-        self._sample()
+        self._sample({})
 
     def hold(self, unit: str, num_bytes: int) -> None:
         self._sample({unit: num_bytes})
 
-    def _sample(self, held: dict[str, int] | None = None) -> None:
+    def _sample(self, held: dict[str, int]) -> None:
         at_s = time.perf_counter() - self._began_s
-        self._samples.append((at_s, self._clock.allocated_bytes(), held or {}))
+        self._samples.append((at_s, self._clock.allocated_bytes(), held))
 
     def finish(self) -> None:
         """Make the timeline of what was recorded; waits for the device."""
         last = self._clock.stamp()
         self._clock.synchronize()
-        duration_s = max(self._clock.seconds(last), 0.0)
+        duration_s = max(self._clock.between(self._zero, last), 0.0)
         spans, memory = tuple(self._spans(duration_s)), tuple(self._memory())
         self._timeline = Timeline(self._rank, duration_s, spans, memory)
 
@@ -131,7 +106,7 @@ class Recording:
         """Each begin with the end that follows it, or with the end of the recording."""
         open_s: dict[tuple[Activity, str], list[float]] = {}
         # Threads report ends, so edges are not in the order of time.
-        edges = [(self._clock.seconds(edge[0]), *edge[1:]) for edge in list(self._edges)]
+        edges = [(self._clock.between(self._zero, edge[0]), *edge[1:]) for edge in self._edges]
         for at_s, activity, unit, is_begin in sorted(edges, key=lambda edge: edge[0]):
             begun = open_s.setdefault((activity, unit), [])
             if is_begin:
@@ -139,8 +114,7 @@ class Recording:
             elif begun:
                 yield Span(activity, unit, begun.pop(0), at_s)
         for (activity, unit), begun in open_s.items():
-            for start_s in begun:
-                yield Span(activity, unit, start_s, duration_s)
+            yield from (Span(activity, unit, start_s, duration_s) for start_s in begun)
 
     def _memory(self) -> Iterator[MemorySample]:
         held: dict[str, int] = {}
@@ -163,28 +137,15 @@ def record(device: torch.device | str = "cpu", rank: int = 0) -> Iterator[Record
     recording.finish()
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """Moments at which compute began and ceased to wait."""
-
-    clock: Clock
-    stamps: tuple[tuple[Any, Any], ...]
-
-    def seconds(self) -> float:
-        """Their sum, once the device has passed the last of them."""
-        # Not by their distance from the beginning: milliseconds of a long run do not fit a float.
-        return sum(self.clock.between(begin, end) for begin, end in self.stamps)
-
-
 class Exposure:
     """How long compute waits for communication: an observer for every step of a run."""
 
     wants_collective_ends = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._clock = clock_for(device)
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._begun: Any = None
-        self._stamps: list[tuple[Any, Any]] = []
+        self._waits: list[tuple[Any, Any]] = []
 
     def begin(self, activity: Activity, unit: str) -> None:
         if activity.is_exposed:
@@ -192,13 +153,13 @@ class Exposure:
 
     def end(self, activity: Activity, unit: str) -> None:
         if activity.is_exposed and self._begun is not None:
-            self._stamps.append((self._begun, self._clock.stamp()))
+            self._waits.append((self._begun, self._clock.stamp()))
             self._begun = None
 
     def hold(self, unit: str, num_bytes: int) -> None:
         """Does not look at memory."""
 
-    def taken(self) -> Waits:
-        """Everything since this was last called."""
-        stamps, self._stamps = self._stamps, []
-        return Waits(self._clock, tuple(stamps))
+    def taken(self) -> list[tuple[Any, Any]]:
+        """Stamps of where each wait since the last call began and ended."""
+        waits, self._waits = self._waits, []
+        return waits

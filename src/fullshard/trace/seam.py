@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
@@ -39,15 +39,13 @@ class Activity(Enum):
 
     @property
     def track(self) -> Track:
-        return _TRACKS.get(self, Track.COMPUTE)
+        is_collective = self in (Activity.GATHER, Activity.REDUCE)
+        return Track(self.value) if is_collective else Track.COMPUTE
 
     @property
     def is_exposed(self) -> bool:
         """Whether compute waits meanwhile: communication that is not overlapped."""
         return self in (Activity.AWAIT_GATHER, Activity.AWAIT_REDUCE)
-
-
-_TRACKS = {Activity.GATHER: Track.GATHER, Activity.REDUCE: Track.REDUCE}
 
 
 class Observer(Protocol):
@@ -73,15 +71,24 @@ _lock = threading.RLock()
 
 
 def begin(activity: Activity, unit: str) -> None:
-    _tell(lambda observer: observer.begin(activity, unit))
+    _tell("begin", activity, unit)
 
 
 def end(activity: Activity, unit: str) -> None:
-    _tell(lambda observer: observer.end(activity, unit))
+    _tell("end", activity, unit)
 
 
 def hold(unit: str, num_bytes: int) -> None:
-    _tell(lambda observer: observer.hold(unit, num_bytes))
+    _tell("hold", unit, num_bytes)
+
+
+def _tell(what: str, *about: Any) -> None:
+    for observer in observers:
+        try:
+            getattr(observer, what)(*about)
+        except Exception:
+            _log.exception("%r failed and is told nothing more", observer)
+            _drop(observer)
 
 
 def end_after(futures: Iterable[Any], activity: Activity, unit: str) -> None:
@@ -102,11 +109,19 @@ def end_after(futures: Iterable[Any], activity: Activity, unit: str) -> None:
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
     """Report to `observer` what the engine does, while the block runs."""
-    _change(lambda before: (*before, observer))
+    global observers
+    with _lock:
+        observers = (*observers, observer)
     try:
         yield
     finally:
         _drop(observer)
+
+
+def _drop(observer: Observer) -> None:
+    global observers
+    with _lock:
+        observers = tuple(each for each in observers if each is not observer)
 
 
 @contextmanager
@@ -117,27 +132,3 @@ def doing(activity: Activity, unit: str) -> Iterator[None]:
         yield
     finally:
         end(activity, unit)
-
-
-def _tell(say: Callable[[Observer], None]) -> None:
-    for observer in observers:
-        try:
-            say(observer)
-        except Exception:
-            _log.exception("%r failed and is told nothing more", observer)
-            _drop(observer)
-
-
-def _drop(observer: Observer) -> None:
-    _change(lambda before: tuple(each for each in before if each is not observer))
-
-
-def _change(changed: Callable[[tuple[Observer, ...]], tuple[Observer, ...]]) -> None:
-    global observers
-    with _lock:
-        while True:
-            before = observers
-            after = changed(before)
-            if observers is before:  # otherwise a finalizer changed them meanwhile
-                observers = after
-                return

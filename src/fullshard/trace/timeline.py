@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -95,26 +95,19 @@ class UnitFacts:
 
 def _innermost(spans: Iterable[Span]) -> Iterable[Span]:
     """Cut spans that overlap, so that at every moment only the one that ends first is left."""
-    ordered = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
-    edges = sorted({edge for span in ordered for edge in (span.start_s, span.end_s)})
+    waiting = sorted(spans, key=lambda span: (-span.start_s, span.end_s))
+    edges = sorted({edge for span in waiting for edge in (span.start_s, span.end_s)})
     open_spans: list[Span] = []
     cut: list[Span] = []
-    index = 0
     for start_s, end_s in pairwise(edges):
-        while index < len(ordered) and ordered[index].start_s <= start_s:
-            open_spans.append(ordered[index])
-            index += 1
+        while waiting and waiting[-1].start_s <= start_s:
+            open_spans.append(waiting.pop())
         open_spans = [span for span in open_spans if span.end_s > start_s]
         if not open_spans:
             continue
         top = min(open_spans, key=lambda span: (span.end_s, -span.start_s))
         last = cut[-1] if cut else None
-        if (
-            last is not None
-            and last.end_s == start_s
-            and (last.activity, last.unit) == (top.activity, top.unit)
-        ):
-            cut[-1] = Span(top.activity, top.unit, last.start_s, end_s)
-        else:
-            cut.append(Span(top.activity, top.unit, start_s, end_s))
+        if last and (last.activity, last.unit, last.end_s) == (top.activity, top.unit, start_s):
+            start_s = cut.pop().start_s
+        cut.append(replace(top, start_s=start_s, end_s=end_s))
     return cut

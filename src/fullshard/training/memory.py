@@ -17,9 +17,7 @@ from fullshard.errors import ConfigError
 from fullshard.models.architecture import Architecture
 from fullshard.plan import (
     MemoryPlan,
-    ParameterShape,
     Sharding,
-    UnitShapes,
     Work,
     plan_memory,
     readable,
@@ -102,20 +100,11 @@ def capacity_of(device: torch.device, num_local_ranks: int) -> int:
 # The prediction
 
 
-def _units(config: TrainConfig, architecture: Architecture) -> list[UnitShapes]:
+def _units(config: TrainConfig, architecture: Architecture) -> list[list[nn.Parameter]]:
     model = architecture.build()
     classes = unit_classes(model, architecture, config.sharding)
     choice = choose(model, ModuleWrapPolicy(classes), needs_forward=True)
-    return [
-        UnitShapes(
-            chosen.name or "(root)",
-            tuple(
-                ParameterShape(name, tuple(param.shape), param.dtype, param.requires_grad)
-                for name, param in chosen.params
-            ),
-        )
-        for chosen in choice
-    ]
+    return [[param for _, param in chosen.params] for chosen in choice]
 
 
 def _sharding(config: TrainConfig, num_ranks: int, device: torch.device) -> Sharding:

@@ -26,7 +26,7 @@ from fullshard.runtime.unit_facts import unit_facts
 from fullshard.state.checkpoint import load, save, save_async
 from fullshard.state.rank_group import RankGroup
 from fullshard.trace import seam
-from fullshard.trace.recording import Exposure, Waits, clock_for, record
+from fullshard.trace.recording import Clock, Exposure, record
 from fullshard.trace.seam import Activity
 from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
@@ -231,7 +231,7 @@ class PendingStep:
     loss_and_norm: torch.Tensor
     start: Any
     end: Any
-    waits: Waits
+    waits: list[tuple[Any, Any]]
     must_stop: bool
 
 
@@ -244,8 +244,8 @@ class Meter:
     def __init__(self, world: World) -> None:
         self._world = world
         self._device = world.device
-        self.exposure = Exposure(world.device)
-        self._clock = clock_for(world.device)
+        self._clock = Clock(world.device)
+        self.exposure = Exposure(self._clock)
         self._end = self._clock.stamp()
 
     @property
@@ -277,10 +277,11 @@ class Meter:
         if self._device.type != "cpu":
             pending.end.synchronize()
         step_s = self._clock.between(pending.start, pending.end)
+        exposed_s = sum(self._clock.between(*wait) for wait in pending.waits)
         loss, norm = pending.loss_and_norm.tolist()
-        own = [loss, norm, step_s, pending.waits.seconds(), self._memory(), pending.must_stop]
+        own = [loss, norm, step_s, exposed_s, self._memory(), pending.must_stop]
         columns = zip(*self._world.all_gather(own), strict=True)
-        losses, norms, steps_s, exposed_s, memory, must_stop = columns
+        losses, norms, steps_s, waits_s, memory, must_stop = columns
         metrics = StepMetrics(
             step=pending.step,
             loss=sum(losses) / len(losses),
@@ -288,7 +289,7 @@ class Meter:
             grad_norm=norms[0],
             tokens=pending.tokens * self._world.size,
             step_s=max(steps_s),
-            exposed_s=max(exposed_s),
+            exposed_s=max(waits_s),
             memory_bytes=int(max(memory)),
         )
         return metrics, any(must_stop)

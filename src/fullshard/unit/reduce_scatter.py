@@ -470,7 +470,7 @@ class InFlightReduceScatter:
             elif lane.results:
                 buffer = lane.results[0]  # where the sum over one rank goes
             else:
-                group = self._config.axis.group
+                group = self.comm.reduce_axis.group
                 buffer = collectives.allocate_bucket(plan.numel, dtype, device, group)
             plan.copy_in(bucket.grads, buffer)
         return buffer if lane.before == 1.0 else buffer.div_(lane.before)
