@@ -8,7 +8,7 @@ object, its data this rank's slice. With `use_orig_params=False` the optimizer h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 
@@ -111,13 +111,9 @@ class OrigParamSlice(FlatSlice):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlatParamSlice(FlatSlice):
-    """With `use_orig_params=False`: part of its lane's flat parameter; modules see plain tensors.
-
-    `offset` is where its slice lies in the shard buffer.
-    """
+    """With `use_orig_params=False`: part of its lane's flat parameter; modules see tensors."""
 
     flat: FlatParameter | None = None
-    offset: int = 0
 
     @property
     def param(self) -> nn.Parameter:
@@ -127,11 +123,11 @@ class FlatParamSlice(FlatSlice):
     def current_local(self) -> torch.Tensor:
         if self.flat is None:
             return self.local
-        return self.view_in(self.flat.data, self.offset, tuple(self.local.shape))
+        offset = int(self.local.storage_offset())
+        return self.view_in(self.flat.data, offset, tuple(self.local.shape))
 
     def set_local(self, local: torch.Tensor) -> None:
         self.local = local
-        self.offset = int(local.storage_offset())
         self.shard = nn.Parameter(local, requires_grad=False)
         self.whole = None
 
@@ -149,20 +145,20 @@ def _set_data(param: nn.Parameter, data: torch.Tensor) -> None:
     param.data = data
 
 
+@dataclass(eq=False)
 class FlatParams:
     """How a flat unit is cut, and with `ParamForm.FLAT_PARAM` the flat parameters of its lanes.
 
     `owner` is the module that those are registered at.
     """
 
-    def __init__(self, form: ParamForm, owner: nn.Module, axis: Axis, device: torch.device) -> None:
-        self.form = form
-        self.params: list[FlatParameter] = []
-        self._owner = owner
-        self._axis = axis
-        self._device = device
-        self._layout: UnitLayout | None = None
-        self._slices: list[FlatSlice] = []
+    form: ParamForm
+    owner: nn.Module
+    axis: Axis
+    device: torch.device
+    params: list[FlatParameter] = field(default_factory=list)
+    _layout: UnitLayout | None = None
+    _slices: list[FlatSlice] = field(default_factory=list)
 
     def follow_layout(self, layout: UnitLayout, params: Sequence[ShardedParam]) -> None:
         """Follow a new plan. Parameters that it cuts elsewhere are made whole first."""
@@ -188,12 +184,12 @@ class FlatParams:
             params = [self._slices[slot.param_index] for slot in bucket.slots]
             if all(param.whole is not None for param in params):
                 continue
-            segment = torch.zeros(bucket.segment_numel, dtype=params[0].dtype, device=self._device)
+            segment = torch.zeros(bucket.segment_numel, dtype=params[0].dtype, device=self.device)
             for slot, param in zip(bucket.slots, params, strict=True):
                 local = param.current_local
-                offset = bucket.shard_offset(slot, self._axis.rank)
+                offset = bucket.shard_offset(slot, self.axis.rank)
                 segment[offset : offset + local.numel()].copy_(local.reshape(-1))
-            full = all_gather_flat(segment, self._axis)
+            full = all_gather_flat(segment, self.axis)
             for slot, param in zip(bucket.slots, params, strict=True):
                 param.whole = param.view_in(full, slot.offset, param.split.shape)
 
@@ -219,7 +215,7 @@ class FlatParams:
         del self.params[len(layout.lanes) :]
 
     def _location(self, lane: int) -> ParamLocation:
-        return ParamLocation(self._owner, flat_name(lane))
+        return ParamLocation(self.owner, flat_name(lane))
 
     def detach(self) -> None:
         """Let the parameters stand alone until they are attached again, perhaps elsewhere."""
