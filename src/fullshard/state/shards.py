@@ -242,7 +242,7 @@ class FlatLane:
     def flat_param(self) -> FlatParameter | None:
         """The one parameter of the lane, with `use_orig_params=False`."""
         flat = self._unit.flat
-        return flat.params[self.index] if flat is not None and flat.params else None
+        return flat.holders[self.index].param if flat is not None and flat.holders else None
 
     @property
     def numel(self) -> int:

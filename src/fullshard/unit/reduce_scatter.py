@@ -42,12 +42,12 @@ from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import permuted_pairs
 from fullshard.unit.context import CommContext, HeldResults, wait_all
-from fullshard.unit.flat_param import FlatParameter
+from fullshard.unit.flat_param import FlatParamHolder
 from fullshard.unit.param import ShardedParam, shard_device
 from fullshard.unit.settings import UnitComm, UnitSettings
 
 Grad = torch.Tensor | None
-GradTarget = ShardedParam | FlatParameter
+GradTarget = ShardedParam | FlatParamHolder
 GradSlot = tuple[GradTarget, int]
 """What receives a gradient, and where in a bucket's sums it begins."""
 

@@ -458,7 +458,7 @@ class Unit:
 
     def _grad_lanes(self) -> Iterator[GradLane]:
         rank = self.mesh_info.shard.rank
-        flat = dict(enumerate(self.flat.params)) if self.flat is not None else {}
+        flat = dict(enumerate(self.flat.holders)) if self.flat is not None else {}
         for index, lane in enumerate(self.layout.lanes):
             yield GradLane(self.layout, lane, self._plain, rank, flat.get(index))
         for lane in self.extension_layout.lanes:
