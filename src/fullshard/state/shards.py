@@ -40,7 +40,7 @@ from fullshard.errors import CheckpointError, DisagreementError, FullshardError
 from fullshard.layout.split import Box, boxes_of_range, row_chunks, slices
 from fullshard.runtime.hooks import ModuleHooks, hooks_of, hooks_of_unit
 from fullshard.runtime.names import clean_name
-from fullshard.unit.flat_param import FlatParameter, FlatSlice, flat_name
+from fullshard.unit.flat_param import FlatParamHolder, FlatSlice, flat_name
 from fullshard.unit.param import ParamLocation
 from fullshard.unit.unit import Unit
 
@@ -176,7 +176,7 @@ class FlatLane:
     Attributes:
         mesh_info: Where the parameters are sharded and replicated.
         is_sharded: Whether ranks hold different parts of them.
-        is_flat: Whether they are one `FlatParameter` (`use_orig_params=False`), `flat_param`.
+        is_flat: Whether they are one `FlatParameter` (`use_orig_params=False`), that of `holder`.
         device: Where collectives run; with CPU offload the shard buffer is elsewhere.
         numel: Elements of all parameters together.
         shard_numel: Elements of the shard buffer, which is padded to one size on all ranks.
@@ -189,9 +189,9 @@ class FlatLane:
         self.mesh_info: MeshInfo = unit.mesh_info
         self.is_sharded = self.mesh_info.shard.size > 1
         self.device: torch.device = unit.comm_ctx.device.torch_device
-        flat_params = [] if unit.flat is None else unit.flat.params
-        self.flat_param: FlatParameter | None = flat_params[index] if flat_params else None
-        self.is_flat = self.flat_param is not None
+        holders = [] if unit.flat is None else unit.flat.holders
+        self.holder: FlatParamHolder | None = holders[index] if holders else None
+        self.is_flat = self.holder is not None
         (bucket,) = unit.layout.lanes[index].buckets
         self.numel: int = max((slot.offset + slot.numel for slot in bucket.slots), default=0)
         self.shard_numel: int = bucket.segment_numel
@@ -274,7 +274,7 @@ def walk(model: nn.Module, lanes: Sequence[FlatLane]) -> Iterator[tuple[str, Nam
     for shard in sorted((s for lane in lanes for s in lane.shards), key=lambda s: s.index):
         for place in shard.locations:
             shards_at.setdefault(place.module, {})[place.name] = shard
-    flat_params = {lane.flat_param for lane in lanes}
+    flat_params = {lane.holder.param for lane in lanes if lane.holder is not None}
     for path, module in model.named_modules(remove_duplicate=False):
         before = clean_name(f"{path}.") if path else ""
         for lane in lanes_at.get(module, ()):

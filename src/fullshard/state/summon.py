@@ -115,14 +115,13 @@ def _summoned(lane: FlatLane, options: _Options) -> Iterator[None]:
     before = [(shard, shard.tensor.data, shard.tensor.grad) for shard in shards]
     places = [(place, place.get()) for shard in shards for place in shard.locations]
     modules = {place.module for place, _ in places}
-    flat = lane.unit.flat if lane.is_flat and shards else None
-    if flat is not None:
-        modules.add(flat.location(lane.index).module)
+    if lane.holder is not None and shards:
+        modules.add(lane.holder.location.module)
     registered = {module: dict(module._parameters) for module in modules}
     shown: dict[FlatShard, Any] = {}
     try:
-        if flat is not None:
-            flat.location(lane.index).unregistered()
+        if lane.holder is not None and shards:
+            lane.holder.unregister()
         for shard in shards:
             view, shown[shard] = shard.view_of(full), shard.tensor
             if lane.is_flat:

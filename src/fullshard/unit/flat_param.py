@@ -8,7 +8,7 @@ object, its data this rank's slice. With `use_orig_params=False` the optimizer h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 
@@ -32,25 +32,31 @@ class ParamForm(Enum):
 class FlatParameter(nn.Parameter):
     """This rank's slice of all parameters of a wrapper with one dtype that are trained alike.
 
-    Made by `FullyShardedDataParallel` with `use_orig_params=False`. It receives gradients as a
-    `ShardedParam` does.
+    Made by `FullyShardedDataParallel` with `use_orig_params=False`.
     """
-
-    @property
-    def param(self) -> FlatParameter:
-        return self
-
-    @property
-    def local(self) -> torch.Tensor:
-        return self
-
-    def as_grad(self, part: torch.Tensor) -> torch.Tensor:
-        return part
 
 
 def flat_name(lane: int) -> str:
     """The name of a lane's flat parameter; most units have one."""
     return "_flat_param" if lane == 0 else f"_flat_param_{lane}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatParamHolder:
+    """The flat parameter of a lane, and where it is registered; receives gradients as a param."""
+
+    param: FlatParameter
+    location: ParamLocation
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.param
+
+    def as_grad(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def unregister(self) -> None:
+        self.location.unregistered()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -111,32 +117,28 @@ class OrigParamSlice(FlatSlice):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlatParamSlice(FlatSlice):
-    """With `use_orig_params=False`: part of its lane's flat parameter; modules see plain tensors.
+    """With `use_orig_params=False`: part of its lane's flat parameter; modules see tensors."""
 
-    `offset` is where its slice lies in the shard buffer.
-    """
-
-    flat: FlatParameter | None = None
-    offset: int = 0
+    holder: FlatParamHolder | None = None
 
     @property
     def param(self) -> nn.Parameter:
-        return self.shard if self.flat is None else self.flat
+        return self.shard if self.holder is None else self.holder.param
 
     @property
     def current_local(self) -> torch.Tensor:
-        if self.flat is None:
+        if self.holder is None:
             return self.local
-        return self.view_in(self.flat.data, self.offset, tuple(self.local.shape))
+        offset = int(self.local.storage_offset())
+        return self.view_in(self.holder.param.data, offset, tuple(self.local.shape))
 
     def set_local(self, local: torch.Tensor) -> None:
         self.local = local
-        self.offset = int(local.storage_offset())
         self.shard = nn.Parameter(local, requires_grad=False)
         self.whole = None
 
     def is_in_buffer(self) -> bool:
-        return self.flat is not None  # `FlatParams.are_current` looks at the flat parameter
+        return self.holder is not None  # `FlatParams.are_current` asks the holder
 
     def follow_registered(self) -> bool:
         return self.is_in_buffer()  # nothing of it is registered
@@ -149,20 +151,20 @@ def _set_data(param: nn.Parameter, data: torch.Tensor) -> None:
     param.data = data
 
 
+@dataclass(eq=False)
 class FlatParams:
     """How a flat unit is cut, and with `ParamForm.FLAT_PARAM` the flat parameters of its lanes.
 
     `owner` is the module that those are registered at.
     """
 
-    def __init__(self, form: ParamForm, owner: nn.Module, axis: Axis, device: torch.device) -> None:
-        self.form = form
-        self.params: list[FlatParameter] = []
-        self._owner = owner
-        self._axis = axis
-        self._device = device
-        self._layout: UnitLayout | None = None
-        self._slices: list[FlatSlice] = []
+    form: ParamForm
+    owner: nn.Module
+    axis: Axis
+    device: torch.device
+    holders: list[FlatParamHolder] = field(default_factory=list)
+    _layout: UnitLayout | None = None
+    _slices: list[FlatSlice] = field(default_factory=list)
 
     def follow_layout(self, layout: UnitLayout, params: Sequence[ShardedParam]) -> None:
         """Follow a new plan. Parameters that it cuts elsewhere are made whole first."""
@@ -188,12 +190,12 @@ class FlatParams:
             params = [self._slices[slot.param_index] for slot in bucket.slots]
             if all(param.whole is not None for param in params):
                 continue
-            segment = torch.zeros(bucket.segment_numel, dtype=params[0].dtype, device=self._device)
+            segment = torch.zeros(bucket.segment_numel, dtype=params[0].dtype, device=self.device)
             for slot, param in zip(bucket.slots, params, strict=True):
                 local = param.current_local
-                offset = bucket.shard_offset(slot, self._axis.rank)
+                offset = bucket.shard_offset(slot, self.axis.rank)
                 segment[offset : offset + local.numel()].copy_(local.reshape(-1))
-            full = all_gather_flat(segment, self._axis)
+            full = all_gather_flat(segment, self.axis)
             for slot, param in zip(bucket.slots, params, strict=True):
                 param.whole = param.view_in(full, slot.offset, param.split.shape)
 
@@ -204,37 +206,33 @@ class FlatParams:
         if self.form is not ParamForm.FLAT_PARAM:
             return
         for index, (lane, buffer) in enumerate(zip(layout.lanes, shards.lanes, strict=True)):
-            if index == len(self.params):
-                self.params.append(FlatParameter(buffer, lane.is_trainable))
-                self.location(index).put(self.params[index])
-            flat = self.params[index]
-            _set_data(flat, buffer)
-            flat.requires_grad_(lane.is_trainable)
+            if index == len(self.holders):
+                location = ParamLocation(self.owner, flat_name(index))
+                flat = FlatParameter(buffer, lane.is_trainable)
+                location.put(flat)
+                self.holders.append(FlatParamHolder(flat, location))
+            holder = self.holders[index]
+            _set_data(holder.param, buffer)
+            holder.param.requires_grad_(lane.is_trainable)
             for slot in lane.buckets[0].slots:
                 param = params[slot.param_index]
                 assert isinstance(param, FlatParamSlice)
-                param.flat = flat
-        for index in range(len(layout.lanes), len(self.params)):
-            self.location(index).unregistered()
-        del self.params[len(layout.lanes) :]
-
-    def location(self, lane: int) -> ParamLocation:
-        """Where the flat parameter of a lane is registered."""
-        return ParamLocation(self._owner, flat_name(lane))
+                param.holder = holder
+        for holder in self.holders[len(layout.lanes) :]:
+            holder.unregister()
+        del self.holders[len(layout.lanes) :]
 
     def detach(self) -> None:
         """Let the parameters stand alone until they are attached again, perhaps elsewhere."""
         for param in self._slices:
-            if isinstance(param, FlatParamSlice) and any(
-                param.flat is each for each in self.params
-            ):
+            if isinstance(param, FlatParamSlice) and param.holder in self.holders:
                 param.local = param.current_local
                 param.shard = nn.Parameter(param.local, requires_grad=param.is_trainable)
-                param.flat = None
+                param.holder = None
 
     def are_current(self, shards: ShardBuffers) -> bool:
         """Whether the flat parameters are registered, and are the shard buffers."""
         return all(
-            self.location(index).get() is flat and same_memory(flat, shards.lanes[index])
-            for index, flat in enumerate(self.params)
+            holder.location.get() is holder.param and same_memory(holder.param, buffer)
+            for holder, buffer in zip(self.holders, shards.lanes, strict=False)
         )

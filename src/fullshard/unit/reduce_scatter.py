@@ -42,12 +42,12 @@ from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import permuted_pairs
 from fullshard.unit.context import CommContext, HeldResults, wait_all
-from fullshard.unit.flat_param import FlatParameter
+from fullshard.unit.flat_param import FlatParamHolder
 from fullshard.unit.param import ShardedParam, shard_device
 from fullshard.unit.settings import UnitComm, UnitSettings
 
 Grad = torch.Tensor | None
-GradTarget = ShardedParam | FlatParameter
+GradTarget = ShardedParam | FlatParamHolder
 GradSlot = tuple[GradTarget, int]
 """What receives a gradient, and where in a bucket's sums it begins."""
 
@@ -104,8 +104,8 @@ class GradBuffer:
 
     def __init__(self, lane: GradLane, device: torch.device) -> None:
         dtype, numel = lane.dtypes.stored, lane.shard_numel
-        self._buffer = ResizableBuffer(numel * dtype.itemsize, device)
-        self.result = self._buffer.view(0, (numel,), dtype)
+        self.memory = ResizableBuffer(numel * dtype.itemsize, device)
+        self.result = self.memory.view(0, (numel,), dtype)
         self.grads = {
             target: target.as_grad(_part(self.result, target, bucket.in_shards.start + offset))
             for bucket in lane.buckets
@@ -122,20 +122,10 @@ class GradBuffer:
         if self.num_reserved:
             return False
         # Gradients without memory were not assigned to anything.
-        return not self._buffer.is_allocated or self._counts == self._references()
+        return not self.memory.is_allocated or self._counts == self._references()
 
     def _references(self) -> list[int]:
-        return [self._buffer.use_count, *reference_counts(self._watched)]
-
-    def reserve(self) -> torch.Tensor:
-        """The result, with memory of the current stream, until its gradients are assigned."""
-        self.num_reserved += 1
-        self._buffer.allocate()
-        return self.result
-
-    def release_if_unused(self) -> None:
-        if self._buffer.is_allocated and self.is_unused:
-            self._buffer.free()
+        return [self.memory.use_count, *reference_counts(self._watched)]
 
 
 def _part(sums: torch.Tensor, target: GradTarget, offset: int) -> torch.Tensor:
@@ -170,20 +160,11 @@ class GradBucket:
     """
 
     def __init__(
-        self,
-        lane: Lane,
-        bucket: Bucket,
-        params: Sequence[ShardedParam],
-        layout: UnitLayout,
-        rank: int,
-        target: GradTarget | None,
+        self, lane: Lane, bucket: Bucket, slots: Sequence[tuple[ShardedParam, int]], num_ranks: int
     ) -> None:
-        num_ranks = layout.num_ranks
-        self.params = [params[slot.param_index] for slot in bucket.slots]
-        self.slots = [(params[s.param_index], bucket.shard_offset(s, rank)) for s in bucket.slots]
-        self.targets: list[GradSlot] = [slot for slot in self.slots if slot[0].takes_gradient]
-        if target is not None:
-            self.targets = [(target, 0)]
+        self.params = [param for param, _ in slots]
+        self.slots = slots
+        self.targets: list[GradSlot] = [slot for slot in slots if slot[0].takes_gradient]
         self.dtypes = lane.dtypes
         self.numel = num_ranks * bucket.segment_numel
         self.num_bytes = self.numel * lane.dtypes.wire.itemsize
@@ -272,9 +253,12 @@ class GradLane:
         self.dtypes = lane.dtypes
         self.is_cast = lane.dtypes.reduced != lane.dtypes.stored
         self.shard_numel = lane.shard_numel
-        self.buckets = [
-            GradBucket(lane, bucket, params, layout, rank, target) for bucket in lane.buckets
-        ]
+        self.buckets: list[GradBucket] = []
+        for bucket in lane.buckets:
+            slots = [(params[s.param_index], bucket.shard_offset(s, rank)) for s in bucket.slots]
+            self.buckets.append(GradBucket(lane, bucket, slots, layout.num_ranks))
+        if target is not None:
+            self.buckets[0].targets = [(target, 0)]
         self.buffer: GradBuffer | None = None
         self.in_buffer: set[GradBucket] = set()
         """The buckets that are in it already, from the backward under way."""
@@ -298,6 +282,8 @@ class GradLane:
         if self.buffer is None or not (self.in_buffer or self.buffer.is_unused):
             self.buffer = GradBuffer(self, device)
         self.in_buffer.update(buckets)
+        self.buffer.num_reserved += 1
+        self.buffer.memory.allocate()
         return self.buffer
 
 
@@ -381,8 +367,8 @@ class InFlightReduceScatter:
                 if not self._goes_by_pieces(bucket):
                     bucket.inp = self._bucket_input(lane, bucket)
                     bucket.grads = []
-                    if is_single:
-                        lane.outs = lane.results = [bucket.inp]
+            if is_single:
+                lane.outs = lane.results = [b.inp for b in lane.buckets if b.inp is not None]
         device.wait(device.record(), stream)
         try:
             with device.on(stream):
@@ -500,7 +486,7 @@ class InFlightReduceScatter:
         if not is_assigned_apart:
             lane.buffer = lane.plan.acquire_buffer(plans, device)
         if lane.buffer is not None:
-            result = lane.buffer.reserve()
+            result = lane.buffer.result
             lane.grads = [result[plan.in_shards] for plan in plans]
             if not lane.plan.is_cast:
                 is_all = len(plans) == len(lane.plan.buckets)
@@ -561,7 +547,8 @@ class InFlightReduceScatter:
             self._has_followed = True
             device.wait(device.record(), self._last_stream)
             with device.on(self._last_stream):
-                self._all_reduce()
+                for lane in self.lanes:
+                    self._all_reduce(lane)
                 self._assign()
                 self._end()
 
@@ -579,17 +566,16 @@ class InFlightReduceScatter:
                         param.partial_grad = part if before is None else before.add_(part)
         self._has_followed = True
 
-    def _all_reduce(self) -> None:
+    def _all_reduce(self, lane: LaneReduce) -> None:
         """Sum over the replicas, and call the users' hooks."""
-        replicas, comm_hook = self.unit_grads.mesh_info.replicate, self.comm.comm_hook
-        for lane in self.lanes:
-            for result in lane.results:
-                if comm_hook is not None:
-                    comm_hook(result)
-                elif replicas.group is not None and not replicas.is_single:
-                    all_reduce(result, replicas.group, average=lane.average)
-                if self.comm.all_reduce_hook is not None:
-                    self.comm.all_reduce_hook(result)
+        replicas, comm = self.unit_grads.mesh_info.replicate, self.comm
+        for result in lane.results:
+            if comm.comm_hook is not None:
+                comm.comm_hook(result)
+            elif replicas.group is not None and not replicas.is_single:
+                all_reduce(result, replicas.group, average=lane.average)
+            if comm.all_reduce_hook is not None:
+                comm.all_reduce_hook(result)
 
     def _assign(self) -> None:
         """Scale, cast and assign, on the current stream."""
@@ -849,8 +835,9 @@ class UnitGrads:
     def release_unused_buffers(self) -> None:
         """Free the memory of gradients that were dropped."""
         for lane in self._lanes:
-            if lane.buffer is not None:
-                lane.buffer.release_if_unused()
+            buffer = lane.buffer
+            if buffer is not None and buffer.memory.is_allocated and buffer.is_unused:
+                buffer.memory.free()
 
     def synchronize_host(self) -> None:
         """Make the host wait for gradients that are still being copied to it."""

@@ -107,6 +107,7 @@ class Registration:
             registry[name] = shard
 
 
+@dataclass(eq=False)
 class Unit:
     """The parameters of one wrapper, or of one `fully_shard` call that share a mesh.
 
@@ -118,40 +119,32 @@ class Unit:
     that listens has seen the gradient.
     """
 
-    def __init__(
-        self,
-        name: str,
-        params: Sequence[ShardedParam],
-        mesh_info: MeshInfo,
-        policy: MixedPrecisionPolicy,
-        offload: OffloadPolicy,
-        comm_ctx: CommContext,
-        settings: UnitSettings,
-        flat: FlatParams | None = None,
-    ) -> None:
-        self.name = name
-        self.params = list(params)
-        self.mesh_info = mesh_info
-        self.policy = policy
-        self.offload = offload
-        self.comm_ctx = comm_ctx
-        self.settings = settings
-        self.flat = flat
-        self.state: State = SHARDED
-        default = collectives_for(mesh_info.shard.group, comm_ctx.device.torch_device)
-        self.comm = UnitComm(default, default, mesh_info.shard)
-        self.grads = UnitGrads(mesh_info, policy, offload, comm_ctx.device)
+    name: str
+    params: list[ShardedParam]
+    mesh_info: MeshInfo
+    policy: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    comm_ctx: CommContext
+    settings: UnitSettings
+    flat: FlatParams | None = None
+    state: State = SHARDED
+    is_held: bool = False
+    is_summoned: bool = False
+    _is_listening: bool = False
+    _listens_for_last: bool = False
+    _num_trainable: int = 0
+    _is_training_followed: bool = False
+    _all_gather: UnitAllGather | None = None
+    _registration: Registration | None = None
+
+    def __post_init__(self) -> None:
+        device, axis = self.comm_ctx.device, self.mesh_info.shard
+        default = collectives_for(axis.group, device.torch_device)
+        self.comm = UnitComm(default, default, axis)
+        self.grads = UnitGrads(self.mesh_info, self.policy, self.offload, device)
         self.on_grads_ready: Callable[[Unit, GradBucket | None], None] = lambda *_: None
-        self.is_held = False
-        self.is_summoned = False
-        self._is_listening = False
-        self._listens_for_last = False
         self._arrived: set[ShardedParam] = set()
-        self._num_trainable = 0
-        self._is_training_followed = False
         self._versions: list[int] = []
-        self._all_gather: UnitAllGather | None = None
-        self._registration: Registration | None = None
         self.replan()
 
     # Plan and shard buffers
@@ -465,7 +458,7 @@ class Unit:
 
     def _grad_lanes(self) -> Iterator[GradLane]:
         rank = self.mesh_info.shard.rank
-        flat = dict(enumerate(self.flat.params)) if self.flat is not None else {}
+        flat = dict(enumerate(self.flat.holders)) if self.flat is not None else {}
         for index, lane in enumerate(self.layout.lanes):
             yield GradLane(self.layout, lane, self._plain, rank, flat.get(index))
         for lane in self.extension_layout.lanes:
