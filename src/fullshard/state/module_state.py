@@ -155,53 +155,49 @@ def settings_scope(module: nn.Module, *given: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadata: Any) -> None:
-    settings = _own_settings(wrapper)
+    settings, name = _own_settings(wrapper), clean_name(prefix) or "model"
     kind, config = settings.state_dict_type, settings.state_dict_config
     is_sharded = kind is StateDictType.SHARDED_STATE_DICT
+    is_local = kind is StateDictType.LOCAL_STATE_DICT
     form = StateForm(is_sharded, getattr(config, "_use_dtensor", False), config.offload_to_cpu)
     own = lanes_of(wrapper, recurse=False)
-    _check_kind(wrapper, kind, own, clean_name(prefix) or "model")
+    if is_local and wrapper.__dict__.get("_device_mesh"):
+        raise LifecycleError(
+            f"{name}: LOCAL_STATE_DICT needs a wrapper without device_mesh, found one; use "
+            "SHARDED_STATE_DICT, which holds DTensors."
+        )
+    if (is_local or is_sharded) and not all(lane.is_sharded for lane in own):
+        warnings.warn(
+            f"{name}: parameters are not sharded, so the state dict holds them whole and not as "
+            f"{kind.name} asks.",
+            stacklevel=2,
+        )
     for key in [key for key in state if key.startswith(prefix)]:
         state[prefix + clean_name(key[len(prefix) :])] = state.pop(key)
     rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     is_kept = not rank0_only or is_first_rank(wrapper)
     _convert_buffers(wrapper, state, prefix, is_kept=is_kept, to_cpu=form.to_cpu)
     for lane in [*own, *borrowed_lanes_of(wrapper)]:
-        flat = flat_name(lane.index)
-        names = [name for shard in lane.shards for name in shard.names]
+        names = {name: shard for shard in lane.shards for name in shard.names}
         values: dict[str, StateValue] = {}
-        if lane.unit.is_summoned:
-            values = _summoned_values(lane, state, prefix, form)
-        elif kind is StateDictType.LOCAL_STATE_DICT and lane.is_sharded:
-            values = {flat: _local_value(lane, form.to_cpu)} if lane in own else {}
+        if lane.unit.is_summoned:  # with what was written; on other ranks as they are
+            for name in (name for name in names if prefix + name in state):
+                found = state[prefix + name]
+                is_whole = found.shape == names[name].shape
+                values[name] = form.copy(found, lane) if is_whole else found.clone()
+        elif is_local and lane.is_sharded:
+            values = {flat_name(lane.index): _local_value(lane, form.to_cpu)} if lane in own else {}
         else:
             full = lane.gather(lane.shard_buffer())
             for shard in lane.shards if is_kept else ():
                 values |= dict.fromkeys(shard.names, form.copy(shard.view_of(full), lane))
-        for name in [flat, *names] if lane in own else names:
+        for name in [flat_name(lane.index), *names] if lane in own else names:
             if name in values:
                 state[prefix + name] = values[name]
             else:
                 state.pop(prefix + name, None)
     if WRAPPED not in prefix:
         _arrange(wrapper, state, prefix)
-
-
-def _check_kind(
-    wrapper: nn.Module, wanted: StateDictType, lanes: Iterable[FlatLane], name: str
-) -> None:
-    if wanted is StateDictType.LOCAL_STATE_DICT and wrapper.__dict__.get("_device_mesh"):
-        raise LifecycleError(
-            f"{name}: LOCAL_STATE_DICT needs a wrapper without device_mesh, found one; use "
-            "SHARDED_STATE_DICT, which holds DTensors."
-        )
-    is_full = wanted is StateDictType.FULL_STATE_DICT
-    if not is_full and not all(lane.is_sharded for lane in lanes):
-        warnings.warn(
-            f"{name}: parameters are not sharded, so the state dict holds them whole and not as "
-            f"{wanted.name} asks.",
-            stacklevel=3,
-        )
 
 
 def _convert_buffers(
@@ -221,20 +217,6 @@ def _convert_buffers(
         buffer = buffer.to(dtype=dtypes.get(name, buffer.dtype))
         is_moved = to_cpu and not isinstance(buffer, DTensor)
         state[prefix + name] = buffer.cpu() if is_moved else buffer
-
-
-def _summoned_values(
-    lane: FlatLane, state: Entries, prefix: str, form: StateForm
-) -> dict[str, StateValue]:
-    """Summoned parameters with what was written to them; those on other ranks as they are."""
-    values: dict[str, StateValue] = {}
-    for shard in lane.shards:
-        for name in shard.names:
-            found = state.get(prefix + name)
-            if isinstance(found, torch.Tensor):
-                is_whole = found.shape == shard.shape
-                values[name] = form.copy(found, lane) if is_whole else found.clone()
-    return values
 
 
 def _local_value(lane: FlatLane, to_cpu: bool) -> StateValue:

@@ -357,9 +357,9 @@ def _agreed_states(
             is_free = lane.is_flat and not isinstance(found[0], _PerElement)
             if not is_free and not all(is_same(value, found[0]) for value in found):
                 raise DisagreementError(
-                    f"{name}: the optimizer state {key!r} must be the same on all ranks that have "
-                    f"a part of the parameter, and tensors of one dtype, found {found}; step the "
-                    "optimizer on all ranks alike."
+                    f"{name}: the optimizer state {key!r} must be the same on all ranks, found "
+                    f"{found} on those that have a part of the parameter; step the optimizer on "
+                    "all ranks alike."
                 )
             agreed.setdefault(param, {})[key] = found[0]
     return agreed
@@ -594,7 +594,7 @@ class _Load:
         unknown = [n for n in known - held.keys() if n not in shards or shards[n].is_trainable]
         missing = [
             param.names[0]
-            for param in keys
+            for param in (keys if self.optim is not None else ())
             if param.param.requires_grad and not any(known & {*s.names} for s in param.shards)
         ]
         if unknown or missing:
@@ -604,13 +604,9 @@ class _Load:
                 "state of an optimizer of this model over the same parameters."
             )
         if self.optim is None:
-            return [
-                {
-                    **copy.deepcopy(dict(group)),
-                    "params": sorted({held[n] for n in its if n in held}),
-                }
-                for group, its in zip(saved, names, strict=True)
-            ]
+            numbers = [sorted({held[name] for name in its if name in held}) for its in names]
+            pairs = zip(saved, numbers, strict=True)
+            return [copy.deepcopy({**group, "params": params}) for group, params in pairs]
         result: list[dict[str, Any]] = []
         options = saved_options([list(group.values()) for group in groups], saved)
         for own, params, chosen in zip(self.optim.param_groups, groups, options, strict=True):
