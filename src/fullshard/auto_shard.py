@@ -92,8 +92,6 @@ class Explanation:
         rows = [header, *(each._cells() for each in (*self.units, self.total))]
         return "\n".join(table(rows, numbers=(2, 3)))
 
-    __str__ = __repr__
-
 
 def explain(model: nn.Module, policy: Any = None, **options: Any) -> Explanation:
     """Return what `auto_shard` would do with the same arguments, and why. Changes nothing.

@@ -216,7 +216,7 @@ class ModuleHooks:
 
     @property
     def is_root(self) -> bool:
-        return self.scheduler is not None and self.scheduler.root is self
+        return self.scheduler is not None and self.scheduler.members[0] is self
 
     @property
     def is_unsharded_in_backward(self) -> bool:
@@ -258,8 +258,9 @@ class ModuleHooks:
             scheduler.start(self)
         call = ModuleCall(self, scheduler.finished, opens_forward)
         device = self.device if opens_forward and self.device.type != "cpu" else None
-        casts = self.policy.cast_forward_inputs or (self.is_root and self.request.casts_root_inputs)
-        dtype = self.policy.param_dtype if casts else None
+        dtype = self.policy.param_dtype
+        if dtype is not None and not self.policy.cast_forward_inputs:
+            dtype = dtype if self.is_root and self.request.casts_root_inputs else None
         args, kwargs = call.take_inputs(args, kwargs, device, dtype)
         scheduler.unshard(self)
         for unit in self.reads:
