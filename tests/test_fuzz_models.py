@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -49,18 +48,6 @@ class Spec:
     reshard: tuple[bool | int | None, ...]  # of one unit after another, in turns
     cuts_last_dim: bool
     micro_batches: int
-
-    @property
-    def is_coarse(self) -> bool:
-        return any(leaf.dtype is torch.bfloat16 for leaf in leaves(self.root))
-
-
-def leaves(node: Node) -> Iterator[Leaf]:
-    for child in node.children:
-        if isinstance(child, Leaf):
-            yield child
-        else:
-            yield from leaves(child)
 
 
 class LeafModule(nn.Module):
@@ -200,11 +187,7 @@ def train(rank: Rank, spec: Spec) -> None:
         micro_batches=spec.micro_batches,
         before_forward=sync_last,
     )
-    # bfloat16 has 8 bits; a mean over ranks is rounded in another place than one over batches.
-    tolerance = {"rtol": 3e-2, "atol": 1e-2} if spec.is_coarse else {"rtol": 1e-5, "atol": 1e-6}
-    assert_same_training(
-        lambda: build(spec), lambda model: shard(model, spec, rank), training, **tolerance
-    )
+    assert_same_training(lambda: build(spec), lambda model: shard(model, spec, rank), training)
 
 
 runs = st.sampled_from(["once", "once", "once", "twice", "never", "checkpoint"])
@@ -256,8 +239,8 @@ def check(spec: Spec) -> None:
     pool(size).run(train, spec, timeout_s=60.0, expect_failure=True)
 
 
-few = settings(derandomize=True, deadline=None, max_examples=12)
-fewer = settings(derandomize=True, deadline=None, max_examples=8)
+few = settings(derandomize=True, deadline=None, max_examples=10)
+fewer = settings(derandomize=True, deadline=None, max_examples=6)
 
 
 @few
@@ -270,19 +253,3 @@ def test_any_model_trains_like_the_unsharded_one_on_one_axis(spec: Spec) -> None
 @given(specs(((2, 2), (4,))))
 def test_any_model_trains_like_the_unsharded_one_on_four_ranks(spec: Spec) -> None:
     check(spec)
-
-
-def test_bfloat16_beside_other_dtypes_trains_like_the_unsharded_model() -> None:
-    def leaf(kind: str, dtype: torch.dtype, unit: str) -> Leaf:
-        return Leaf(kind, dtype, 3, "none", False, "once", unit)
-
-    for cuts_last_dim in (False, True):
-        children = (
-            leaf("linear", torch.bfloat16, "none"),
-            leaf("norm", torch.float32, "with next"),
-            leaf("table", torch.bfloat16, "none"),
-            leaf("cube", torch.float64, "own"),
-            leaf("scalar", torch.bfloat16, "own"),
-            leaf("linear", torch.float32, "none"),
-        )
-        check(Spec(Node(children, "once", "own"), (2,), (True,), cuts_last_dim, 2))

@@ -42,7 +42,7 @@ class Ordered(Device):
 
 @contextmanager
 def ordered_and_small() -> Iterator[None]:
-    """Messages are large from 1 KiB on, and every parameter has one."""
+    """Buckets are large from 1 KiB on, and every parameter has one."""
     lanes, free = "fullshard.unit.reduce_scatter", CostModel(0.0, 1.0)
     with (
         patch("fullshard.runtime.build.device_for", Ordered),
@@ -72,7 +72,7 @@ def batch(generator: torch.Generator) -> Tensor:
 
 
 @pytest.mark.parametrize("reduced", [torch.float32, torch.float64, torch.bfloat16])
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_large_gradients_that_are_reduced_early_and_by_pieces_train_alike(
     rank: Rank, reduced: torch.dtype
 ) -> None:
@@ -89,7 +89,7 @@ def test_large_gradients_that_are_reduced_early_and_by_pieces_train_alike(
     is_low = reduced is torch.bfloat16
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if is_low else {"rtol": 1e-4, "atol": 1e-5}
     with ordered_and_small():
-        # torch's door cannot reduce in more than it keeps.
+        # torch's `fully_shard` cannot reduce in more than it keeps.
         oracle = None if reduced is torch.float64 else torchs
         assert_same_training(build, shard, Training(batch, steps=3), oracle=oracle, **tolerance)
 
@@ -141,7 +141,7 @@ def test_a_large_gradient_does_not_wait_for_its_unit_and_if_cast_goes_by_pieces(
     assert calls == [*weights, biases] * 2
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_large_gradients_travel_by_pieces_as_they_do_at_once(rank: Rank) -> None:
     def shard(model: nn.Module) -> None:
         policy = MixedPrecisionPolicy(wire_dtype=BF16)

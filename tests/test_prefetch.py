@@ -1,7 +1,6 @@
 """Units are gathered before they are needed, in the expected order, and not too many at once."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import AllGather, UnshardHandle, fully_shard
+from fullshard import UnshardHandle, fully_shard
 from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
-from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+from fullshard.testing import Rank, on_ranks
 from fullshard.unit.unit import Sharded, Unit, Unsharded, Unsharding
+from tests.counted import CountedGather
+from tests.wrapped import held_bytes
 
 WIDTH = 6
 Log = list[tuple[str, str]]
@@ -43,26 +44,17 @@ class Model(nn.Module):
         return x
 
 
-class LoggingGather(AllGather):
-    """Gathers as gloo does, and says when."""
+class LoggingGather(CountedGather):
+    """Says when it gathers."""
 
     def __init__(self, name: str, log: Log) -> None:
+        super().__init__()
         self.name = name
         self.log = log
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         self.log.append(("gather", self.name))
-        group._allgather_base(output_tensor, input_tensor).wait()
-        return None
+        return super().__call__(*args, **kwargs)
 
 
 def unit_of(module: nn.Module) -> Unit:
@@ -71,8 +63,7 @@ def unit_of(module: nn.Module) -> Unit:
 
 
 def is_filled(module: nn.Module) -> bool:
-    gatherer = unit_of(module)._all_gather
-    return gatherer is not None and gatherer._full_buffer._storage.size() > 0
+    return held_bytes(unit_of(module)) > 0
 
 
 def batch() -> Tensor:
@@ -274,25 +265,6 @@ def test_explicit_backward_prefetch_is_followed(rank: Rank) -> None:
         at_three = log[len(at_four) + 1 : log.index(("backward", "3"))]
         assert at_three == [("gather", "1")]
         assert sorted(indices(log, "gather")) in (["0", "1", "2", "3"], ["0", "1", "2", "3", "4"])
-
-
-@on_ranks(2)
-def test_explicit_prefetch_trains_alike(rank: Rank) -> None:
-    def shard(model: Model) -> None:
-        blocks = list(model.blocks)
-        for block in blocks:
-            fully_shard(block, mesh=rank.mesh())
-        fully_shard(model, mesh=rank.mesh())
-        for position, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 3])
-            block.set_modules_to_backward_prefetch(blocks[max(0, position - 2) : position][::-1])
-
-    def make_batch(generator: torch.Generator) -> Tensor:
-        return torch.randn(3, WIDTH, generator=generator)
-
-    trained = assert_same_training(Model, shard, Training(make_batch))
-    for block in trained.sharded.blocks:
-        assert not is_filled(block)
 
 
 @on_ranks(2)

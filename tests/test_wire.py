@@ -91,7 +91,7 @@ def wrapped(**options: Any) -> Shard:
     )
 
 
-def both_doors(rank: Rank) -> list[Shard]:
+def both_apis(rank: Rank) -> list[Shard]:
     return [in_place(rank.mesh()), wrapped()]
 
 
@@ -111,7 +111,7 @@ def new_group(*, over_gloo: bool) -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """The bytes of this rank's messages, by reduce."""
+    """The bytes that this rank sends, by reduce."""
     found: list[int] = []
     reduce = ShmCollectives.reduce_scatter
 
@@ -173,7 +173,7 @@ def test_gradients_computed_in_the_wire_dtype_train_the_same_to_the_last_bit_wit
 
 
 @on_ranks(2)
-def test_a_gradient_that_was_computed_in_the_wire_dtype_is_the_message(rank: Rank) -> None:
+def test_a_gradient_that_was_computed_in_the_wire_dtype_is_sent_without_a_copy(rank: Rank) -> None:
     is_copied = []
     reduce = ShmCollectives.reduce_scatter
 
@@ -183,14 +183,14 @@ def test_a_gradient_that_was_computed_in_the_wire_dtype_is_the_message(rank: Ran
         link = link_of(group)
         assert link is not None
         # A gradient that has to be copied is copied into shared memory.
-        is_copied.extend(link.heap.find(message) is not None for message in ins)
+        is_copied.extend(link.heap.find(sent) is not None for sent in ins)
         return reduce(self, outs, ins, group, **kwargs)
 
-    shape, own_messages = (64, 256), CostModel(0.0, 1.0)
+    shape, own_buckets = (64, 256), CostModel(0.0, 1.0)
     for wire in (None, BF16):
         policy = {"param_dtype": BF16, "reduce_dtype": FP32, "wire_dtype": wire}
         with (
-            patch.object(CostModel, "of_device", lambda _: own_messages),
+            patch.object(CostModel, "of_device", lambda _: own_buckets),
             patch.object(ShmCollectives, "reduce_scatter", noted),
         ):
             model = in_place(rank.mesh())(Probe(weight=torch.ones(shape)), policy)
@@ -220,7 +220,7 @@ def test_a_gradient_is_the_float32_mean_of_what_was_cast(rank: Rank) -> None:
     expected = by_hand(grads, BF16)
     in_bf16 = torch.stack([grad.to(BF16) for grad in grads]).sum(0).float() / rank.size
     assert expected[0, 0] == 257 / rank.size != in_bf16[0, 0]
-    for shard in both_doors(rank):
+    for shard in both_apis(rank):
         model = shard(Probe(weight=torch.ones(shape)), {"wire_dtype": BF16})
         model({"weight": grads[rank.rank]}).backward()
         found = full_gradient(model, "weight")
@@ -232,7 +232,7 @@ def test_a_gradient_is_the_float32_mean_of_what_was_cast(rank: Rank) -> None:
 @on_ranks(4)
 def test_a_float16_wire_carries_sums_that_float16_cannot_hold(rank: Rank) -> None:
     grads = [torch.tensor([60000.0, 1.0 + other / 7, -3e-6]) for other in range(rank.size)]
-    for shard in both_doors(rank):
+    for shard in both_apis(rank):
         model = shard(Probe(weight=torch.ones(3)), {"reduce_dtype": FP32, "wire_dtype": FP16})
         model({"weight": grads[rank.rank]}).backward()
         found = full_gradient(model, "weight")
@@ -250,7 +250,7 @@ def test_every_lane_travels_as_its_dtype_allows(rank: Rank) -> None:
     def grads(other: int) -> dict[str, Tensor]:
         return {name: drawn(shape, other, dtypes[name]) for name, shape in shapes.items()}
 
-    for shard in both_doors(rank):
+    for shard in both_apis(rank):
         params = {name: torch.ones(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
         probe = Probe(**params, frozen=torch.ones(7))
         probe.frozen.requires_grad_(False)
@@ -310,7 +310,7 @@ def test_sums_that_wait_for_the_replicas_are_kept_in_the_reduce_dtype(rank: Rank
 def test_gradients_kept_without_sync_are_cast_once_with_all_that_was_added(rank: Rank) -> None:
     grads = [[drawn((5, 3), 10 * step + other) for other in range(2)] for step in range(3)]
     kept = [(grads[0][other] + grads[1][other]) + grads[2][other] for other in range(2)]
-    for shard in both_doors(rank):
+    for shard in both_apis(rank):
         model = shard(Probe(weight=torch.ones(5, 3)), {"wire_dtype": BF16})
         for step in range(3):
             with nullcontext() if step == 2 else model.no_sync():
@@ -352,7 +352,7 @@ def gradient_and_stages(model: nn.Module, grad: Tensor) -> tuple[Tensor, set[tor
 @on_ranks(1)
 def test_a_world_of_one_casts_nothing(rank: Rank) -> None:
     grad = drawn((6, 3), 0)
-    for shard in both_doors(rank):
+    for shard in both_apis(rank):
         model = shard(Probe(weight=torch.ones(6, 3)), {"wire_dtype": BF16})
         found, wires = gradient_and_stages(model, grad)
         assert torch.equal(found, grad)
@@ -421,7 +421,7 @@ def test_where_a_backend_averages_by_itself_the_mean_is_taken_after_the_exchange
     with patch("fullshard.unit.unit.collectives_for", lambda *_: Collectives()):
         models = [
             shard(Probe(weight=torch.ones(33, 5)), {"wire_dtype": BF16})
-            for shard in both_doors(rank)
+            for shard in both_apis(rank)
         ]
     for model in models:
         model({"weight": grads[rank.rank]}).backward()

@@ -41,15 +41,15 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def wrapped(door: str) -> nn.Module:
+def sharded(api: str) -> nn.Module:
     torch.manual_seed(0)
     model = Model()
-    if door == "fully_shard":
+    if api == "fully_shard":
         for block in model.blocks:
             fully_shard(block)
         return fully_shard(model)
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=door == "slices"
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=api == "orig"
     )
 
 
@@ -73,22 +73,22 @@ def step(model: nn.Module, order: list[int]) -> float:
 ORDERS = [[0, 1, 2], [2, 1, 0], [0], [0, 1, 2, 0, 1], [0, 1, 2]]
 
 
-def change_order_on_all_ranks(rank: Rank, door: str) -> tuple[list[float], list[float]]:
-    model = wrapped(door)
+def change_order_on_all_ranks(rank: Rank, api: str) -> tuple[list[float], list[float]]:
+    model = sharded(api)
     torch.manual_seed(0)
     whole = Model()
     return [step(model, order) for order in ORDERS], [step(whole, order) for order in ORDERS]
 
 
-@pytest.mark.parametrize("door", ["fully_shard", "flat", "slices"])
-def test_all_ranks_may_take_another_way(door: str) -> None:
-    for found, expected in pool(2).run(change_order_on_all_ranks, door):
+@pytest.mark.parametrize("api", ["fully_shard", "flat", "orig"])
+def test_all_ranks_may_take_another_way(api: str) -> None:
+    for found, expected in pool(2).run(change_order_on_all_ranks, api):
         assert found == pytest.approx(expected)
 
 
 def hear_of_another_order(rank: Rank) -> list[str]:
     with debug_level(dist.DebugLevel.INFO):
-        model = wrapped("flat")
+        model = sharded("flat")
         step(model, [0, 1, 2])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -106,7 +106,7 @@ def test_with_debug_information_another_order_is_a_warning_that_names_units_and_
 
 def compare_always(rank: Rank) -> tuple[str, str]:
     with debug_level(dist.DebugLevel.DETAIL):
-        model = wrapped("flat")
+        model = sharded("flat")
         step(model, [0, 1, 2])
         step(model, [0, 1, 2])
         os.environ[PATIENCE] = "1"
@@ -129,7 +129,7 @@ def test_with_debug_detail_every_rank_gets_an_error_that_names_units_and_ranks()
 
 def leave_the_order_alone(rank: Rank) -> None:
     os.environ[PATIENCE] = "1"
-    model = wrapped("flat")
+    model = sharded("flat")
     step(model, [0, 1, 2])
     step(model, [0, 1, 2] if rank.rank == 0 else [0, 2, 1])
 
