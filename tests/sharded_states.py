@@ -453,6 +453,8 @@ def assert_same(actual: Any, expected: Any, what: str = "state", *, ordered: boo
             assert (actual.shape, actual.stride()) == (expected.shape, expected.stride()), what
             actual, expected = actual.to_local(), expected.to_local()
         torch.testing.assert_close(actual, expected, msg=lambda m: f"{what}: {m}")
+    elif isinstance(expected, tuple):  # of which torch's functions make a list
+        assert tuple(actual) == expected, what
     else:
         assert type(actual) is type(expected), what
         assert actual == expected, what

@@ -49,14 +49,14 @@ def where(value: Block | Program) -> str:
 # Blocks
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=where)
-def test_a_block_is_in_a_language_that_is_tested(block):
-    assert block.language in LANGUAGES
-    assert block.kind in ("", *KINDS)
-    if block.language == "text":
-        assert block.kind in ("output", "shown"), "say whether it is the output of the block before"
-    if block.kind in ("continues", "given", "tests"):
-        assert block.language == "python"
+def test_every_block_is_in_a_language_that_is_tested():
+    for block in BLOCKS:
+        assert block.language in LANGUAGES, block.where
+        assert block.kind in ("", *KINDS), block.where
+        if block.language == "text":
+            assert block.kind in ("output", "shown"), f"{block.where}: is it an output?"
+        if block.kind in ("continues", "given", "tests"):
+            assert block.language == "python", block.where
 
 
 @pytest.mark.parametrize("program", pages_programs(), ids=where)
@@ -89,12 +89,12 @@ def test_a_file_of_tests_on_a_page_passes(block, tmp_path, monkeypatch):
         test()
 
 
-@pytest.mark.parametrize("block", of_language("toml"), ids=where)
-def test_a_configuration_on_a_page_can_be_read(block, tmp_path):
-    assert tomllib.loads(block.text)
-    file = tmp_path / "config.toml"
-    file.write_text(block.text)
-    assert read_config(file)
+def test_every_configuration_on_a_page_can_be_read(tmp_path):
+    for number, block in enumerate(of_language("toml")):
+        assert tomllib.loads(block.text), block.where
+        file = tmp_path / f"{number}.toml"
+        file.write_text(block.text)
+        assert read_config(file), block.where
 
 
 PAGE = """
@@ -138,22 +138,18 @@ def test_blocks_are_found_with_what_their_comments_say():
     assert names["second"] == 2
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["fullshard", "checkpoint", "reshard", "A", "B", "--no-such-option"],
-        ["fullshard", "no-such-command"],
-        ["make", "no-such-target"],
-        ["torchrun", "--no-such-option", "train.py"],
-        ["torchrun", "examples/no_such_file.py"],
-        ["pip", "install", "fullshard[no_such_extra]"],
-        ["curl", "https://example.com"],
-    ],
-    ids=" ".join,
-)
-def test_a_command_that_does_not_exist_is_noticed(words):
-    with pytest.raises((AssertionError, ClickException, SystemExit)):
-        check_command(words)
+def test_a_command_that_does_not_exist_is_noticed():
+    for line in (
+        "fullshard checkpoint reshard A B --no-such-option",
+        "fullshard no-such-command",
+        "make no-such-target",
+        "torchrun --no-such-option train.py",
+        "torchrun examples/no_such_file.py",
+        "pip install fullshard[no_such_extra]",
+        "curl https://example.com",
+    ):
+        with pytest.raises((AssertionError, ClickException, SystemExit)):
+            check_command(line.split())
 
 
 # Commands
@@ -165,9 +161,8 @@ def commands_of(block: Block) -> list[list[str]]:
     return [line for line in lines if line]
 
 
-@pytest.mark.parametrize("block", of_language("bash"), ids=where)
-def test_a_command_on_a_page_exists_and_takes_these_options(block):
-    for words in commands_of(block):
+def test_every_command_on_a_page_exists_and_takes_these_options():
+    for words in (words for block in of_language("bash") for words in commands_of(block)):
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words = words[1:]
         if words:
@@ -227,22 +222,18 @@ def links_of(path: Path) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", text)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_link_leads_to_a_file_and_a_heading(path):
-    for link in links_of(path):
-        if link.startswith("https://"):
-            continue
-        target, _, anchor = link.partition("#")
-        file = (path.parent / target).resolve() if target else path
-        assert file.is_file(), link
-        assert not anchor or anchor in anchors_of(file), link
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_code_is_fenced_so_that_it_is_tested(path):
-    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    assert re.findall(r"\n\n    \S.*", text) == []
+def test_links_lead_to_files_and_headings_and_code_is_fenced():
+    for path in PAGES:
+        for link in links_of(path):
+            if link.startswith("https://"):
+                continue
+            target, _, anchor = link.partition("#")
+            file = (path.parent / target).resolve() if target else path
+            assert file.is_file(), (path, link)
+            assert not anchor or anchor in anchors_of(file), (path, link)
+        text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+        assert re.findall(r"\n\n    \S.*", text) == [], path
 
 
 PUBLIC = {
@@ -266,22 +257,20 @@ def index_rows() -> dict[str, tuple[str, str]]:
     return {name: (explained, reference) for name, explained, reference in rows}
 
 
-@pytest.mark.parametrize("module", PUBLIC)
-def test_every_public_name_is_in_the_keyword_index(module):
-    expected = {name if module == "fullshard" else f"{module}.{name}" for name in PUBLIC[module]}
-    indexed = {name for name in index_rows() if (name.rpartition(".")[0] or "fullshard") == module}
-    assert expected == indexed
-
-
-@pytest.mark.parametrize("name", index_rows())
-def test_the_page_that_explains_a_name_mentions_it(name):
-    explained, reference = index_rows()[name]
-    bare = name.rpartition(".")[2]
-    page, _, anchor = links_in(explained)[0].partition("#")
-    assert anchor
-    section = section_of((INDEX.parent / page).read_text(), anchor)
-    assert re.search(rf"\b{re.escape(bare)}\b", section), f"{page}#{anchor}"
-    assert links_in(reference)[0].endswith(f".{bare}")
+def test_the_keyword_index_has_every_public_name_and_pages_that_explain_it():
+    rows = index_rows()
+    assert set(rows) == {
+        name if module == "fullshard" else f"{module}.{name}"
+        for module, names in PUBLIC.items()
+        for name in names
+    }
+    for name, (explained, reference) in rows.items():
+        bare = name.rpartition(".")[2]
+        page, _, anchor = links_in(explained)[0].partition("#")
+        assert anchor, name
+        section = section_of((INDEX.parent / page).read_text(), anchor)
+        assert re.search(rf"\b{re.escape(bare)}\b", section), f"{name}: {page}#{anchor}"
+        assert links_in(reference)[0].endswith(f".{bare}"), name
 
 
 def links_in(cell: str) -> list[str]:
@@ -325,16 +314,8 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 QUOTED = re.findall(r"^\| `([^`]+)` \|", TROUBLESHOOTING.read_text(), flags=re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def all_messages() -> list[str]:
-    return messages()
-
-
-@pytest.mark.parametrize("quoted", QUOTED)
-def test_a_message_in_troubleshooting_is_one_that_is_raised(quoted, all_messages):
-    assert any(quoted in message for message in all_messages)
-
-
-def test_troubleshooting_names_no_message_twice():
+def test_every_message_in_troubleshooting_is_raised_and_named_once():
     assert len(QUOTED) > 50
     assert len(QUOTED) == len(set(QUOTED))
+    raised = messages()
+    assert [quoted for quoted in QUOTED if not any(quoted in each for each in raised)] == []

@@ -1,15 +1,12 @@
 """State dicts of wrapped models: full, sharded and local, out and in, against torch's class."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -18,13 +15,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD
 
-from fullshard import LifecycleError, StateDictType, fully_shard
-from fullshard.comm.placement import full_tensor
-from fullshard.testing import Rank, on_ranks, pool
-from tests.wrapped import OURS, TORCH, Door
+from fullshard import LifecycleError, StateDictType
+from fullshard.testing import Rank, on_ranks
+from tests.sharded_states import assert_same
+from tests.wrapped import OURS, TORCH
 
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
 WIDTH = 5
@@ -55,16 +51,16 @@ def built(seed: int = 0) -> Net:
     return Net()
 
 
-def flat(door: Door, seed: int = 0, **options: Any) -> Any:
+def flat(api: Any, seed: int = 0, **options: Any) -> Any:
     model = built(seed)
-    return door(model, ignored_modules=[model.apart], **options)
+    return api(model, ignored_modules=[model.apart], **options)
 
 
-def nested(door: Door, seed: int = 0, **options: Any) -> Any:
+def nested(api: Any, seed: int = 0, **options: Any) -> Any:
     model = built(seed)
-    model.inner[0] = door(model.inner[0], **options)
-    model.inner = door(model.inner, **options)
-    return door(model, ignored_modules=[model.apart], **options)
+    model.inner[0] = api(model.inner[0], **options)
+    model.inner = api(model.inner, **options)
+    return api(model, ignored_modules=[model.apart], **options)
 
 
 def whole(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -82,53 +78,22 @@ def train(model: nn.Module, rank: Rank) -> None:
     optimizer.zero_grad()
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Torch's class warns of its ShardedTensors, and of every state dict with NO_SHARD."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def state_of(door: Door, model: Any, kind: str, **config: Any) -> dict[str, Any]:
+def state_of(api: Any, model: Any, kind: str, **config: Any) -> dict[str, Any]:
     name = {FULL: "Full", SHARDED: "Sharded", LOCAL: "Local"}[kind]
-    made = getattr(door.api, f"{name}StateDictConfig")(**config)
-    scope = quiet() if door is TORCH else nullcontext()
-    with scope, door.FSDP.state_dict_type(model, door.api.StateDictType[kind], made):
-        return dict(model.state_dict())
+    made = getattr(api.api, f"{name}StateDictConfig")(**config)
+    with warnings.catch_warnings():
+        if api is TORCH:
+            warnings.simplefilter("ignore")  # that its ShardedTensors are deprecated
+        with api.FSDP.state_dict_type(model, api.api.StateDictType[kind], made):
+            return dict(model.state_dict())
 
 
 def full_state(model: Any) -> dict[str, torch.Tensor]:
     return state_of(OURS, model, FULL)
 
 
-def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
-    """The same keys in the same order, the same kind of tensors, the same pieces on this rank."""
-    if isinstance(expected, dict):
-        assert list(actual) == list(expected), what
-        for key, value in expected.items():
-            assert_same(actual[key], value, f"{what}[{key!r}]")
-        return
-    assert type(actual) is type(expected), what
-    if isinstance(expected, ShardedTensor):
-        assert actual.metadata() == expected.metadata(), what
-        pairs = zip(actual.local_shards(), expected.local_shards(), strict=True)
-        for mine, other in pairs:
-            assert mine.metadata.shard_offsets == other.metadata.shard_offsets, what
-            torch.testing.assert_close(mine.tensor, other.tensor, msg=lambda m: f"{what}: {m}")
-        return
-    assert actual.dtype == expected.dtype, what
-    assert not actual.requires_grad, what
-    if isinstance(expected, DTensor):
-        assert actual.placements == expected.placements, what
-        assert actual.device_mesh == expected.device_mesh, what
-        assert actual.stride() == expected.stride(), what
-        actual, expected = actual.to_local(), expected.to_local()
-    torch.testing.assert_close(actual, expected, msg=lambda m: f"{what}: {m}")
-
-
 def assert_holds(model: Any, expected: dict[str, torch.Tensor]) -> None:
-    assert_same(full_state(model), expected)
+    assert_same(full_state(model), expected, ordered=True)
 
 
 def assert_trains_alike(model: nn.Module, seed: int, rank: Rank) -> None:
@@ -149,45 +114,25 @@ def assert_trains_alike(model: nn.Module, seed: int, rank: Rank) -> None:
 # What a state dict holds
 
 
-@pytest.mark.parametrize("kind", [FULL, SHARDED])
-@on_ranks(2, 4)
-def test_a_state_dict_is_that_of_torchs_class(rank: Rank, kind: str) -> None:
+@on_ranks(2)
+def test_a_state_dict_is_that_of_torchs_class_and_of_the_unsharded_model(rank: Rank) -> None:
     for make in (flat, nested):
         for use_orig_params in (False, True):
             for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
                 options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
                 ours, theirs = make(OURS, **options), make(TORCH, **options)
-                assert_same(state_of(OURS, ours, kind), state_of(TORCH, theirs, kind))
-                train(ours, rank)
-                train(theirs, rank)
-                assert_same(state_of(OURS, ours, kind), state_of(TORCH, theirs, kind))
-
-
-@on_ranks(4)
-def test_with_a_mesh_a_sharded_state_dict_holds_dtensors(rank: Rank) -> None:
-    hybrid = rank.mesh((2, 2), ("replicate", "shard"))
-    for use_orig_params in (False, True):
-        for strategy, mesh in (("FULL_SHARD", rank.mesh()), ("HYBRID_SHARD", hybrid)):
-            options: dict[str, Any] = {
-                "use_orig_params": use_orig_params,
-                "sharding_strategy": strategy,
-                "device_mesh": mesh,
-            }
-            ours, theirs = nested(OURS, **options), nested(TORCH, **options)
-            state = state_of(OURS, ours, SHARDED)
-            assert_same(state, state_of(TORCH, theirs, SHARDED))
-            replicas = [Replicate()] * (mesh.ndim - 1)
-            assert state["inner.0.weight"].placements == (*replicas, Shard(0))
-            assert_same(state_of(OURS, ours, FULL), state_of(TORCH, theirs, FULL))
-
-
-@on_ranks(2)
-def test_a_full_state_dict_is_that_of_the_unsharded_model(rank: Rank) -> None:
-    for make in (flat, nested):
-        for use_orig_params in (False, True):
-            state = full_state(make(OURS, use_orig_params=use_orig_params))
-            assert_same(state, whole())
-            assert state["tied.weight"] is state["last.weight"]
+                state = full_state(ours)
+                assert_same(state, whole(), ordered=True)
+                assert state["tied.weight"] is state["last.weight"]
+                assert not any(value.requires_grad for value in state.values())
+                for model in (ours, theirs):
+                    train(model, rank)
+                for kind in (FULL, SHARDED):
+                    expected = state_of(TORCH, theirs, kind)
+                    assert_same(state_of(OURS, ours, kind), expected, ordered=True)
+                first = state_of(OURS, ours, FULL, rank0_only=True)
+                assert_same(first, state_of(TORCH, theirs, FULL, rank0_only=True), ordered=True)
+                assert len(first) == (2 if rank.rank else len(whole()))  # what wrappers leave alone
 
 
 @on_ranks(2)
@@ -251,21 +196,6 @@ def test_a_local_slice_is_the_memory_that_is_trained_and_others_are_not(rank: Ra
 
 
 @on_ranks(2)
-def test_rank0_only_leaves_other_ranks_what_wrappers_do_not_own(rank: Rank) -> None:
-    for make in (flat, nested):
-        for use_orig_params in (False, True):
-            options = {"use_orig_params": use_orig_params}
-            ours = state_of(OURS, make(OURS, **options), FULL, rank0_only=True)
-            theirs = state_of(TORCH, make(TORCH, **options), FULL, rank0_only=True)
-            assert_same(ours, theirs)
-            assert len(ours) == (2 if rank.rank else len(whole()))
-            offloaded = state_of(
-                OURS, make(OURS, **options), FULL, rank0_only=True, offload_to_cpu=True
-            )
-            assert_same(offloaded, ours)
-
-
-@on_ranks(2)
 def test_without_sharding_rank0_only_is_honoured_and_every_kind_is_full(rank: Rank) -> None:
     model = nested(OURS, sharding_strategy="NO_SHARD")
     state = state_of(OURS, model, FULL, rank0_only=True)
@@ -305,10 +235,10 @@ def test_in_a_world_of_one_rank_state_is_saved_loaded_and_summoned(rank: Rank) -
 
 @on_ranks(2)
 def test_a_local_state_dict_is_refused_where_a_mesh_was_given(rank: Rank) -> None:
-    for door in (OURS, TORCH):
-        model = flat(door, device_mesh=rank.mesh())
+    for api in (OURS, TORCH):
+        model = flat(api, device_mesh=rank.mesh())
         with pytest.raises(RuntimeError, match="LOCAL_STATE_DICT"):
-            state_of(door, model, LOCAL)
+            state_of(api, model, LOCAL)
 
 
 @on_ranks(2)
@@ -401,50 +331,18 @@ def test_a_state_dict_in_forward_is_refused(rank: Rank) -> None:
 # What a state dict is loaded into
 
 
-def forms(rank: Rank) -> dict[str, Callable[[int], Any]]:
-    """Ways to wrap the model of a seed."""
-
-    def form(make: Callable[..., Any], **options: Any) -> Callable[[int], Any]:
-        return lambda seed: make(OURS, seed, **options)
-
-    found = {
-        "flat": form(flat),
-        "nested, originals": form(nested, use_orig_params=True),
-        "nested, a mesh": form(nested, device_mesh=rank.mesh()),
-        "not sharded": form(flat, sharding_strategy="NO_SHARD", use_orig_params=True),
-        "offloaded": form(nested, cpu_offload=True, sharding_strategy="SHARD_GRAD_OP"),
-    }
-    if rank.size == 4:
-        mesh = rank.mesh((2, 2), ("replicate", "shard"))
-        hybrid = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh}
-        found["hybrid"] = form(flat, use_orig_params=True, **hybrid)
-        groups = (mesh.get_group("shard"), mesh.get_group("replicate"))
-        found["hybrid, groups"] = form(
-            nested, sharding_strategy="HYBRID_SHARD", process_group=groups
-        )
-    return found
-
-
-@on_ranks(2, 4)
-def test_a_model_saved_in_one_form_loads_into_every_other(rank: Rank) -> None:
-    targets = {name: make(0) for name, make in forms(rank).items()}
-    for seed, (source, make) in enumerate(forms(rank).items(), 1):
-        model = make(seed)
-        for kind in (FULL,) if source == "not sharded" else (FULL, SHARDED):
-            state = state_of(OURS, model, kind)
-            for name, target in targets.items():
-                target.load_state_dict(whole())
-                result = target.load_state_dict(state)
-                assert not result.missing_keys, (source, kind, name)
-                assert not result.unexpected_keys, (source, kind, name)
-                assert_holds(target, whole(seed))
-
-
 @on_ranks(2)
 def test_training_goes_on_from_what_was_loaded(rank: Rank) -> None:
-    for name, make in forms(rank).items():
+    forms: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "flat": (flat, {}),
+        "originals": (nested, {"use_orig_params": True}),
+        "a mesh": (nested, {"device_mesh": rank.mesh()}),
+        "not sharded": (flat, {"sharding_strategy": "NO_SHARD", "use_orig_params": True}),
+        "offloaded": (nested, {"cpu_offload": True, "sharding_strategy": "SHARD_GRAD_OP"}),
+    }
+    for name, (make, options) in forms.items():
         for assign in (False, True):
-            model = make(0)
+            model = make(OURS, **options)
             train(model, rank)
             parameters = list(model.parameters())
             model.load_state_dict(whole(1), assign=assign)
@@ -465,44 +363,6 @@ def test_a_local_state_dict_is_loaded_by_its_like(rank: Rank) -> None:
             assert not result.missing_keys
             assert_holds(model, whole(1))
             assert_trains_alike(model, 1, rank)
-
-
-@on_ranks(2)
-def test_state_dicts_go_from_torchs_class_to_ours_and_back(rank: Rank) -> None:
-    for use_orig_params in (False, True):
-        options = {"use_orig_params": use_orig_params}
-        for mesh in (None, rank.mesh()):
-            theirs, ours = nested(TORCH, 1, device_mesh=mesh, **options), nested(OURS, **options)
-            for kind in (FULL, SHARDED):
-                ours.load_state_dict(whole())
-                ours.load_state_dict(state_of(TORCH, theirs, kind))
-                assert_holds(ours, whole(1))
-        ours, theirs = nested(OURS, 2, **options), nested(TORCH, **options)
-        for kind in (FULL, SHARDED):
-            state = state_of(OURS, ours, kind)
-            with quiet(), TORCH.FSDP.state_dict_type(theirs, TORCH.api.StateDictType[kind]):
-                theirs.load_state_dict(state)
-            assert_same(state_of(TORCH, theirs, FULL), whole(2))
-
-
-@on_ranks(2)
-def test_state_dicts_go_from_one_door_to_the_other(rank: Rank) -> None:
-    sharded = built(1)
-    fully_shard(sharded.inner, mesh=rank.mesh())
-    fully_shard(sharded, mesh=rank.mesh())
-    for use_orig_params in (False, True):
-        wrapped = nested(OURS, use_orig_params=use_orig_params, device_mesh=rank.mesh())
-        wrapped.load_state_dict(sharded.state_dict())
-        assert_holds(wrapped, whole(1))
-    model = built(2)
-    state = state_of(OURS, OURS(model, device_mesh=rank.mesh()), SHARDED)
-    result = sharded.load_state_dict(state)
-    assert not result.missing_keys
-    found = {
-        name: full_tensor(value) if isinstance(value, DTensor) else value
-        for name, value in sharded.state_dict().items()
-    }
-    assert_same(found, whole(2))
 
 
 @on_ranks(2)
@@ -596,47 +456,33 @@ def test_scalars_and_empty_parameters_are_saved_and_loaded(rank: Rank) -> None:
                 assert_holds(target, expected)
 
 
+# The name that an error must say, and what is under it; None: nothing.
+BROKEN: dict[str, tuple[str, Any]] = {
+    "a parameter is missing": ("inner.0.weight", None),
+    "a buffer is missing": ("norm.running_mean", None),
+    "there is more": ("inner.2.weight", torch.ones(1)),
+    "a parameter has another shape": ("inner.1.weight", torch.ones(WIDTH, WIDTH + 1)),
+    "a parameter has fewer dims": ("inner.1.weight", torch.ones(WIDTH * WIDTH)),
+    "a buffer has another shape": ("offset", torch.ones(WIDTH + 1)),
+    "an ignored parameter has another shape": ("apart.bias", torch.ones(WIDTH + 1)),
+    "a value is no tensor": ("gain", 1.5),
+}
+
+
 def broken(state: dict[str, Any], how: str) -> str:
     """Break a state dict; returns the name that an error must say."""
-    if how == "a parameter is missing":
-        del state["inner.0.weight"]
-        return "inner.0.weight"
-    if how == "a buffer is missing":
-        del state["norm.running_mean"]
-        return "norm.running_mean"
-    if how == "there is more":
-        state["inner.2.weight"] = torch.ones(1)
-        return "inner.2.weight"
-    if how == "a parameter has another shape":
-        state["inner.1.weight"] = torch.ones(WIDTH, WIDTH + 1)
-        return "inner.1.weight"
-    if how == "a parameter has fewer dims":
-        state["inner.1.weight"] = torch.ones(WIDTH * WIDTH)
-        return "inner.1.weight"
-    if how == "a buffer has another shape":
-        state["offset"] = torch.ones(WIDTH + 1)
-        return "offset"
-    if how == "an ignored parameter has another shape":
-        state["apart.bias"] = torch.ones(WIDTH + 1)
-        return "apart.bias"
-    state["gain"] = 1.5
-    return "gain"
+    name, value = BROKEN[how]
+    state[name] = value
+    if value is None:
+        del state[name]
+    return name
 
 
 @on_ranks(2)
 def test_what_does_not_fit_is_named_and_nothing_is_loaded(rank: Rank) -> None:
     for use_orig_params in (False, True):
         model = nested(OURS, use_orig_params=use_orig_params)
-        for how in (
-            "a parameter is missing",
-            "a buffer is missing",
-            "there is more",
-            "a parameter has another shape",
-            "a parameter has fewer dims",
-            "a buffer has another shape",
-            "an ignored parameter has another shape",
-            "a value is no tensor",
-        ):
+        for how in BROKEN:
             state = whole(1)
             name = broken(state, how)
             with pytest.raises(RuntimeError, match=name.replace(".", r"\.")):
@@ -654,7 +500,8 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_is_reported(rank: Rank)
             state = whole(1)
             for how in ("a parameter is missing", "a buffer is missing", "there is more"):
                 broken(state, how)
-            with quiet():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 expected = theirs.load_state_dict(state, strict=False)
             result = ours.load_state_dict(state, strict=False)
             assert sorted(result.missing_keys) == sorted(expected.missing_keys)
@@ -714,37 +561,6 @@ def test_hooks_of_modules_inside_may_rename_what_is_loaded(rank: Rank) -> None:
         assert not result.missing_keys
         assert not result.unexpected_keys
         assert_holds(wrapper, expected)
-
-
-# Distributed checkpoints
-
-
-def save_checkpoint(rank: Rank, path: str, seed: int, options: dict[str, Any]) -> None:
-    mesh = {"device_mesh": rank.mesh()} if options.get("with_mesh") else {}
-    model = nested(OURS, seed, use_orig_params=options["use_orig_params"], **mesh)
-    with quiet():
-        dcp.save({"model": state_of(OURS, model, SHARDED)}, checkpoint_id=path)
-
-
-def load_checkpoint(rank: Rank, path: str, seed: int, options: dict[str, Any]) -> None:
-    mesh = {"device_mesh": rank.mesh()} if options.get("with_mesh") else {}
-    model = flat(OURS, 0, use_orig_params=not options["use_orig_params"], **mesh)
-    state = {"model": state_of(OURS, model, SHARDED)}
-    with quiet():
-        dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    assert_holds(model, whole(seed))
-
-
-@pytest.mark.parametrize("with_mesh", [False, True])
-def test_a_checkpoint_of_two_ranks_is_loaded_by_four_and_back(
-    tmp_path: Path, with_mesh: bool
-) -> None:
-    options = {"with_mesh": with_mesh, "use_orig_params": with_mesh}
-    for seed, (saving, loading) in enumerate(((2, 4), (4, 2)), 1):
-        path = str(tmp_path / f"{saving}")
-        pool(saving).run(save_checkpoint, path=path, seed=seed, options=options)
-        pool(loading).run(load_checkpoint, path=path, seed=seed, options=options)
 
 
 @on_ranks(2)
