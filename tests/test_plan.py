@@ -17,7 +17,9 @@ from fullshard.errors import ConfigError, TopologyError
 from fullshard.models.architecture import Architecture
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
 from fullshard.plan import (
+    ParameterShape,
     Sharding,
+    UnitShapes,
     Work,
     plan_memory,
     readable,
@@ -315,6 +317,22 @@ def test_a_plan_prints_as_a_table():
     assert len({len(line) for line in lines[1:-1]}) == 1
     found = [readable(n) for n in (0, 1023, 1024, 3 * 2**29, 5 * 2**40)]
     assert found == ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "5.0 TiB"]
+
+
+def test_a_plan_without_units_or_ranks_is_refused():
+    with pytest.raises(ConfigError, match="at least the root unit"):
+        plan_memory([], Sharding(num_shards=2))
+    with pytest.raises(ConfigError, match="found 1x0"):
+        Sharding(num_shards=0)
+
+
+def test_shapes_are_planned_as_tensors_are():
+    weight, bias = torch.empty(6, 4, requires_grad=True), torch.empty(3, dtype=torch.bfloat16)
+    shapes = ParameterShape("weight", (6, 4)), ParameterShape("bias", (3,), torch.bfloat16, False)
+    sharding = Sharding(num_shards=2)
+    plan = plan_memory([UnitShapes("root", shapes)], sharding)
+    assert plan == plan_memory([[weight, bias]], sharding)
+    assert plan.num_trainable == 24
 
 
 # Activations

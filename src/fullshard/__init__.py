@@ -45,13 +45,42 @@ from fullshard.unit.flat_param import FlatParameter
 
 __version__ = "0.1.0"
 
-__all__ = ["AllGather", "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "ConfigError"]
-__all__ += ["DataParallelMeshDims", "DisagreementError", "FSDPModule", "FlatParameter"]
-__all__ += ["FullOptimStateDictConfig", "FullStateDictConfig", "FullshardError"]
-__all__ += ["FullyShardedDataParallel", "LifecycleError", "LocalOptimStateDictConfig"]
-__all__ += ["LocalStateDictConfig", "MixedPrecision", "MixedPrecisionPolicy", "OffloadPolicy"]
-__all__ += ["OptimStateDictConfig", "OptimStateKeyType", "ReduceScatter", "ShardPlacementResult"]
-__all__ += ["ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy"]
-__all__ += ["StateDictConfig", "StateDictSettings", "StateDictType", "TopologyError"]
-__all__ += ["UnshardHandle", "auto_shard", "by_unit", "explain", "fully_shard"]
-__all__ += ["register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = [
+    "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "ConfigError",
+    "DataParallelMeshDims",
+    "DisagreementError",
+    "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullshardError",
+    "FullyShardedDataParallel",
+    "LifecycleError",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ReduceScatter",
+    "ShardPlacementResult",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TopologyError",
+    "UnshardHandle",
+    "auto_shard",
+    "by_unit",
+    "explain",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

@@ -14,9 +14,21 @@ if TYPE_CHECKING:
     from fullshard.state.safetensors import LoadedWeights, export_safetensors, load_safetensors
     from fullshard.state.store import Problem, checkpoints, latest, prune, verify
 
-__all__ = ["Handle", "Loaded", "load", "save", "save_async"]
-__all__ += ["LoadedWeights", "export_safetensors", "load_safetensors"]
-__all__ += ["Problem", "checkpoints", "latest", "prune", "verify"]
+__all__ = [
+    "Handle",
+    "Loaded",
+    "LoadedWeights",
+    "Problem",
+    "checkpoints",
+    "export_safetensors",
+    "latest",
+    "load",
+    "load_safetensors",
+    "prune",
+    "save",
+    "save_async",
+    "verify",
+]
 
 _MODULES = {
     "checkpoint": ("Handle", "Loaded", "load", "save", "save_async"),

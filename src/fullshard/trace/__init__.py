@@ -4,5 +4,15 @@ from fullshard.trace.recording import Recording, record
 from fullshard.trace.seam import Activity, Observer, Track, observed
 from fullshard.trace.timeline import MemorySample, Span, Timeline, UnitFacts
 
-__all__ = ["Activity", "MemorySample", "Observer", "Recording", "Span", "Timeline", "Track"]
-__all__ += ["UnitFacts", "observed", "record"]
+__all__ = [
+    "Activity",
+    "MemorySample",
+    "Observer",
+    "Recording",
+    "Span",
+    "Timeline",
+    "Track",
+    "UnitFacts",
+    "observed",
+    "record",
+]
