@@ -56,6 +56,7 @@ _CHUNK_NUMEL = 256 << 10  # summed at once: stays in the caches while ranks are 
 _LONGEST_SLEEP_S = 3600.0  # `poll` counts milliseconds in 32 bits
 
 _CPU = torch.device("cpu")
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 
 # A record of a pipe announces one bucket of a collective: the number of the collective, its kind,
@@ -322,7 +323,7 @@ class Link:
             if missing:
                 self._sleep(missing.values(), terms, deadline)
         # Others may need what they were not sent yet, and this rank may not be back for long.
-        while full := [peer for peer in self.peers.values() if peer.is_full]:
+        while full := [p for p in self.peers.values() if p.is_full and not p.is_gone]:
             self._sleep(full, terms, deadline)
 
     def settle(self, *, at_once: bool = False) -> None:
@@ -404,6 +405,8 @@ class HostWork:
         self._terms: Terms = [
             (kind, len(ins), inp.nbytes, inp.itemsize if is_sum else 1) for inp in ins
         ]
+        if not ins:
+            return
         with link.lock:
             self._sequence = link.announce(self._terms, [self._place(inp) for inp in ins])
             self._is_over = False
@@ -523,14 +526,22 @@ def sum_in_order(out: torch.Tensor, segments: list[torch.Tensor]) -> None:
         # Of two, an addition is done in float32 anyway, and rounded once.
         torch.add(*segments, out=out)
         return
-    wide = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
-    chunks = (each.split(_CHUNK_NUMEL) for each in (out, *segments))
-    for chunk, first, *others in zip(*chunks, strict=True):
+    if out.numel() > _CHUNK_NUMEL:
+        chunks = (each.split(_CHUNK_NUMEL) for each in (out, *segments))
+        for chunk, *parts in zip(*chunks, strict=True):
+            sum_in_order(chunk, parts)
+        return
+    wide = torch.float32 if out.dtype in _LOW_PRECISION else out.dtype
+    if segments[0].dtype != wide:
         # A cast and an addition are faster than one addition of two dtypes.
-        total = first.to(wide, copy=True)
-        for other in others:
-            total.add_(other.to(wide))
-        chunk.copy_(total)
+        segments = [segment.to(wide) for segment in segments]
+    total, *others = segments
+    for other in others[:-1]:
+        total = torch.add(total, other)
+    if others:
+        torch.add(total, others[-1], out=out)
+    else:
+        out.copy_(total)
 
 
 # Connecting the ranks of a group
