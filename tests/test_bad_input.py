@@ -1,6 +1,6 @@
 """What cannot be done is refused, in words, by an error that torch's callers catch too.
 
-One process plays a rank of a fake world: nothing here gets as far as a collective.
+One process simulates a rank of four: nothing here gets as far as a collective.
 """
 
 import copy
@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Sharded
 
 from fullshard import (
     ConfigError,
@@ -33,13 +34,13 @@ from fullshard.errors import MisuseError, UnsupportedError
 from fullshard.testing import Rank, fake_world
 
 WIDTH = 4
-Door = Callable[..., Any]
+Sharder = Callable[..., Any]
 
 
 @pytest.fixture
 def rank() -> Iterator[Rank]:
-    with fake_world(4) as played:
-        yield played
+    with fake_world(4) as simulated:
+        yield simulated
 
 
 def refused(call: Callable[[], object], kind: type[FullshardError], *words: str) -> FullshardError:
@@ -60,35 +61,207 @@ def refused(call: Callable[[], object], kind: type[FullshardError], *words: str)
     return error
 
 
-def refused_like_torch(
-    call: Callable[[Door], object], kind: type[FullshardError], *words: str
-) -> None:
-    """Ours is an instance of what torch's door raises in the same case."""
-    error = refused(lambda: call(fully_shard), kind, *words)
-    with pytest.raises(Exception) as theirs:  # noqa: PT011 - whatever it is
-        call(torch_fully_shard)
-    assert isinstance(error, type(theirs.value)), (type(error).__mro__, repr(theirs.value))
-
-
 def model_with_blocks() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-# Modules
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
 
 
-def test_a_module_list_is_refused(rank: Rank) -> None:
-    modules = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
-    refused_like_torch(
-        lambda door: door(modules, mesh=rank.mesh()), ConfigError, "ModuleList", "each of its"
-    )
+def axes(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
-def test_a_module_dict_is_refused(rank: Rank) -> None:
-    modules = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
-    refused_like_torch(lambda door: door(modules, mesh=rank.mesh()), ConfigError, "ModuleDict")
-    given = [nn.Linear(2, 2), modules]
-    refused(lambda: fully_shard(given, mesh=rank.mesh()), ConfigError, "ModuleDict")
+def on_mesh(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
+    module = nn.Linear(WIDTH, WIDTH, bias=False)
+    weight = distribute_tensor(module.weight.detach(), mesh, placements)
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+def shard_twice(shard: Sharder, mesh: DeviceMesh) -> None:
+    shard(shard(linear(), mesh=mesh), mesh=mesh)
+
+
+def run_on_meta(shard: Sharder, mesh: DeviceMesh) -> None:
+    with torch.device("meta"):
+        model = model_with_blocks()
+    shard(model[1], mesh=mesh)
+    shard(model, mesh=mesh)
+    model(torch.ones(2, WIDTH))
+
+
+def shard_on_another_root(shard: Sharder, mesh: DeviceMesh) -> None:
+    other = axes(2, 2, names=("x", "tensor"))["tensor"]
+    shard(on_mesh(other, Sharded(0)), mesh=axes(4, names=("data",)))
+
+
+Case = tuple[Callable[[Sharder, DeviceMesh], object], type[FullshardError], tuple[str, ...]]
+# Refused by torch too, with an exception of which ours is an instance.
+LIKE_TORCH: dict[str, Case] = {
+    "a module list": (
+        lambda shard, mesh: shard(nn.ModuleList([linear()]), mesh=mesh),
+        ConfigError,
+        ("ModuleList", "each of its"),
+    ),
+    "a module dict": (
+        lambda shard, mesh: shard(nn.ModuleDict({"a": linear()}), mesh=mesh),
+        ConfigError,
+        ("ModuleDict",),
+    ),
+    "a sharded module": (shard_twice, MisuseError, ("Linear", "once")),
+    "a mesh of three axes": (
+        lambda shard, mesh: shard(linear(), mesh=axes(2, 2, 1, names=("a", "b", "c"))),
+        TopologyError,
+        ("mesh", "3"),
+    ),
+    "two axes without names": (
+        lambda shard, mesh: shard(linear(), mesh=axes(2, 2)),
+        TopologyError,
+        ("mesh", "mesh_dim_names"),
+    ),
+    "a DTensor on another root mesh": (
+        shard_on_another_root,
+        TopologyError,
+        ("weight", "one root mesh"),
+    ),
+    "a copy": (
+        lambda shard, mesh: copy.deepcopy(shard(model_with_blocks(), mesh=mesh)),
+        MisuseError,
+        ("Sequential", "deepcopy", "state dict"),
+    ),
+    "parameters on meta": (run_on_meta, LifecycleError, ("on meta", "to_empty", "0.weight")),
+    **{
+        f"reshard_after_forward={value!r}": (
+            lambda shard, mesh, v=value: shard(linear(), mesh=mesh, reshard_after_forward=v),
+            ConfigError,
+            ("reshard_after_forward", repr(value)),
+        )
+        for value in (3, 5, 0, -2, "yes", 2.0)
+    },
+    **{
+        f"placement {value!r}": (
+            lambda shard, mesh, v=value: shard(linear(), mesh=mesh, shard_placement_fn=lambda _: v),
+            ConfigError,
+            ("weight", "Shard(0)"),
+        )
+        for value in (0, "Shard(0)", Replicate(), (Sharded(0), None))
+    },
+}
+
+
+@pytest.mark.parametrize("case", LIKE_TORCH)
+def test_what_torch_refuses_is_refused_by_an_error_of_the_same_type(rank: Rank, case: str) -> None:
+    call, kind, words = LIKE_TORCH[case]
+    error = refused(lambda: call(fully_shard, rank.mesh()), kind, *words)
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - whatever it is
+        call(torch_fully_shard, rank.mesh())
+    assert isinstance(error, type(theirs.value)), (type(error).__mro__, repr(theirs.value))
+
+
+def on_named_axes(cut: bool = False, **dims: str) -> nn.Module:
+    mesh = axes(2, 2, names=("data", "tensor"))
+    module = on_mesh(mesh, Sharded(0), Replicate()) if cut else linear()
+    return fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+
+
+def placed(dim: int, mesh: DeviceMesh) -> nn.Module:
+    module = nn.Linear(WIDTH, WIDTH, bias=False)
+    return fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: Sharded(dim))
+
+
+def sharded(mesh: DeviceMesh) -> Any:
+    return fully_shard(linear(), mesh=mesh)
+
+
+OwnCase = tuple[Callable[[DeviceMesh], object], type[FullshardError], tuple[str, ...]]
+REFUSED: dict[str, OwnCase] = {
+    "no modules": (lambda mesh: fully_shard([], mesh=mesh), ConfigError, ("empty list",)),
+    "a module dict in a list": (
+        lambda mesh: fully_shard([linear(), nn.ModuleDict()], mesh=mesh),
+        ConfigError,
+        ("ModuleDict",),
+    ),
+    **{
+        f"{value!r} as a module{' in a list' * in_list}": (
+            lambda mesh, v=value, i=in_list: fully_shard([linear(), v] if i else v, mesh=mesh),
+            ConfigError,
+            (type(value).__name__,),
+        )
+        for value in (None, "a name", 3, nn.Linear)
+        for in_list in (False, True)
+    },
+    **{
+        f"{value!r} as a mesh": (
+            lambda _, v=value: fully_shard(linear(), mesh=v),
+            ConfigError,
+            (type(value).__name__,),
+        )
+        for value in ("cpu", 4, (2, 2))
+    },
+    "a plain parameter where axes are named": (
+        lambda _: on_named_axes(shard="data"),
+        ConfigError,
+        ("weight", "DTensor"),
+    ),
+    "a parameter cut along a data parallel axis": (
+        lambda _: on_named_axes(cut=True, shard="data"),
+        ConfigError,
+        ("weight", "data"),
+    ),
+    "an unknown axis": (
+        lambda _: on_named_axes(shard="date"),
+        TopologyError,
+        ("date", "tensor"),
+    ),
+    "named axes of a mesh without names": (
+        lambda _: fully_shard(
+            linear(), mesh=axes(4), dp_mesh_dims=DataParallelMeshDims(shard="data")
+        ),
+        TopologyError,
+        ("mesh_dim_names",),
+    ),
+    "no axes": (lambda _: DataParallelMeshDims(), ConfigError, ("shard", "replicate")),
+    "dim 2": (lambda mesh: placed(2, mesh), ConfigError, ("weight", "Shard(2)", "2 dims")),
+    "dim -3": (lambda mesh: placed(-3, mesh), ConfigError, ("weight", "Shard(-3)", "2 dims")),
+    "a setter's string": (
+        lambda mesh: sharded(mesh).set_reshard_after_forward("yes"),
+        ConfigError,
+        ("yes",),
+    ),
+    "a setter's number": (
+        lambda mesh: sharded(mesh).set_reshard_after_forward(3),
+        ConfigError,
+        ("3", "[1, 2, 4]"),
+    ),
+    "no reduce buffers": (
+        lambda mesh: sharded(mesh).set_reduce_scatter_max_input_buffers(0),
+        ConfigError,
+        ("0",),
+    ),
+    "an unknown method": (
+        lambda mesh: register_fsdp_forward_method(sharded(mesh), "encode"),
+        ConfigError,
+        ("encode",),
+    ),
+    "streams of an unsharded module": (
+        lambda _: share_comm_ctx([linear()]),
+        ConfigError,
+        ("Linear",),
+    ),
+    "symmetric memory on a CPU": (
+        lambda mesh: sharded(mesh).set_symm_mem_for_comm(),
+        UnsupportedError,
+        ("cpu",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_done_is_refused(rank: Rank, case: str) -> None:
+    call, kind, words = REFUSED[case]
+    refused(lambda: call(rank.mesh()), kind, *words)
 
 
 class ListWithForward(nn.ModuleList):
@@ -103,31 +276,12 @@ def test_a_module_list_that_has_a_forward_is_taken(rank: Rank) -> None:
     assert sharded(torch.ones(1, WIDTH)).shape == (1, WIDTH)
 
 
-@pytest.mark.parametrize("thing", [None, "a name", 3, torch.ones(2), nn.Linear])
-def test_things_that_are_no_modules_are_refused(rank: Rank, thing: Any) -> None:
-    for given in (thing, [nn.Linear(2, 2), thing]):
-        kind = type(thing).__name__
-        refused(lambda given=given: fully_shard(given, mesh=rank.mesh()), ConfigError, kind)
-
-
-def test_an_empty_list_is_refused(rank: Rank) -> None:
-    refused(lambda: fully_shard([], mesh=rank.mesh()), ConfigError, "empty list")
-
-
-def test_a_module_is_sharded_once(rank: Rank) -> None:
-    def twice(door: Door) -> None:
-        module = door(nn.Linear(WIDTH, WIDTH), mesh=rank.mesh())
-        door(module, mesh=rank.mesh())
-
-    refused_like_torch(twice, MisuseError, "Linear", "once")
-
-
 def test_a_refused_module_is_left_as_it_was(rank: Rank) -> None:
     model = model_with_blocks()
     parameters = list(model.parameters())
     for bad in (
         {"mesh": rank.mesh(), "reshard_after_forward": 3},
-        {"mesh": rank.mesh(), "shard_placement_fn": lambda _: Shard(5)},
+        {"mesh": rank.mesh(), "shard_placement_fn": lambda _: Sharded(5)},
         {"mesh": "cpu"},
     ):
         with pytest.raises(ConfigError):
@@ -138,89 +292,10 @@ def test_a_refused_module_is_left_as_it_was(rank: Rank) -> None:
     fully_shard(model, mesh=rank.mesh())
 
 
-# Meshes
-
-
-def test_a_mesh_of_three_axes_is_refused(rank: Rank) -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
-    refused_like_torch(
-        lambda door: door(nn.Linear(WIDTH, WIDTH), mesh=mesh), TopologyError, "mesh", "3"
-    )
-
-
-def test_a_mesh_of_two_axes_needs_names(rank: Rank) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    refused_like_torch(
-        lambda door: door(nn.Linear(WIDTH, WIDTH), mesh=mesh),
-        TopologyError,
-        "mesh",
-        "mesh_dim_names",
-    )
-
-
-@pytest.mark.parametrize("mesh", ["cpu", 4, (2, 2)])
-def test_a_mesh_of_the_wrong_type_is_refused(rank: Rank, mesh: Any) -> None:
-    refused(
-        lambda: fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh), ConfigError, type(mesh).__name__
-    )
-
-
 def test_a_rank_outside_the_mesh_is_refused() -> None:
     with fake_world(4, rank=3):
         mesh = DeviceMesh("cpu", [0, 1])
         refused(lambda: fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh), TopologyError, "rank (3)")
-
-
-def test_a_dtensor_on_a_mesh_of_another_root_is_refused(rank: Rank) -> None:
-    def shard(door: Door) -> None:
-        other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "tensor"))
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
-        module = nn.Linear(WIDTH, WIDTH, bias=False)
-        weight = distribute_tensor(module.weight.detach(), other["tensor"], [Shard(0)])
-        module.weight = nn.Parameter(weight)
-        door(module, mesh=mesh)
-
-    refused_like_torch(shard, TopologyError, "weight", "one root mesh")
-
-
-def test_a_plain_parameter_with_dp_mesh_dims_is_refused(rank: Rank) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    dims = DataParallelMeshDims(shard="data")
-    refused(
-        lambda: fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh, dp_mesh_dims=dims),
-        ConfigError,
-        "weight",
-        "DTensor",
-    )
-
-
-def test_dp_mesh_dims_must_name_axes_of_the_mesh(rank: Rank) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    dims = DataParallelMeshDims(shard="date")
-    refused(
-        lambda: fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh, dp_mesh_dims=dims),
-        TopologyError,
-        "date",
-        "tensor",
-    )
-    nameless = init_device_mesh("cpu", (4,))
-    refused(
-        lambda: fully_shard(nn.Linear(WIDTH, WIDTH), mesh=nameless, dp_mesh_dims=dims),
-        TopologyError,
-        "mesh_dim_names",
-    )
-    refused(DataParallelMeshDims, ConfigError, "shard", "replicate")
-
-
-def test_a_dtensor_cut_along_a_data_parallel_axis_is_refused(rank: Rank) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    module = nn.Linear(WIDTH, WIDTH, bias=False)
-    weight = distribute_tensor(module.weight.detach(), mesh, [Shard(0), Replicate()])
-    module.weight = nn.Parameter(weight)
-    dims = DataParallelMeshDims(shard="data")
-    refused(
-        lambda: fully_shard(module, mesh=mesh, dp_mesh_dims=dims), ConfigError, "weight", "data"
-    )
 
 
 def test_a_process_group_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,64 +315,6 @@ def test_a_process_group_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
-# Arguments
-
-
-@pytest.mark.parametrize("number", [3, 5, 0, -2])
-def test_reshard_after_forward_must_divide_the_shard_axis(rank: Rank, number: int) -> None:
-    refused_like_torch(
-        lambda door: door(nn.Linear(WIDTH, WIDTH), mesh=rank.mesh(), reshard_after_forward=number),
-        ConfigError,
-        "reshard_after_forward",
-        str(number),
-        "[1, 2, 4]",
-    )
-
-
-@pytest.mark.parametrize("value", ["yes", 2.0])
-def test_reshard_after_forward_of_another_type_is_refused(rank: Rank, value: Any) -> None:
-    refused_like_torch(
-        lambda door: door(nn.Linear(WIDTH, WIDTH), mesh=rank.mesh(), reshard_after_forward=value),
-        ConfigError,
-        "reshard_after_forward",
-        repr(value),
-    )
-
-
-@pytest.mark.parametrize("value", ["yes", 3])
-def test_a_setter_checks_reshard_after_forward_too(rank: Rank, value: Any) -> None:
-    module = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=rank.mesh())
-    refused(lambda: module.set_reshard_after_forward(value), ConfigError, str(value))
-
-
-@pytest.mark.parametrize("dim", [2, -3])
-def test_a_placement_on_a_dim_that_is_not_there_is_refused(rank: Rank, dim: int) -> None:
-    def place(parameter: nn.Parameter) -> Shard:
-        return Shard(dim)
-
-    refused(
-        lambda: fully_shard(
-            nn.Linear(WIDTH, WIDTH, bias=False), mesh=rank.mesh(), shard_placement_fn=place
-        ),
-        ConfigError,
-        "weight",
-        f"Shard({dim})",
-        "2 dims",
-    )
-
-
-@pytest.mark.parametrize("nonsense", [0, "Shard(0)", Replicate(), (Shard(0), None)])
-def test_a_placement_function_that_returns_nonsense_is_refused(rank: Rank, nonsense: Any) -> None:
-    refused_like_torch(
-        lambda door: door(
-            nn.Linear(WIDTH, WIDTH), mesh=rank.mesh(), shard_placement_fn=lambda _: nonsense
-        ),
-        ConfigError,
-        "weight",
-        "Shard(0)",
-    )
-
-
 def test_an_unknown_setting_is_refused_and_changes_nothing(rank: Rank) -> None:
     module = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=rank.mesh())
     before = module._units(recurse=True)[0].settings
@@ -308,12 +325,6 @@ def test_an_unknown_setting_is_refused_and_changes_nothing(rank: Rank) -> None:
 
     refused(enter, ConfigError, "reshard_after_backwards", "reshard_after_backward")
     assert module._units(recurse=True)[0].settings == before
-
-
-@pytest.mark.parametrize("value", [0, -1])
-def test_the_number_of_reduce_buffers_must_be_positive(rank: Rank, value: int) -> None:
-    module = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=rank.mesh())
-    refused(lambda: module.set_reduce_scatter_max_input_buffers(value), ConfigError, str(value))
 
 
 @pytest.mark.parametrize("value", [1.5, True, "2"])
@@ -339,45 +350,7 @@ def test_a_prefetch_list_holds_sharded_modules(rank: Rank, setter: str) -> None:
     assert isinstance(error, type(theirs.value)), repr(theirs.value)
 
 
-def test_a_method_to_register_must_exist(rank: Rank) -> None:
-    module = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=rank.mesh())
-    refused(lambda: register_fsdp_forward_method(module, "encode"), ConfigError, "encode")
-
-
-def test_only_sharded_modules_share_streams(rank: Rank) -> None:
-    refused(lambda: share_comm_ctx([nn.Linear(WIDTH, WIDTH)]), ConfigError, "Linear")
-
-
-def test_symmetric_memory_needs_cuda(rank: Rank) -> None:
-    module = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=rank.mesh())
-    refused(module.set_symm_mem_for_comm, UnsupportedError, "cpu")
-
-
 # Calls at the wrong time
-
-
-def test_parameters_on_meta_are_refused_at_the_first_forward(rank: Rank) -> None:
-    def run(door: Door) -> None:
-        with torch.device("meta"):
-            model = model_with_blocks()
-        door(model[1], mesh=rank.mesh())
-        door(model, mesh=rank.mesh())
-        model(torch.ones(2, WIDTH))
-
-    refused_like_torch(run, LifecycleError, "on meta", "to_empty", "0.weight")
-
-
-def test_after_the_refusal_a_model_on_meta_can_be_given_values(rank: Rank) -> None:
-    with torch.device("meta"):
-        model = model_with_blocks()
-    fully_shard(model[1], mesh=rank.mesh())
-    fully_shard(model, mesh=rank.mesh())
-    with pytest.raises(LifecycleError):
-        model(torch.ones(2, WIDTH))
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    assert model(torch.ones(2, WIDTH)).shape == (2, WIDTH)
 
 
 class ReshardsItself(nn.Module):
@@ -448,13 +421,6 @@ def test_reset_iter_state_below_the_root_is_refused(rank: Rank) -> None:
     fully_shard(model, mesh=rank.mesh())
     model(torch.ones(2, WIDTH))
     refused(model[0].reset_iter_state, LifecycleError, "root")
-
-
-def test_a_sharded_model_is_not_copied_object_by_object(rank: Rank) -> None:
-    def copied(door: Door) -> None:
-        copy.deepcopy(door(model_with_blocks(), mesh=rank.mesh()))
-
-    refused_like_torch(copied, MisuseError, "Sequential", "deepcopy", "state dict")
 
 
 def test_a_model_with_a_sharded_part_is_not_copied_either(rank: Rank) -> None:
