@@ -52,7 +52,7 @@ UNEVEN = dataclasses.replace(
     SMALL, vocabulary=175_001, num_heads=3, num_kv_heads=1, mlp_width=37, is_tied=False
 )
 LORA = LoraSettings(rank=3, alpha=6.0)
-DOORS = ["fully_shard", "wrapper"]
+APIS = ["fully_shard", "wrapper"]
 CPU = torch.device("cpu")
 
 
@@ -64,9 +64,9 @@ def filled(architecture: Architecture, seed: int = 0) -> nn.Module:
     return model
 
 
-def sharded(rank: Rank, architecture: Architecture, door: str, seed: int = 0) -> nn.Module:
+def sharded(rank: Rank, architecture: Architecture, api: str, seed: int = 0) -> nn.Module:
     model = architecture.build()
-    if door == "wrapper":
+    if api == "wrapper":
         model = FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy(set(architecture.block_classes())),
@@ -126,42 +126,27 @@ def train(architecture: Architecture, model: nn.Module, steps: int = 3) -> list[
 # Sizes.
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_a_size_says_how_many_parameters_its_model_has(name: str) -> None:
-    model = architecture_of(name).build()
-    assert all(param.is_meta for param in model.parameters())
-    assert sum(param.numel() for param in model.parameters()) == SIZES[name].num_parameters
+def test_a_size_is_as_large_as_its_name_says() -> None:
+    millions = {"tiny": 1, "10m": 10, "30m": 30, "150m": 150, "350m": 350, "3b": 3200}
+    for name, size in SIZES.items():
+        model = architecture_of(name).build()
+        assert all(param.is_meta for param in model.parameters())
+        assert sum(param.numel() for param in model.parameters()) == size.num_parameters
+        if name in millions:
+            assert size.num_parameters == pytest.approx(millions[name] * 1e6, rel=0.05)
+    assert SIZES["8b"].num_parameters == 8_030_261_248  # as Llama 3
 
 
-@pytest.mark.parametrize(
-    "name, millions",
-    [("tiny", 1), ("10m", 10), ("30m", 30), ("150m", 150), ("350m", 350), ("3b", 3200)],
-)
-def test_a_size_is_as_large_as_its_name_says(name: str, millions: int) -> None:
-    assert SIZES[name].num_parameters == pytest.approx(millions * 1e6, rel=0.05)
-
-
-def test_8b_has_the_shapes_of_llama_3() -> None:
-    assert SIZES["8b"].num_parameters == 8_030_261_248
-
-
-@pytest.mark.parametrize("name, meant", [("10M", "10m"), ("tinny", "tiny"), ("80b", "8b")])
-def test_an_unknown_size_is_answered_with_the_nearest(name: str, meant: str) -> None:
-    with pytest.raises(UnknownNameError, match=f"did you mean {meant!r}"):
-        architecture_of(name)
-
-
-@pytest.mark.parametrize("name", ["./models/llama", "llama.gguf", "meta/llama-3"])
-def test_a_path_that_is_no_folder_is_answered_with_what_was_expected(name: str) -> None:
-    with pytest.raises(UnknownNameError, match="a folder in Hugging Face's layout was expected"):
-        size_named(name)
-
-
-def test_a_file_in_place_of_a_folder_is_named_as_one(tmp_path: Any) -> None:
-    path = tmp_path / "weights"
-    path.write_text("")
+def test_what_is_no_size_and_no_folder_is_answered_with_what_was_expected(tmp_path: Any) -> None:
+    for name, meant in {"10M": "10m", "tinny": "tiny", "80b": "8b"}.items():
+        with pytest.raises(UnknownNameError, match=f"did you mean {meant!r}"):
+            architecture_of(name)
+    for name in ("./models/llama", "llama.gguf", "meta/llama-3"):
+        with pytest.raises(UnknownNameError, match="in Hugging Face's layout was expected"):
+            size_named(name)
+    (tmp_path / "weights").write_text("")
     with pytest.raises(UnknownNameError, match="found a file"):
-        architecture_of(str(path))
+        architecture_of(str(tmp_path / "weights"))
 
 
 # The model.
@@ -239,19 +224,15 @@ def test_first_values_follow_from_the_seed_and_differ_between_parameters() -> No
     assert not torch.equal(*ups)
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("size", [SMALL, UNEVEN], ids=["tied", "uneven"])
+@pytest.mark.parametrize("api", APIS)
 @on_ranks(1, 2, 4)
-def test_first_values_are_the_same_on_any_ranks(rank: Rank, size: Size, door: str) -> None:
-    architecture = BuiltinArchitecture(size)
-    assert_same(whole(sharded(rank, architecture, door)), whole(filled(architecture)))
-
-
-@pytest.mark.parametrize("door", DOORS)
-@on_ranks(2)
-def test_a_sharded_model_trains_like_the_whole_one(rank: Rank, door: str) -> None:
+def test_first_values_are_the_same_on_any_ranks_and_train_alike(rank: Rank, api: str) -> None:
+    for size in (SMALL, UNEVEN):
+        architecture = BuiltinArchitecture(size)
+        reference, model = filled(architecture), sharded(rank, architecture, api)
+        assert_same(whole(model), whole(reference))
     architecture = BuiltinArchitecture(SMALL)
-    reference, model = filled(architecture), sharded(rank, architecture, door)
+    reference, model = filled(architecture), sharded(rank, architecture, api)
     assert train(architecture, model) == pytest.approx(train(architecture, reference), rel=1e-5)
     assert_same(whole(model), whole(reference), rtol=1e-4, atol=1e-5)
 
@@ -259,11 +240,11 @@ def test_a_sharded_model_trains_like_the_whole_one(rank: Rank, door: str) -> Non
 # Adapters.
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @on_ranks(2)
-def test_only_adapters_are_trained(rank: Rank, door: str) -> None:
+def test_only_adapters_are_trained(rank: Rank, api: str) -> None:
     plain, architecture = BuiltinArchitecture(SMALL), BuiltinArchitecture(SMALL, LORA)
-    reference, model = filled(architecture), sharded(rank, architecture, door)
+    reference, model = filled(architecture), sharded(rank, architecture, api)
     before = whole(model)
     base = {n.replace(".base_layer", ""): v for n, v in before.items() if "lora" not in n}
     assert_same(base, whole(filled(plain)))
@@ -276,13 +257,6 @@ def test_only_adapters_are_trained(rank: Rank, door: str) -> None:
     assert changed == {name for name in after if "lora" in name}
 
 
-def test_adapters_add_nothing_at_first() -> None:
-    plain, architecture = BuiltinArchitecture(SMALL), BuiltinArchitecture(SMALL, LORA)
-    tokens = torch.arange(12)[None]
-    found = architecture.logits(filled(architecture), tokens)
-    assert torch.equal(found, plain.logits(filled(plain), tokens))
-
-
 def test_every_linear_layer_but_the_head_gets_an_adapter() -> None:
     for size in (SMALL, UNEVEN):
         model = BuiltinArchitecture(size, LORA).build()
@@ -290,6 +264,10 @@ def test_every_linear_layer_but_the_head_gets_an_adapter() -> None:
         assert len(names) == 2 * 7 * size.num_blocks
         assert not any("head" in name or "embed" in name for name in names)
         assert all(param.is_meta for param in model.parameters())
+    plain, architecture = BuiltinArchitecture(SMALL), BuiltinArchitecture(SMALL, LORA)
+    tokens = torch.arange(12)[None]
+    found = architecture.logits(filled(architecture), tokens)  # to which it adds nothing at first
+    assert torch.equal(found, plain.logits(filled(plain), tokens))
 
 
 def test_adapters_go_where_they_are_asked_for() -> None:
@@ -301,15 +279,9 @@ def test_adapters_go_where_they_are_asked_for() -> None:
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.mlp.up_proj",
     }
-
-
-@pytest.mark.parametrize("target", ["query", "proj", "embed_tokens"])
-def test_an_unknown_target_is_answered_with_those_that_there_are(target: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{target!r}; choose among down_proj, .*, v_proj"):
-        BuiltinArchitecture(SMALL, LoraSettings(2, 4.0, (target,))).build()
-
-
-def test_a_rank_below_one_is_refused() -> None:
+    for target in ("query", "proj", "embed_tokens"):
+        with pytest.raises(ConfigError, match=rf"{target!r}; choose among down_proj, .*, v_proj"):
+            BuiltinArchitecture(SMALL, LoraSettings(2, 4.0, (target,))).build()
     with pytest.raises(ConfigError, match="a rank of at least 1 was expected, found 0"):
         BuiltinArchitecture(SMALL, LoraSettings(0, 4.0)).build()
 
@@ -359,18 +331,18 @@ def drawn(architecture: Architecture, model: nn.Module, num_tokens: int = 30, **
     return sample(architecture, model, prompt, num_tokens, **options)
 
 
-def drawn_on_a_rank(rank: Rank, door: str) -> list[int]:
+def drawn_on_a_rank(rank: Rank, api: str) -> list[int]:
     architecture = BuiltinArchitecture(SMALL)
-    return drawn(architecture, sharded(rank, architecture, door))
+    return drawn(architecture, sharded(rank, architecture, api))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_sample_is_the_same_on_any_ranks(door: str) -> None:
+@pytest.mark.parametrize("api", APIS)
+def test_a_sample_is_the_same_on_any_ranks(api: str) -> None:
     architecture = BuiltinArchitecture(SMALL)
     expected = drawn(architecture, filled(architecture))
     assert len(expected) == 30  # longer than the window
     for size in (1, 2):
-        assert pool(size).run(drawn_on_a_rank, door=door) == [expected] * size
+        assert pool(size).run(drawn_on_a_rank, api=api) == [expected] * size
 
 
 def test_a_sample_is_what_full_windows_give() -> None:
