@@ -105,9 +105,8 @@ def test_state_is_that_of_the_unsharded_model_and_of_torch_and_loads_into_other_
         oracle = None
         if form.torch_has_it and build in (Net, TiedNet):
             oracle = Trainee.of(form, build, make, api=TORCH).train(rank)
-        # All kinds of flat parameters in the first case, otherwise the full and the sharded one.
-        has_all = is_first_case and form.is_sharded and "use_orig_params" not in form.options
-        kinds = kinds_of(form) if has_all else kinds_of(form)[::4]
+        # All kinds in the first case, later the full one and the sharded one.
+        kinds = kinds_of(form) if is_first_case else kinds_of(form)[::4]
         for shift, kind in enumerate(kinds):
             state = check_saved(rank, source, kind, before, f"{name}, {kind}")
             if oracle is not None and is_known_to_torch(form, kind, build, optimizer):
