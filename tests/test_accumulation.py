@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,9 +27,13 @@ from tests.wrapped import (
     Branches,
     Lesson,
     Package,
+    assert_same_step,
     assert_trains_alike,
+    batch_of,
     each_backward,
     full,
+    layers,
+    make_batch,
     shard_parts,
     unit_sharder,
 )
@@ -36,89 +41,32 @@ from tests.wrapped import (
 MICRO_BATCHES = 3
 
 
-def build() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def make_batch(generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(4, 6, generator=generator)
-
-
-def batch_of(step: int, rank: int) -> torch.Tensor:
-    return make_batch(torch.Generator().manual_seed(10 * step + rank))
-
-
 def shard(model: nn.Sequential, mesh: Any, **options: Any) -> None:
     for part in (model[0], model[2], model):
         fully_shard(part, mesh=mesh, **options)
 
 
-def torch_shard(model: nn.Sequential, mesh: Any, **options: Any) -> None:
-    for part in (model[0], model[2], model):
-        torch_fully_shard(part, mesh=mesh, **options)
-
-
-# Each form is told before a micro batch's forward which one it is.
-
-
-def without_sync(model: Any, micro_batch: int) -> None:
-    model.set_requires_gradient_sync(micro_batch == MICRO_BATCHES - 1)
-
-
-def without_sync_and_kept_unsharded(model: Any, micro_batch: int) -> None:
-    is_last = micro_batch == MICRO_BATCHES - 1
-    model.set_requires_gradient_sync(is_last)
-    model.set_reshard_after_backward(is_last)
-
-
-def kept_unsharded(model: Any, micro_batch: int) -> None:
-    model.set_reshard_after_backward(micro_batch == MICRO_BATCHES - 1)
-
-
-def told_of_the_last_backward(model: Any, micro_batch: int) -> None:
-    model.set_is_last_backward(micro_batch == MICRO_BATCHES - 1)
-
-
-def told_all_at_once(model: Any, micro_batch: int) -> None:
-    is_last = micro_batch == MICRO_BATCHES - 1
-    model.set_is_last_backward(is_last)
-    model.set_requires_gradient_sync(is_last)
-    model.set_reshard_after_backward(is_last)
-
-
-def some_units_without_sync(model: Any, micro_batch: int) -> None:
-    model[2].set_requires_gradient_sync(micro_batch == MICRO_BATCHES - 1)
-
-
-def without_all_reduce(model: Any, micro_batch: int) -> None:
-    model.set_requires_all_reduce(micro_batch == MICRO_BATCHES - 1)
-
-
-def without_all_reduce_told_of_the_last_backward(model: Any, micro_batch: int) -> None:
-    is_last = micro_batch == MICRO_BATCHES - 1
-    model.set_requires_all_reduce(is_last)
-    model.set_is_last_backward(is_last)
-
-
-def without_sync_then_without_all_reduce(model: Any, micro_batch: int) -> None:
-    model.set_requires_gradient_sync(micro_batch > 0)
-    model.set_requires_all_reduce(micro_batch == MICRO_BATCHES - 1)
-
-
-FORMS: list[Callable[[Any, int], None]] = [
-    without_sync,
-    without_sync_and_kept_unsharded,
-    kept_unsharded,
-    told_of_the_last_backward,
-    told_all_at_once,
-    some_units_without_sync,
-]
-REPLICATED_FORMS = [
-    without_sync,
-    without_all_reduce,
-    without_all_reduce_told_of_the_last_backward,
-    without_sync_then_without_all_reduce,
-]
+# By form: settings of modules that become true before the last micro batch, or before that number.
+FORMS: dict[str, dict[str, dict[str, int]]] = {
+    "without sync": {"": {"requires_gradient_sync": 2}},
+    "without sync, kept unsharded": {
+        "": {"requires_gradient_sync": 2, "reshard_after_backward": 2}
+    },
+    "kept unsharded": {"": {"reshard_after_backward": 2}},
+    "told of the last": {"": {"is_last_backward": 2}},
+    "told all at once": {
+        "": {"is_last_backward": 2, "requires_gradient_sync": 2, "reshard_after_backward": 2}
+    },
+    "some units without sync": {"2": {"requires_gradient_sync": 2}},
+}
+REPLICATED_FORMS: dict[str, dict[str, dict[str, int]]] = {
+    "without sync": FORMS["without sync"],
+    "without all-reduce": {"": {"requires_all_reduce": 2}},
+    "without all-reduce, told of the last": {"": {"requires_all_reduce": 2, "is_last_backward": 2}},
+    "without sync, then without all-reduce": {
+        "": {"requires_gradient_sync": 1, "requires_all_reduce": 2}
+    },
+}
 POLICIES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bf16_reduced_in_fp32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
@@ -126,7 +74,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def assert_accumulates(
-    form: Callable[[Any, int], None], kind: str, mesh: Any, max_buffers: int = 1
+    form: dict[str, dict[str, int]], kind: str, mesh: Any, max_buffers: int = 1
 ) -> None:
     """Against the unsharded model, which sums micro batches, and against torch."""
 
@@ -140,38 +88,39 @@ def assert_accumulates(
     def step(model: Any, batches: list[Any], scale: float) -> torch.Tensor:
         total = torch.zeros(())
         for micro_batch, batch in enumerate(batches):
-            if hasattr(model, "reshard"):
-                form(model, micro_batch)
+            for name, settings in form.items() if hasattr(model, "reshard") else ():
+                for setting, first in settings.items():
+                    getattr(model.get_submodule(name), f"set_{setting}")(micro_batch >= first)
             total += each_backward(model, [batch], scale)
         return total
 
-    lesson = Lesson(make_batch, step=step, num_micro_batches=MICRO_BATCHES)
+    lesson = Lesson(step=step, num_micro_batches=MICRO_BATCHES)
     near = ROUNDED if POLICIES[kind] else EQUAL
-    assert_trains_alike(build, shard_all, lesson, near=near, cell=f"{form.__name__}, {kind}")
+    assert_trains_alike(layers, shard_all, lesson, near=near)
 
 
 @pytest.mark.parametrize("kind", POLICIES)
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
-def test_accumulation_trains_alike(rank: Rank, form: Callable[[Any, int], None], kind: str) -> None:
-    assert_accumulates(form, kind, rank.mesh())
+def test_accumulation_trains_alike(rank: Rank, form: str, kind: str) -> None:
+    assert_accumulates(FORMS[form], kind, rank.mesh())
 
 
 @pytest.mark.parametrize("max_buffers", [1, 3])
 @pytest.mark.parametrize("form", REPLICATED_FORMS)
 @on_ranks(4)
 def test_accumulation_over_shards_and_replicas_trains_alike(
-    rank: Rank, form: Callable[[Any, int], None], max_buffers: int
+    rank: Rank, form: str, max_buffers: int
 ) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     kind = "float32" if max_buffers == 1 else "bf16_reduced_in_fp32"
-    assert_accumulates(form, kind, mesh, max_buffers)
+    assert_accumulates(REPLICATED_FORMS[form], kind, mesh, max_buffers)
 
 
 @on_ranks(4)
 def test_without_all_reduce_no_gradient_is_handed_over_until_replicas_agree(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
-    model = build()
+    model = layers()
     shard(model, mesh)
     model.set_requires_all_reduce(False)
     model(batch_of(0, rank.rank)).sum().backward()
@@ -252,7 +201,7 @@ def settings_of(model: nn.Module) -> list[Any]:
 
 @on_ranks(2)
 def test_scopes_restore_what_they_found_also_after_an_error(rank: Rank) -> None:
-    model = build()
+    model = layers()
     shard(model, rank.mesh())
     model[0].set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False, recurse=False)
@@ -288,7 +237,7 @@ def test_scopes_restore_what_they_found_also_after_an_error(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_a_scope_of_one_module_leaves_the_others_alone(rank: Rank) -> None:
-    model = build()
+    model = layers()
     shard(model, rank.mesh())
     with model.no_sync(recurse=False):
         assert [s.requires_gradient_sync for s in settings_of(model)] == [True, True, False]
@@ -322,7 +271,7 @@ def test_custom_collectives_carry_everything_in_memory_that_they_allocate(rank: 
         shard(model, rank.mesh())
         counters.append(counted(model))
 
-    assert_same_training(build, ours, Training(make_batch, steps=2))
+    assert_same_training(layers, ours, Training(make_batch, steps=2))
     gather, reduce = counters[0]
     if rank.size > 1:
         # Three units: the first two are gathered for forward and (but for the last) for backward.
@@ -360,7 +309,7 @@ def test_custom_collectives_carry_the_dtypes_of_the_policy(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_no_sync_sends_nothing_in_backward_if_units_stay_unsharded(rank: Rank) -> None:
-    model = build()
+    model = layers()
     shard(model, rank.mesh(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     gather, reduce = counted(model)
@@ -378,19 +327,8 @@ def test_no_sync_sends_nothing_in_backward_if_units_stay_unsharded(rank: Rank) -
 
 
 @on_ranks(2)
-def test_memory_of_the_process_group_can_carry_buckets_and_be_given_up_again(rank: Rank) -> None:
-    def ours(model: Any) -> None:
-        shard(model, rank.mesh())
-        for part in (model[0], model[2], model):
-            part.set_allocate_memory_from_process_group_for_comm(True)
-        model[0].set_allocate_memory_from_process_group_for_comm(False)
-
-    assert_same_training(build, ours, Training(make_batch))
-
-
-@on_ranks(2)
 def test_memory_of_the_process_group_does_not_go_with_custom_collectives(rank: Rank) -> None:
-    model = build()
+    model = layers()
     shard(model, rank.mesh())
     model.set_custom_all_gather(CountedGather())
     with pytest.raises(AssertionError, match="custom collectives"):
@@ -409,7 +347,7 @@ def test_reduces_over_a_group_of_their_own_train_alike(rank: Rank, recurse: bool
         separate = [unit.comm.reduce_axis.group is not mesh.get_group() for unit in units]
         assert separate == [recurse, True]
 
-    trained = assert_same_training(build, ours, Training(make_batch, steps=2))
+    trained = assert_same_training(layers, ours, Training(make_batch, steps=2))
     model = trained.sharded
     model.set_separate_reduce_scatter_group(False)
     assert hooks_of(model).units[0].comm.reduce_axis.group is mesh.get_group()
@@ -417,14 +355,28 @@ def test_reduces_over_a_group_of_their_own_train_alike(rank: Rank, recurse: bool
     assert model[0].weight.grad is not None
 
 
-@pytest.mark.parametrize("max_buffers", [2, 5])
+def allocate_from_the_process_group(model: Any) -> None:
+    for part in (model[0], model[2], model):
+        part.set_allocate_memory_from_process_group_for_comm(True)
+    model[0].set_allocate_memory_from_process_group_for_comm(False)
+
+
+SETTINGS: dict[str, Callable[[Any], None]] = {
+    "memory of the process group": allocate_from_the_process_group,
+    "2 reduces": lambda model: model.set_reduce_scatter_max_input_buffers(2),
+    "5 reduces": lambda model: model.set_reduce_scatter_max_input_buffers(5),
+    "no event after the optimizer": lambda model: model.set_post_optim_event(None),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
 @on_ranks(2)
-def test_any_number_of_reduces_under_way_trains_alike(rank: Rank, max_buffers: int) -> None:
+def test_a_setting_of_communication_changes_no_result(rank: Rank, setting: str) -> None:
     def ours(model: Any) -> None:
         shard(model, rank.mesh())
-        model.set_reduce_scatter_max_input_buffers(max_buffers)
+        SETTINGS[setting](model)
 
-    assert_same_training(build, ours, Training(make_batch))
+    assert_same_training(layers, ours, Training(make_batch))
 
 
 # How a sum becomes a mean
@@ -469,17 +421,17 @@ def test_divide_factors_and_forced_sums_train_as_in_torch(
         settle(model, force)
 
     def torchs(model: Any) -> None:
-        torch_shard(model, mesh)
+        shard_parts(partial(torch_fully_shard, mesh=mesh), model, "0", "2")
         # With a factor, torch asks for a multiplied sum that gloo does not have.
         settle(model, force or factor is not None)
 
-    assert_same_training(build, ours, Training(make_batch), oracle=torchs)
+    assert_same_training(layers, ours, Training(make_batch), oracle=torchs)
 
 
 @on_ranks(2)
 def test_a_hook_on_reduced_gradients_changes_what_is_handed_over(rank: Rank) -> None:
     torch.manual_seed(0)
-    model = build()
+    model = layers()
     reference = copy.deepcopy(model)
     shard(model, rank.mesh())
     seen: list[torch.Size] = []
@@ -502,7 +454,7 @@ def test_a_hook_on_reduced_gradients_changes_what_is_handed_over(rank: Rank) -> 
 @on_ranks(4)
 def test_a_hook_comes_after_the_replicas_were_reduced(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
-    model = build()
+    model = layers()
     shard(model, mesh)
     alike: list[bool] = []
 
@@ -529,38 +481,19 @@ def test_a_hook_comes_after_the_replicas_were_reduced(rank: Rank) -> None:
 @on_ranks(2)
 def test_two_roots_that_share_their_streams_train_as_unsharded(rank: Rank, when: str) -> None:
     torch.manual_seed(0)
-    chunks = [build(), nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh())]
+    chunks = [layers(), nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh())]
     references = copy.deepcopy(chunks)
     for chunk in chunks:
         shard(chunk, rank.mesh())
     if when == "before":
         share_comm_ctx(chunks)
+    both, both_references = nn.Sequential(*chunks), nn.Sequential(*references)
     for step in range(3):
         if step == 1 and when == "after":
             share_comm_ctx(chunks)
-        chunks[1](chunks[0](batch_of(step, rank.rank))).square().mean().backward()
-        for other in range(rank.size):
-            out = references[1](references[0](batch_of(step, other)))
-            (out.square().mean() / rank.size).backward()
-        for chunk, reference in zip(chunks, references, strict=True):
-            for param, expected in zip(chunk.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(full(param.grad), expected.grad)
-                with torch.no_grad():
-                    param.sub_(param.grad, alpha=0.1)
-                    expected.sub_(expected.grad, alpha=0.1)
-            chunk.zero_grad()
-            reference.zero_grad()
+        assert_same_step(rank, both, both_references, partial(batch_of, step))
     assert hooks_of(chunks[0]).scheduler is not hooks_of(chunks[1]).scheduler
     assert hooks_of(chunks[0]).scheduler.comm_ctx is hooks_of(chunks[1]).scheduler.comm_ctx
-
-
-@on_ranks(2)
-def test_no_event_after_the_optimizer_means_waiting_for_compute(rank: Rank) -> None:
-    def before_forward(model: Any, micro_batch: int) -> None:
-        model.set_post_optim_event(None)
-
-    training = Training(make_batch, before_forward=before_forward)
-    assert_same_training(build, lambda m: shard(m, rank.mesh()), training)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -111,7 +111,7 @@ def assert_trains_like_both(
 # One axis, two axes, one rank
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=str)
 @on_ranks(4)
 def test_one_or_two_axes_train_alike(rank: Rank, shape: tuple[int, ...]) -> None:
     mesh = rank.mesh(shape, ("replicate", "shard")[-len(shape) :])
@@ -210,7 +210,7 @@ def test_tensor_parallel_parameters_train_alike(
     assert full_tensor(weight).shape == (12, 8)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
 @on_ranks(4)
 def test_replicated_sharded_and_tensor_parallel_axes_together(
     rank: Rank, shape: tuple[int, int, int]
@@ -371,7 +371,7 @@ class Spmd(nn.Module):
         return y.redistribute(placements=self.placements).to_local()
 
 
-def distribute_spmd(model: Spmd, mesh: DeviceMesh) -> None:
+def distribute_spmd(model: Spmd, mesh: DeviceMesh, tp: str | None) -> None:
     """Data-parallel axes replicate the weights and cut the batch; `tp` cuts the hidden dim."""
     names = mesh.mesh_dim_names
     assert names is not None
@@ -379,42 +379,43 @@ def distribute_spmd(model: Spmd, mesh: DeviceMesh) -> None:
     def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         cut = {"up": Shard(0), "down": Shard(1)}.get(name)
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
-            placements = [cut if axis == "tp" else Replicate() for axis in names]
+            placements = [cut if axis == tp else Replicate() for axis in names]
             whole = distribute_tensor(parameter, mesh, placements)
             module.register_parameter(parameter_name, nn.Parameter(whole))
 
     distribute_module(model, mesh, distribute)
     model.mesh = mesh
-    model.placements = [Replicate() if axis == "tp" else Shard(0) for axis in names]
+    model.placements = [Replicate() if axis == tp else Shard(0) for axis in names]
 
 
 @pytest.mark.parametrize(
-    "shape, names, dims",
+    "shape, tp, dims",
     [
-        ((2, 2), ("dp", "tp"), {"shard": "dp"}),
-        ((2, 2), ("tp", "dp"), {"shard": "dp"}),
-        ((2, 2), ("rep", "dp"), {"shard": "dp", "replicate": "rep"}),
-        ((2, 2), ("dp", "rep"), {"shard": "dp", "replicate": "rep"}),
-        ((1, 2, 2), ("rep", "dp", "tp"), {"shard": "dp", "replicate": "rep"}),
-        ((2, 1, 2), ("rep", "dp", "cp"), {"shard": ("dp", "cp"), "replicate": "rep"}),
-        ((2, 2), ("dp", "tp"), {"replicate": "dp"}),
-        ((2, 2), ("dp", "cp"), {"replicate": ("dp", "cp")}),
+        ((2, 2), "b", {"shard": "a"}),
+        ((2, 2), "a", {"shard": "b"}),
+        ((2, 2), None, {"shard": "b", "replicate": "a"}),
+        ((2, 2), None, {"shard": "a", "replicate": "b"}),
+        ((1, 2, 2), "c", {"shard": "b", "replicate": "a"}),
+        ((2, 1, 2), None, {"shard": ("b", "c"), "replicate": "a"}),
+        ((2, 2), "b", {"replicate": "a"}),
+        ((2, 2), None, {"replicate": ("a", "b")}),
     ],
 )
 @on_ranks(4)
 def test_named_axes_of_a_full_mesh_are_data_parallel(
-    rank: Rank, shape: tuple[int, ...], names: tuple[str, ...], dims: dict[str, Any]
+    rank: Rank, shape: tuple[int, ...], tp: str | None, dims: dict[str, Any]
 ) -> None:
+    names = ("a", "b", "c")[: len(shape)]
     mesh = rank.mesh(shape, names)
-    data_names = tuple(name for name in names if name != "tp")
+    data_names = tuple(name for name in names if name != tp)
 
     def shard(how: Sharder, model: nn.Module) -> None:
         kind = DataParallelMeshDims if how is fully_shard else TorchMeshDims
-        distribute_spmd(model, mesh)
+        distribute_spmd(model, mesh, tp)
         how(model.up, mesh=mesh, dp_mesh_dims=kind(**dims))
         how(model, mesh=mesh, dp_mesh_dims=kind(**dims))
 
-    training = Training(batch_of_8, data_mesh=mesh[data_names])
+    training = Training(batch_of_8, steps=2, data_mesh=mesh[data_names])
     assert_trains_like_both(Spmd, shard, training)
 
 
@@ -424,7 +425,7 @@ def test_named_axes_shard_the_dim_that_is_asked_for(rank: Rank) -> None:
 
     def shard(how: Sharder, model: nn.Module) -> None:
         kind = DataParallelMeshDims if how is fully_shard else TorchMeshDims
-        distribute_spmd(model, mesh)
+        distribute_spmd(model, mesh, "tp")
         how(
             model,
             mesh=mesh,
@@ -657,9 +658,7 @@ def shard_layers(how: Sharder, model: nn.Module, **options: Any) -> None:
     how(model, **options)
 
 
-@pytest.mark.parametrize(
-    "reshard, shape", [(None, (4,)), (1, (4,)), (2, (4,)), (4, (4,)), (2, (1, 4))]
-)
+@pytest.mark.parametrize("reshard, shape", [(None, (4,)), (1, (4,)), (2, (4,)), (2, (1, 4))])
 @on_ranks(4)
 def test_every_way_to_reshard_after_forward_trains_alike(
     rank: Rank, reshard: int | None, shape: tuple[int, ...]

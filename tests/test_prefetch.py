@@ -1,6 +1,6 @@
 """Units are gathered before they are needed, in the expected order, and not too many at once."""
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -192,28 +192,28 @@ def test_a_forward_that_takes_another_way_gathers_nothing_for_nobody(rank: Rank)
     assert indices(log, "gather") == ["root", "0", "3", "1"]
 
 
-@on_ranks(2)
-def test_a_part_that_runs_alone_does_not_spoil_the_roots_order(rank: Rank) -> None:
-    model = sharded(rank)
-    log = logged(model)
-    train(model)
+def run_parts_alone(model: Model) -> None:
     model.blocks[4](batch()).sum().backward()
     with torch.no_grad():
         model.blocks[2](batch())
-    log.clear()
-    model(batch())
-    assert log[:4] == [("gather", "root"), ("gather", "0"), ("gather", "1"), ("forward", "0")]
 
 
+def fail_in_forward(model: Model) -> None:
+    order, model.order = model.order, [0, 1, 99]
+    with pytest.raises(IndexError):
+        model(batch())
+    model.order = order
+
+
+@pytest.mark.parametrize("disturb", [run_parts_alone, fail_in_forward])
 @on_ranks(2)
-def test_a_failed_forward_does_not_spoil_the_order(rank: Rank) -> None:
+def test_what_is_not_a_whole_forward_does_not_spoil_the_order(
+    rank: Rank, disturb: Callable[[Model], None]
+) -> None:
     model = sharded(rank)
     log = logged(model)
     train(model)
-    model.order = [0, 1, 99]
-    with pytest.raises(IndexError):
-        model(batch())
-    model.order = [0, 1, 2, 3, 4]
+    disturb(model)
     log.clear()
     model(batch())
     assert log[:4] == [("gather", "root"), ("gather", "0"), ("gather", "1"), ("forward", "0")]
@@ -350,24 +350,6 @@ def test_without_reshard_after_forward_nothing_is_gathered_in_backward(rank: Ran
         assert indices(log, "gather") == []
         assert not any(is_filled(block) for block in model.blocks)
         log.clear()
-
-
-@on_ranks(2)
-def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it(rank: Rank) -> None:
-    model = sharded(rank)
-    log = logged(model)
-    model.blocks[2].set_unshard_in_backward(False)
-    model.blocks[2].linear.forward = functools.partial(_without_weight, model.blocks[2].linear)
-    train(model)
-    output = model(batch())
-    log.clear()
-    output.sum().backward()
-    assert "2" not in indices(log, "gather")
-    assert unit_of(model.blocks[2]).params[1].shard.grad is not None
-
-
-def _without_weight(linear: nn.Linear, x: Tensor) -> Tensor:
-    return x + linear.bias
 
 
 # By hand

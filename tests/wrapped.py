@@ -530,6 +530,3 @@ def _num_met(left: set[tuple[str, int, str, int]], row: dict[str, int], name: st
         name in (a, b) and row.get(a) == x and row.get(b) == y  # a pair that this value adds
         for a, x, b, y in left
     )
-
-
-Door = Package  # for the tests of state dicts
