@@ -679,9 +679,13 @@ def hooks_of(module: nn.Module) -> ModuleHooks | None:
 
 
 def require_hooks(module: Any) -> ModuleHooks:
-    """The hooks of a module that has some."""
+    """The hooks of a module that must have some."""
     hooks = hooks_of(module)
-    assert hooks is not None  # whatever changed its class made them
+    if hooks is None:
+        raise LifecycleError(
+            f"{type(module).__name__}: a module that fully_shard was called on is expected, found "
+            "one without a unit; call fully_shard on it first."
+        )
     return hooks
 
 
