@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import ConfigError, FullyShardedDataParallel, fully_shard
 from fullshard.errors import CheckpointError
-from fullshard.state import latest, load, save, save_async
+from fullshard.state import latest, load, save, save_async, verify
 from fullshard.state.rank_group import RankGroup, _groups
 from fullshard.state.store import open_checkpoint, read_manifest
 from fullshard.testing import Rank, RankPool, RanksFailed, on_ranks
@@ -168,6 +168,16 @@ class Broken:
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": threading.Lock() if self.rank == 1 else 0}
+
+
+def test_a_program_may_end_while_several_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(8, 8)
+    # As the interpreter does before it waits for threads: it takes no new ones from here on.
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    save_async(tmp_path / "last", model, shards=3).wait()
+    assert verify(tmp_path / "last") == []
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -417,12 +417,17 @@ class _Writer:
                 file.flush()
                 os.fsync(file.fileno())
 
-        numbers = range(len(self.file_names))
-        if self.num_threads == 1:
-            list(map(write_file, numbers))
-        else:
-            with ThreadPoolExecutor(self.num_threads) as threads:
-                list(threads.map(write_file, numbers))
+        numbers, under_way = range(len(self.file_names)), list[Future[None]]()
+        with ThreadPoolExecutor(self.num_threads) as threads:
+            try:
+                for number in numbers if self.num_threads > 1 else ():
+                    under_way.append(threads.submit(write_file, number))
+            except RuntimeError:
+                pass  # the program ends: this thread is waited for, but gets no others
+            for number in numbers[len(under_way) :]:
+                write_file(number)
+            for each in under_way:
+                each.result()
         for rank, state in self.states.items():
             store.write_synced(staging / store.rank_file(rank), _packed(state, self.draft.id))
         return found
