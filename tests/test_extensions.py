@@ -338,7 +338,7 @@ def test_the_long_signature_is_told_size_stride_module_and_policy(rank: Rank) ->
     assert calls["outer"] == (torch.Size([8, 4]), (4, 1))
     assert calls["module"] is model.first
     assert calls["policy"] == policy
-    assert calls["mesh"] is rank.mesh()
+    assert calls["mesh"] == rank.mesh()
 
 
 @on_ranks(2)

@@ -628,6 +628,15 @@ def extensions(order: StreamOrder) -> None:
 
 
 @scenario(2)
+def replaced_shards(order: StreamOrder) -> None:
+    model = sharded()
+    train(model, 1)
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    train(model)
+
+
+@scenario(2)
 def steps_by_unit(order: StreamOrder) -> None:
     model = sharded(policy=BF16_COMPUTE)
     train(model, optimizer=by_unit(Adam(model.parameters(), lr=0.1, foreach=True)))

@@ -220,6 +220,8 @@ class DTensorParam(ShardedParam):
         if registered is not self.shard:
             self._take_over(registered)
         found, own = local_tensor(self.shard), self.local
+        if found is own and not found.is_meta:
+            return True
         if type(found) is not torch.Tensor or found.is_meta:
             return False
         is_same = same_memory(found, own) and found.stride() == own.stride()

@@ -234,6 +234,7 @@ class Unit:
             is_current = is_current and trainable == self._planned_trainable
         if not is_current:
             self.replan()
+            self.comm_ctx.all_gathers_follow_compute()  # compute has just written the new shards
             self._versions = self._shard_versions()
 
     def _follow_registered(self) -> bool:
