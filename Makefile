@@ -1,7 +1,10 @@
 # `make demo` trains a model and writes a report; `make test` proves the library on this machine.
 
 PYTHON ?= python3
-VENV := .venv
+# `make test TORCH=2.15.0` tests with another torch, in an environment of its own.
+PINNED := 2.13.0
+TORCH ?= $(PINNED)
+VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH ?= build/benchmarks
@@ -21,8 +24,10 @@ env: $(STAMP)
 # build of it, with gigabytes of packages for GPUs.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-compile torch==2.13.0
-	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --no-compile torch==$(TORCH)
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	echo torch==$(TORCH) >> $(VENV)/constraints.txt
+	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(STAMP)

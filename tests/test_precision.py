@@ -468,3 +468,28 @@ def test_torchs_policies_mean_for_the_wrapper_what_ours_do(rank: Rank) -> None:
     )
     with pytest.raises(ConfigError, match="a MixedPrecision is expected, found a dict without"):
         FullyShardedDataParallel(nn.Linear(4, 3), mixed_precision=settings)
+
+
+@on_ranks(2)
+def test_a_parameter_that_the_policy_leaves_alone_keeps_its_dtype(rank: Rank) -> None:
+    asked = []
+
+    def keep_norms(param: nn.Parameter) -> torch.dtype | None:
+        asked.append(param.shape)
+        return param.dtype if param.ndim == 1 else None
+
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.LayerNorm(6))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, cast_forward_inputs=False, param_dtype_override_fn=keep_norms
+    )
+    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+    assert len(asked) == 3
+    model.unshard()
+    assert model[0].weight.dtype == torch.bfloat16
+    assert model[1].weight.dtype == model[1].bias.dtype == torch.float32
+    model.reshard()
+    wrong = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, param_dtype_override_fn=lambda _: torch.float16
+    )
+    with pytest.raises(ValueError, match=r"must return None, param_dtype .* found torch.float16"):
+        fully_shard(nn.Linear(2, 2), mesh=rank.mesh(), mp_policy=wrong)

@@ -85,7 +85,7 @@ def assert_is_split(value: Any, form: Form, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("build, optimizer", CASES)
-@on_ranks(4)
+@on_ranks(4, timeout_s=400.0)
 def test_state_is_that_of_the_unsharded_model_and_of_torch_and_loads_into_other_forms(
     rank: Rank, build: type[nn.Module], optimizer: str
 ) -> None:

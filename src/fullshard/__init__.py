@@ -40,7 +40,7 @@ from fullshard.fully_shard import (
 )
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.optim.by_unit import by_unit
-from fullshard.runtime.hooks import UnshardHandle
+from fullshard.runtime.hooks import GradientReductionHandle, UnshardHandle
 from fullshard.unit.flat_param import FlatParameter
 
 __version__ = "0.1.0"
@@ -59,6 +59,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "LifecycleError",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",

@@ -14,6 +14,7 @@ torch.distributed itself has the public names `ReduceOp`, `AllreduceOptions`, `A
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +33,21 @@ __all__ += ["create_fake_group", "default_store", "disable_dynamo", "disable_tor
 __all__ += ["sequence_nr", "symmetric_memory", "tree_leaves", "tree_map_only"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+NEWEST_TORCH = (2, 15)
+
+if TORCH > NEWEST_TORCH:
+    warnings.warn(
+        f"fullshard: a torch from 2.11 to 2.15 is expected, found torch {torch.__version__}, which "
+        "fullshard was not tested with; if something fails, look for a newer fullshard.",
+        stacklevel=2,
+    )
+
+# Without a reduce_dtype, torch's `fully_shard` reduces gradients in param_dtype before 2.15, and in
+# the dtype of the parameter since then.
+REDUCES_IN_PARAM_DTYPE = TORCH < (2, 15)
 
 
 def _missing(name: str) -> ImportError:
@@ -111,6 +127,15 @@ _require(DeviceMesh, "_concatenate", "_flatten")
 _require(ShardedTensor, "_init_from_local_shards_and_global_metadata")
 _require(dist.ProcessGroup, "_get_backend", "_device_types", "_register_backend")
 _require(_world, "pg_map")
+
+
+def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Let autograd give a parameter gradients in a dtype; with None, in the one that it computes.
+
+    As torch's `fully_shard` does since 2.15. Before, gradients have the parameter's dtype.
+    """
+    if TORCH >= (2, 15):
+        param.grad_dtype = dtype
 
 
 # Tensors. `attrgetter` is called without a Python frame.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fullshard._torch import BatchNormBase
+from fullshard._torch import REDUCES_IN_PARAM_DTYPE, BatchNormBase
 from fullshard.errors import ConfigError
 
 
@@ -23,9 +23,14 @@ class MixedPrecisionPolicy:
     """The dtypes that a unit computes and reduces in.
 
     `param_dtype` is that of the full parameters, of the all-gather and of the compute;
-    `reduce_dtype` that of the gradient reduction (by default the compute dtype). `output_dtype`
+    `reduce_dtype` that of the gradient reduction. By default that is the original dtype of the
+    parameters, and with torch before 2.15 the compute dtype, as in torch. `output_dtype`
     casts the outputs of forward, and `cast_forward_inputs` its inputs to `param_dtype`. Shards, and
     the gradients that the optimizer sees, keep the original dtype of the parameters.
+
+    `param_dtype_override_fn` is asked once for each parameter, when it is sharded: if it returns
+    the parameter's own dtype, that parameter is not cast to `param_dtype`. It must return the same
+    on every rank.
 
     `wire_dtype`, which torch does not have, is the dtype in which gradients are sent over the shard
     axis, to be summed in `reduce_dtype` where they arrive. A narrower one halves the bytes.
@@ -37,6 +42,9 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     wire_dtype: torch.dtype | None = None
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         _require_wire("MixedPrecisionPolicy", self)
@@ -196,9 +204,18 @@ class MixedPrecision:
         _require_wire("MixedPrecision", self)
 
 
+def reduce_dtype_of(policy: MixedPrecisionPolicy | MixedPrecision) -> torch.dtype | None:
+    """The dtype that gradients are reduced in; None for that of their parameter."""
+    if policy.reduce_dtype is None and (
+        isinstance(policy, MixedPrecision) or REDUCES_IN_PARAM_DTYPE
+    ):
+        return policy.param_dtype
+    return policy.reduce_dtype
+
+
 def _require_wire(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> None:
     """Raise if gradients cannot be sent in the `wire_dtype` of a policy."""
-    wire, reduced = policy.wire_dtype, policy.reduce_dtype or policy.param_dtype
+    wire, reduced = policy.wire_dtype, reduce_dtype_of(policy)
     if wire is None or wire == reduced:
         return
     is_float = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize > 1
@@ -219,7 +236,8 @@ def own_precision(kind: type[_Policy], given: Any) -> _Policy:
         return given
     names = [field.name for field in fields(kind)]
     found = {name: getattr(given, name) for name in names if hasattr(given, name)}
-    missing = [name for name in names if name not in found and name != "wire_dtype"]
+    optional = ("wire_dtype", "param_dtype_override_fn")  # torch lacks them, or did before 2.15
+    missing = [name for name in names if name not in found and name not in optional]
     if missing:
         raise ConfigError(
             f"precision: a {kind.__name__} is expected, found a {type(given).__name__} without "

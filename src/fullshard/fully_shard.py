@@ -33,7 +33,9 @@ from fullshard.comm.mesh import default_mesh, device_of, mesh_info_of
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
 from fullshard.runtime.build import build_hooks, reshard_of, share
 from fullshard.runtime.hooks import (
+    GradientReductionHandle,
     ModuleHooks,
+    Scheduler,
     ShardedModule,
     ShardRequest,
     UnshardHandle,
@@ -280,15 +282,8 @@ class FSDPModule(ShardedModule):
 
         The next forward does this by itself; call it to free memory at once. Only on the root.
         """
-        hooks = require_hooks(self)
-        if hooks.scheduler is None:
-            return
-        if not hooks.is_root:
-            raise LifecycleError(
-                f"{hooks.name}: reset_iter_state() must be called on the root module, found a "
-                f"module below {hooks.scheduler.root.name}; call it there."
-            )
-        hooks.scheduler.abort()
+        if require_hooks(self).scheduler is not None:
+            self._root_scheduler("reset_iter_state").abort()
 
     # Settings
 
@@ -301,7 +296,8 @@ class FSDPModule(ShardedModule):
         Takes the names of the setters: `reshard_after_forward`, `reshard_after_backward`,
         `requires_gradient_sync`, `requires_all_reduce`, `gradient_divide_factor`,
         `force_sum_reduction_for_comms`, `reduce_scatter_unused_params`,
-        `reduce_scatter_max_input_buffers`, `unshard_in_backward`, and `is_last_backward`.
+        `reduce_scatter_max_input_buffers`, `unshard_in_backward`, `keep_unsharded_storage`, and
+        `is_last_backward`.
         """
         with settings_scope(self._units(recurse), **changes):
             if is_last_backward is None:
@@ -323,6 +319,31 @@ class FSDPModule(ShardedModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last of a step, which waits for all reductions."""
         require_hooks(self).ensure_scheduler().is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether the caller completes backward, by `finalize_backward`. Only on the root."""
+        self._root_scheduler("set_manual_backward_finalization").set_manual_finalization(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Complete pending reductions and resharding, after one backward or several.
+
+        For several, disable gradient synchronization, and enable it again before this call. With
+        `async_op`, returns a handle; wait for it before using gradients or running the model.
+        """
+        hooks = require_hooks(self)
+        if hooks.scheduler is None:  # nothing has run
+            return GradientReductionHandle() if async_op else None
+        return self._root_scheduler("finalize_backward").finalize_backward(async_op=async_op)
+
+    def _root_scheduler(self, method: str) -> Scheduler:
+        hooks = require_hooks(self)
+        scheduler = hooks.ensure_scheduler()
+        if not hooks.is_root:
+            raise LifecycleError(
+                f"{hooks.name}: {method}() must be called on the root module, found a module "
+                f"below {scheduler.root.name}; call it there."
+            )
+        return scheduler
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -376,6 +397,10 @@ class FSDPModule(ShardedModule):
     ) -> None:
         """Set whether full parameters are freed after backward; False saves an all-gather."""
         _change(self._units(recurse), reshard_after_backward=reshard_after_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Set whether full parameters keep their memory, and data pointers, while sharded."""
+        _change(self._units(recurse), keep_unsharded_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs this module's parameters; that of an embedding does not."""

@@ -34,6 +34,7 @@ from fullshard.api import (
     StateDictSettings,
     StateDictType,
     own_precision,
+    reduce_dtype_of,
 )
 from fullshard.comm.mesh import HYBRID, MeshInfo, device_of, mesh_info_for_strategy
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, MisuseError
@@ -157,7 +158,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
             device=device,
             policy=MixedPrecisionPolicy(
                 param_dtype=precision.param_dtype,
-                reduce_dtype=precision.reduce_dtype,
+                reduce_dtype=reduce_dtype_of(precision),
                 cast_forward_inputs=precision.cast_forward_inputs,
                 wire_dtype=precision.wire_dtype,
             ),

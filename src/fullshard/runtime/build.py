@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard._torch import to_local
+from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.mesh import MeshInfo, mesh_info_of, subgroup_size
 from fullshard.comm.placement import as_dtensor, place, shard_dim, with_dtype
@@ -179,7 +180,22 @@ def _dtensor_param(
     with torch.no_grad():
         placed = place(name, original, dim, mesh_info)
         axis = mesh_info.shard
-        return mesh_info, DTensorParam.of(name, original, locations, placed, axis, device)
+        param = DTensorParam.of(name, original, locations, placed, axis, device)
+    param.keeps_dtype = _keeps_dtype(request.policy, name, original)
+    return mesh_info, param
+
+
+def _keeps_dtype(policy: MixedPrecisionPolicy, name: str, original: nn.Parameter) -> bool:
+    """Whether a policy leaves a parameter in its own dtype."""
+    override_fn = policy.param_dtype_override_fn
+    chosen = None if override_fn is None else override_fn(original)
+    if chosen not in (None, policy.param_dtype, original.dtype):
+        raise ConfigError(
+            f"{name}: param_dtype_override_fn must return None, param_dtype "
+            f"({policy.param_dtype}) or the parameter's own dtype ({original.dtype}), found "
+            f"{chosen!r}; return one of these."
+        )
+    return chosen is not None and chosen == original.dtype
 
 
 def reshard_of(unit: Unit, value: Any) -> bool | int | None:

@@ -462,6 +462,25 @@ class UnshardHandle:
         self._units.clear()
 
 
+class GradientReductionHandle:
+    """Gradients under way, from `finalize_backward(async_op=True)`."""
+
+    def __init__(self, scheduler: Scheduler | None = None) -> None:
+        self._scheduler = scheduler
+
+    def wait(self) -> None:
+        """Make every gradient visible, and free what its reduction needed."""
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is None:
+            return
+        if scheduler.reduction is not self:
+            raise LifecycleError(
+                "GradientReductionHandle.wait: a reduction under way is expected, found one that "
+                "reset_iter_state() has dropped; run the step again."
+            )
+        scheduler.settle_backward()
+
+
 # What ranks compare in the first step, before they do it.
 _CHECKED_OPS = (
     "gather in forward",
@@ -479,6 +498,8 @@ class Scheduler:
     The root module makes it before its first forward. A forward begins with the first module that
     runs (`owner`) and ends with it; `started` and `finished` have the modules of the one under way
     or of the last one, in order. A backward may run inside a forward (a gradient penalty).
+    With `finalizes_manually` a backward stays open (`_is_unfinalized`) until `finalize_backward`,
+    and `reduction` is the handle of one that nobody has waited for.
     `_orders` has the order of the last forward of each owner, `_order` what is expected of the
     current one: nothing once it is left. `_unchecked` has the phases that ranks still compare.
     """
@@ -493,7 +514,10 @@ class Scheduler:
         self.started: list[ModuleHooks] = []
         self.finished: list[ModuleHooks] = []
         self.is_last_backward = True
+        self.finalizes_manually = False
+        self.reduction: GradientReductionHandle | None = None
         self.post_optim_event: Any = None
+        self._is_unfinalized = False
         self._agreement = agreement
         self._unchecked = {"forward", "backward"} if agreement is not None else set()
         self._orders: dict[nn.Module, list[ModuleHooks]] = {}
@@ -516,6 +540,7 @@ class Scheduler:
     # Forward
 
     def begin_forward(self, owner: nn.Module) -> None:
+        self._require_waited("forward")
         if self.is_in_backward:
             self.abort()  # the backward before this forward did not reach its end
         self.owner = owner
@@ -597,6 +622,7 @@ class Scheduler:
     def enter_backward(self) -> None:
         if not self.is_in_backward:
             self.is_in_backward = True
+            self._is_unfinalized = self.finalizes_manually
             queue_backward_callback(self.end_backward)
 
     def prefetch_backward(self, call: ModuleCall) -> None:
@@ -619,13 +645,50 @@ class Scheduler:
         """Settle what backward left open, and make every gradient visible."""
         for member in reversed(self.members):
             member.end_backward()
-        if self.is_last_backward:
-            self._end_checks("backward")
-            self.comm_ctx.finish_reduce_scatters()
-            self.comm_ctx.free_pending()
-            for unit in self.units:
-                unit.grads.synchronize_host()
+        if self.is_last_backward and not self.finalizes_manually:
+            self.settle_backward()
         self.is_in_backward = False
+
+    def settle_backward(self) -> None:
+        """Wait for all reductions."""
+        self._end_checks("backward")
+        self.comm_ctx.finish_reduce_scatters()
+        self.comm_ctx.free_pending()
+        for unit in self.units:
+            unit.grads.synchronize_host()
+        self.reduction, self._is_unfinalized = None, False
+
+    def set_manual_finalization(self, enabled: bool) -> None:
+        if enabled != self.finalizes_manually and (self.is_in_backward or self._is_unfinalized):
+            raise LifecycleError(
+                f"{self.root.name}: set_manual_backward_finalization must be called before "
+                "backward, found one that is not finalized; call finalize_backward() first."
+            )
+        self.finalizes_manually = enabled
+
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None:
+        """Reduce and reshard what backwards have left open, as units are set now."""
+        self._require_waited("finalize_backward")
+        if self.is_in_backward or not self.finalizes_manually:
+            found = "it inside of one" if self.is_in_backward else "automatic finalization"
+            raise LifecycleError(
+                f"{self.root.name}: finalize_backward must be called after backward and with "
+                f"set_manual_backward_finalization(True), found {found}; set that before forward."
+            )
+        for member in reversed(self.members):
+            member.end_backward()
+        if async_op:
+            self.reduction = GradientReductionHandle(self)
+            return self.reduction
+        self.settle_backward()
+        return None
+
+    def _require_waited(self, what: str) -> None:
+        if self.reduction is not None:
+            raise LifecycleError(
+                f"{self.root.name}: {what} must come after the gradient reduction before it, found "
+                "that nobody waited for that; call wait() on what finalize_backward returned."
+            )
 
     # Failure
 
@@ -638,6 +701,7 @@ class Scheduler:
         self.is_in_backward = False
         for member in self.members:
             member.reset()
+        self.reduction, self._is_unfinalized = None, False
         self.comm_ctx.abort_reduce_scatters()
         for unit in self.units:
             unit.abort()

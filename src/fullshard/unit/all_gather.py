@@ -121,10 +121,11 @@ class UnitAllGather:
                     if self._is_in_shards:
                         # `data` has a version counter of its own.
                         part = shards[slot.offset : slot.offset + slot.numel]
-                        param.make_full(part.view(shape).data)
+                        param.make_full(part.view(shape).data, lane.dtypes)
                     else:
                         offset = slot.full_offset_bytes
-                        param.make_full(self._full_buffer.view(offset, shape, dtype))
+                        view = self._full_buffer.view(offset, shape, dtype)
+                        param.make_full(view, lane.dtypes)
                 if bucket.segment_numel == 0 or self._is_in_shards:
                     continue
                 numel = num_ranks * bucket.segment_numel
@@ -259,12 +260,17 @@ class UnitAllGather:
         self._staging.free()
         in_flight.is_copied_out = True
 
-    def free(self) -> AddressRanges:
-        """Free what was gathered; the address ranges that it had."""
+    def free(self, *, keep_storage: bool = False) -> AddressRanges:
+        """Free what was gathered; the address ranges that it had.
+
+        With `keep_storage` the next all-gather finds the memory of the full parameters where it
+        was, and waits for compute that still reads it, as for any other.
+        """
         address_range = self._full_buffer.address_range
-        self._full_buffer.free()
+        if not keep_storage:
+            self._full_buffer.free()
         self._staging.free()
-        return [address_range, *self._extensions.free()]
+        return [address_range, *self._extensions.free(keep_storage)]
 
 
 def _allocate(buffer: ResizableBuffer, comm_ctx: CommContext) -> None:
@@ -349,10 +355,10 @@ class ExtensionAllGather:
         """Make the full parameters; runs on the stream that computes."""
         for param, extension in self.params:
             assert isinstance(param.split, Split)
-            dtype = param.dtype_plan(self._policy).computed
-            made = extension.make_full(param.current_local, dtype, param.full, param.split)
+            dtypes, local = param.dtype_plan(self._policy), param.current_local
+            made = extension.make_full(local, dtypes.computed, param.full, param.split)
             if made is not None:
-                param.make_full(made)
+                param.make_full(made, dtypes)
 
-    def free(self) -> AddressRanges:
-        return [freed for _, extension in self.params for freed in extension.free()]
+    def free(self, keep_storage: bool) -> AddressRanges:
+        return [freed for _, each in self.params for freed in each.free(keep_storage)]

@@ -100,13 +100,14 @@ class Extension:
             result = result.narrow(split.dim, 0, split.num_rows)  # without the padding
         return result
 
-    def free(self) -> list[tuple[int, int]]:
-        """Free what was gathered; the address ranges that it had."""
+    def free(self, keep_storage: bool) -> list[tuple[int, int]]:
+        """Free what was gathered, unless it is kept; the address ranges that it had."""
         ranges = [buffer.address_range for buffer in self._buffers]
-        for buffer in self._buffers:
-            buffer.free()
-        for tensor in self._inner:
-            tensor.untyped_storage().resize_(0)
+        if not keep_storage:
+            for buffer in self._buffers:
+                buffer.free()
+            for tensor in self._inner:
+                tensor.untyped_storage().resize_(0)
         return ranges
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,8 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from fullshard._torch import DTensorSpec, local_tensor, set_local_tensor, spec_of
-from fullshard.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard._torch import (
+    DTensorSpec,
+    local_tensor,
+    set_grad_dtype,
+    set_local_tensor,
+    spec_of,
+)
+from fullshard.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, reduce_dtype_of
 from fullshard.comm.mesh import Axis
 from fullshard.comm.placement import Placed, as_dtensor, with_dtype
 from fullshard.errors import ConfigError
@@ -59,7 +65,8 @@ class ShardedParam(ABC):
     `shard` is this rank's part and stays the same object; `local` is its memory, a view of the
     unit's shard buffer. `full` is made at the first unshard and then kept: its memory comes and
     goes. `accumulated` holds a full gradient that was not reduced yet, and `partial_grad` this
-    rank's part of one that was summed over the shard axis but not over the replicas.
+    rank's part of one that was summed over the shard axis but not over the replicas. `keeps_dtype`
+    says that a policy's `param_dtype` is not for this parameter.
     """
 
     name: str
@@ -73,6 +80,7 @@ class ShardedParam(ABC):
     accumulated: torch.Tensor | None = None
     partial_grad: torch.Tensor | None = None
     is_hooked: bool = False
+    keeps_dtype: bool = False
 
     @property
     def param(self) -> nn.Parameter:
@@ -133,22 +141,38 @@ class ShardedParam(ABC):
 
     # What the module sees
 
-    def make_full(self, data: torch.Tensor) -> None:
+    def make_full(self, data: torch.Tensor, dtypes: DtypePlan) -> None:
         """Make the full parameter over memory that from now on comes and goes."""
         if self.full_spec is not None:
             data = as_dtensor(data, with_dtype(self.full_spec, data.dtype))
         self.full = nn.Parameter(data, requires_grad=self.is_trainable)
         self.is_hooked = False
+        if isinstance(self.split, Split) and dtypes.stored.is_floating_point:
+            # A narrower gradient is cast when it is copied into its bucket.
+            is_wider = dtypes.reduced.itemsize > dtypes.computed.itemsize
+            set_grad_dtype(self.full, None if is_wider else dtypes.reduced)
 
     def register(self, param: nn.Parameter) -> None:
         """Let the modules see the shard or the full parameter."""
         for location in self.locations:
             location.put(param)
 
-    def dtype_plan(self, policy: MixedPrecisionPolicy, *, is_alone: bool = False) -> DtypePlan:
-        """The dtypes under a policy; `is_alone` if gradients travel to no other rank."""
+    def dtype_plan(
+        self,
+        policy: MixedPrecisionPolicy,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        is_alone: bool = False,
+    ) -> DtypePlan:
+        """The dtypes under a policy; `is_alone` if gradients travel to no other rank.
+
+        `reduce_dtype` is for a policy that leaves it to the parameters.
+        """
+        if self.keeps_dtype:
+            policy = replace(policy, param_dtype=None)
         wire_dtype = None if is_alone else policy.wire_dtype
-        return DtypePlan.of(self.dtype, policy.param_dtype, policy.reduce_dtype, wire_dtype)
+        reduce_dtype = reduce_dtype_of(policy) or reduce_dtype or self.dtype
+        return DtypePlan.of(self.dtype, policy.param_dtype, reduce_dtype, wire_dtype)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -31,7 +31,7 @@ from fullshard._torch import (
     to_local,
     version_of,
 )
-from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.api import MixedPrecisionPolicy, OffloadPolicy, reduce_dtype_of
 from fullshard.comm.collectives import CollectiveWork, all_reduce
 from fullshard.comm.mesh import MeshInfo
 from fullshard.comm.placement import local_gradient
@@ -62,7 +62,7 @@ def require_no_wire_dtype(
     what: str, unit: str, mesh_info: MeshInfo, policy: MixedPrecisionPolicy
 ) -> None:
     """Raise where gradients may travel in a dtype that a user's own reduction does not know of."""
-    wire, reduced = policy.wire_dtype, policy.reduce_dtype or policy.param_dtype
+    wire, reduced = policy.wire_dtype, reduce_dtype_of(policy)
     if wire is not None and wire != reduced and not mesh_info.shard.is_single:
         raise ConfigError(
             f"{unit}: {what} needs gradients that travel in the dtype that they are reduced in, "

@@ -30,6 +30,7 @@ class UnitSettings:
     reduce_scatter_unused_params: bool = False
     reduce_scatter_max_input_buffers: int = 1
     unshard_in_backward: bool = True
+    keep_unsharded_storage: bool = False
     keep_low_precision_grads: bool = False
 
 

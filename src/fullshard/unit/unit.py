@@ -6,12 +6,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard._torch import disable_torch_function, version_of
+from fullshard._torch import REDUCES_IN_PARAM_DTYPE, disable_torch_function, version_of
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
@@ -203,11 +204,18 @@ class Unit:
 
     def _plan(self, params: Sequence[ShardedParam]) -> UnitLayout:
         axis, specs = self.mesh_info.shard, []
+        reduce_dtype = None
+        if self.flat is None and not REDUCES_IN_PARAM_DTYPE:
+            # As in torch, gradients of one unit are reduced in one dtype, where parameters say it.
+            trained = [p.dtype for p in params if p.is_trainable and p.dtype.is_floating_point]
+            reduce_dtype = reduce(torch.promote_types, trained) if trained else None
         for param in params:
             split = param.split
             if not isinstance(split, Split):
                 split = Split(split.shape, None, 1)
-            dtypes = param.dtype_plan(self.policy, is_alone=axis.is_single)
+            dtypes = param.dtype_plan(
+                self.policy, reduce_dtype=reduce_dtype, is_alone=axis.is_single
+            )
             specs.append(ParamSpec(param.name, split, dtypes, param.is_trainable))
         cost = CostModel.of_device(self.comm_ctx.device.torch_device.type)
         return plan_unit(specs, axis.size, cost, is_flat=self.flat is not None)
@@ -398,7 +406,7 @@ class Unit:
             return []
         if seam.observers:
             seam.hold(self.name, 0)
-        return self._all_gather.free()
+        return self._all_gather.free(keep_storage=self.settings.keep_unsharded_storage)
 
     def require_plain_params(self) -> None:
         """Raise unless the full parameters can be resharded to a subgroup."""
