@@ -21,13 +21,16 @@ export PYTHONDONTWRITEBYTECODE :=
 env: $(STAMP)
 
 # torch goes in first, pinned, by itself: resolved together with the rest, pip may choose another
-# build of it, with gigabytes of packages for GPUs.
+# build of it, with gigabytes of packages for GPUs. Compiling at the end saves every process that
+# a test starts from compiling the same files.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --no-compile torch==$(TORCH)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	echo torch==$(TORCH) >> $(VENV)/constraints.txt
 	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt -e '.[dev]'
+	-$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python3*/site-packages/torch \
+		$(VENV)/lib/python3*/site-packages/sympy
 	touch $@
 
 demo: $(STAMP)

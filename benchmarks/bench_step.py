@@ -1,4 +1,4 @@
-"""Step time on real gloo ranks: unsharded, DDP, torch's two doors, ours, and the floor.
+"""Step time on real gloo ranks: unsharded, DDP, torch's two APIs, ours, and the floor.
 
 A byte-level GPT of 10 M and of 150 M parameters on 2 and on 4 ranks of this machine, in float32 and
 in bf16 (parameters and gathers; sums in float32), trained with SGD. All ranks have the same batch,
@@ -7,7 +7,7 @@ so all variants, the unsharded model too, must have the same losses before any t
 The floor is the compute of the unsharded model and the collectives that no sharding can do without,
 as gloo brings them: two gathers of the parameters and one reduce of the gradients, unit by unit,
 and an optimizer step on a rank's share. A library can beat it by moving bytes in a better way than
-gloo, or while it computes. "over gloo" are our doors with shared memory switched off.
+gloo, or while it computes. "over gloo" are our APIs with shared memory switched off.
 
     python benchmarks/bench_step.py [--ranks 2 4] [--sizes 10m 150m] [--dtypes float32 bf16]
 

@@ -29,7 +29,7 @@ def made_up_run(sizes: Sizes = Sizes(), **changes: object) -> RunRecord:  # noqa
         "config": {
             "model": {"name": "10m", "sequence": 256, "lora_targets": ()},
             "data": {"paths": ("corpus/a.txt", "corpus/b.jsonl"), "tokenizer": "bytes"},
-            "sharding": {"door": "fully_shard", "strategy": "full", "offload": False},
+            "sharding": {"api": "fully_shard", "strategy": "full", "offload": False},
             "optimizer": {"steps": sizes.steps, "lr": 2e-3, "warmup": 10},
             "run": {"out": "runs/10m-stdlib", "seed": 0, "report": True, "prompt": "def "},
         },

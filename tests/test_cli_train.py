@@ -122,7 +122,7 @@ def test_the_help_shows_every_option_under_its_section():
         (["checkpoint", "inf"], "'inf'; did you mean 'info'? See fullshard checkpoint --help."),
         (["train", "--steps"], "requires an argument. See fullshard train --help."),
         (["train", "--steps", "x"], "'--steps': 'x' is not a valid integer."),
-        (["train", "--door", "wraper"], "did you mean 'wrapper'?"),
+        (["train", "--api", "wraper"], "did you mean 'wrapper'?"),
         (["train", "more"], "unexpected extra argument (more)"),
         (["train", "--steps", 0], "optimizer.steps (--steps): 1 or more is expected, found 0."),
         (["train", "--seed", 2**70], "more than 64 bits"),

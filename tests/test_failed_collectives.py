@@ -109,7 +109,9 @@ def shard(model: nn.Sequential, api: str, rank: Rank) -> nn.Module:
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
     for block in model:
         fully_shard(block, mesh=rank.mesh())
-    return fully_shard(model, mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    model.set_manual_backward_finalization(api == "finalize_backward")
+    return model
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -124,6 +126,10 @@ def batch_of(rank: int, step: int) -> Tensor:
 def step(model: Any, optimizer: Any, batch: Tensor) -> Tensor:
     loss = model(batch).square().mean()
     loss.backward()
+    hooks = hooks_of(model)
+    assert hooks is not None
+    if hooks.ensure_scheduler().finalizes_manually:
+        model.finalize_backward(async_op=True).wait()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
@@ -141,7 +147,7 @@ def failing(unit: Unit, op: str, turn: int, at: str) -> Iterator[Failing]:
 
 @pytest.mark.parametrize("at", ["issue", "wait"])
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("api", ["fully_shard", "finalize_backward", "wrapper"])
 @on_ranks(2)
 def test_the_step_after_a_failed_collective_is_that_of_an_undisturbed_model(
     rank: Rank, api: str, op: str, at: str

@@ -113,7 +113,7 @@ def shards_of(layout: UnitLayout, lane: Lane, fulls: list[torch.Tensor], rank: i
             split = layout.params[slot.param_index].split
             shard = shard_of(fulls[slot.param_index], split, rank).reshape(-1)
             place = shard_buffer[bucket.buffer_offset + slot.offset :][: slot.numel]
-            assert (place == EMPTY).all(), "two slots of a home overlap"
+            assert (place == EMPTY).all(), "two slots of a shard buffer overlap"
             place[: shard.numel()] = shard
             place[shard.numel() :] = PADDING
     return shard_buffer

@@ -145,7 +145,7 @@ def sharded(rank: Rank, section: ShardingSection, is_adapted: bool) -> nn.Module
     low = torch.bfloat16 if section.precision == "bf16" else None
     reduced = torch.float32 if low else None
     mesh = rank.mesh(rank.size)
-    if section.door == "wrapper":
+    if section.api == "wrapper":
         strategy = {
             "full": ShardingStrategy.FULL_SHARD,
             "grad-op": ShardingStrategy.SHARD_GRAD_OP,
@@ -171,9 +171,9 @@ SECTIONS = [
     ShardingSection(precision="bf16"),
     ShardingSection(strategy="none"),
     ShardingSection(offload=True),
-    ShardingSection(door="wrapper"),
-    ShardingSection(door="wrapper", strategy="grad-op", precision="bf16"),
-    ShardingSection(door="wrapper", strategy="none"),
+    ShardingSection(api="wrapper"),
+    ShardingSection(api="wrapper", strategy="grad-op", precision="bf16"),
+    ShardingSection(api="wrapper", strategy="none"),
 ]
 
 

@@ -584,7 +584,7 @@ def large_gradients_of_replicas(order: StreamOrder) -> None:
         train(sharded(mesh=mesh_of(2, 2), policy=BF16_COMPUTE))
 
 
-# A slab of a growing model finds no room in memory that was given back, but smaller things do.
+# A full buffer of a growing model finds no room in memory that was given back; smaller things do.
 GROWING = (16, 64, 256, 1024)
 
 
@@ -625,6 +625,20 @@ def extensions(order: StreamOrder) -> None:
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     train(model)
+
+
+@scenario(2)
+def kept_storage(order: StreamOrder) -> None:
+    model = sharded(policy=BF16_COMPUTE)
+    model.set_keep_unsharded_storage(True)
+    train(model)
+
+
+@scenario(2)
+def finalized_by_hand(order: StreamOrder) -> None:
+    model = sharded(policy=BF16_COMPUTE)
+    model.set_manual_backward_finalization(True)
+    train(model, before_step=lambda: model.finalize_backward(async_op=True).wait())
 
 
 @scenario(2)
@@ -779,7 +793,7 @@ def offload_and_accumulation(order: StreamOrder) -> None:
     train(model, before_step=lambda: loss_of(model).backward())
 
 
-# The second door
+# The wrapper
 
 
 @scenario(2, 1)

@@ -32,10 +32,10 @@ class Block(nn.Module):
         return x + self.outer(self.inner(x).relu())
 
 
-def sharded(door: str = "fully_shard", width: int = 16) -> nn.Module:
+def sharded(api: str = "fully_shard", width: int = 16) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), Block(width), Block(width), Block(width))
-    if door == "wrapper":
+    if api == "wrapper":
         return FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
         )
@@ -128,10 +128,10 @@ def test_a_timeline_comes_back_from_json_as_it_was(some, rank):
 # On ranks
 
 
-@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
 @on_ranks(2)
-def test_a_step_tells_of_every_gather_compute_and_reduce(rank: Rank, door: str) -> None:
-    model = sharded(door)
+def test_a_step_tells_of_every_gather_compute_and_reduce(rank: Rank, api: str) -> None:
+    model = sharded(api)
     timeline = recorded(model, rank.rank)
     units = {facts.name for facts in unit_facts(model)}
     assert len(units) == 4

@@ -112,7 +112,7 @@ def test_every_field_is_a_key_with_help_and_an_option_of_its_own():
         ("[data]\npaths = 'a'\n", "line 2", "paths expects a list of strings, found 'a'"),
         ("[data]\npaths = ['a', 1]\n", "line 2", "paths expects a list of strings"),
         ("[run]\nout = 2026-01-01\n", "line 2", "out expects a string, found 2026-01-01"),
-        ("[sharding.door]\nx = 1\n", "line 1", "door expects a string, found a table"),
+        ("[sharding.api]\nx = 1\n", "line 1", "api expects a string, found a table"),
         ("[sharding]\ndoor = 'wraper'\n", "line 2", "'wraper'; did you mean 'wrapper'?"),
     ],
 )

@@ -85,9 +85,9 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(folder: Path) -
 
 
 SAME_LOSSES: dict[str, dict[str, Any]] = {
-    "wrapper": {"sharding": {"door": "wrapper"}},
-    "wrapper grad-op": {"sharding": {"door": "wrapper", "strategy": "grad-op"}},
-    "wrapper none": {"sharding": {"door": "wrapper", "strategy": "none"}},
+    "wrapper": {"sharding": {"api": "wrapper"}},
+    "wrapper grad-op": {"sharding": {"api": "wrapper", "strategy": "grad-op"}},
+    "wrapper none": {"sharding": {"api": "wrapper", "strategy": "none"}},
     "grad-op": {"sharding": {"strategy": "grad-op"}},
     "none": {"sharding": {"strategy": "none"}},
     "replicas": {"sharding": {"mesh": "2x1"}},
@@ -123,7 +123,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_losses_of_one_that_was_not(
     assert trained(rank, resumed) == whole
     assert (tmp_path / "parts" / "checkpoints" / "step_6").is_dir()
     # By the other API, and with parameters in host memory.
-    sharding = replace(config.sharding, door="wrapper", offload=True)
+    sharding = replace(config.sharding, api="wrapper", offload=True)
     run = replace(resumed.run, out=str(tmp_path / "others"))
     other = replace(resumed, sharding=sharding, run=run)
     assert trained(rank, other) == pytest.approx(whole, rel=2e-4)
@@ -192,7 +192,7 @@ def test_a_folder_of_hugging_face_is_fine_tuned_by_either_api(
 
     found = tuned("tuned", None)
     assert found[-1] < found[0] - 0.3
-    assert tuned("wrapped", 2, door="wrapper") == pytest.approx(found[:2], rel=2e-4)
+    assert tuned("wrapped", 2, api="wrapper") == pytest.approx(found[:2], rel=2e-4)
     # Adapters begin as nothing: the first loss is that of the model itself.
     assert tuned("adapted", 1, lora_rank=4)[0] == pytest.approx(found[0], rel=1e-6)
 

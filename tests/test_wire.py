@@ -443,10 +443,7 @@ def test_a_wire_dtype_that_cannot_be_is_refused_where_it_is_written() -> None:
             {"reduce_dtype": BF16, "wire_dtype": FP32},
             "narrower than .* found torch.float32 and torch.bfloat16; pass a wider reduce_dtype",
         ),
-        (
-            {"param_dtype": BF16, "reduce_dtype": BF16, "wire_dtype": FP32},
-            "found torch.float32 and torch.bfloat16",
-        ),
+        ({"param_dtype": BF16, "wire_dtype": FP32}, "found torch.float32 and torch.bfloat16"),
         ({"reduce_dtype": BF16, "wire_dtype": FP16}, "found torch.float16 and torch.bfloat16"),
     ]
     for kind in (MixedPrecisionPolicy, MixedPrecision):

@@ -36,9 +36,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-NEWEST_TORCH = (2, 15)
 
-if TORCH > NEWEST_TORCH:
+if TORCH > (2, 15):
     warnings.warn(
         f"fullshard: a torch from 2.11 to 2.15 is expected, found torch {torch.__version__}, which "
         "fullshard was not tested with; if something fails, look for a newer fullshard.",
@@ -129,15 +128,6 @@ _require(dist.ProcessGroup, "_get_backend", "_device_types", "_register_backend"
 _require(_world, "pg_map")
 
 
-def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Let autograd give a parameter gradients in a dtype; with None, in the one that it computes.
-
-    As torch's `fully_shard` does since 2.15. Before, gradients have the parameter's dtype.
-    """
-    if TORCH >= (2, 15):
-        param.grad_dtype = dtype
-
-
 # Tensors. `attrgetter` is called without a Python frame.
 
 # The local tensor of a DTensor, the very object: `DTensor.to_local` makes a view for autograd.
@@ -152,6 +142,16 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 _Hooks = Callable[[torch.Tensor], dict[int, Any] | None]
 backward_hooks: _Hooks = attrgetter("_backward_hooks")
 post_accumulate_grad_hooks: _Hooks = attrgetter("_post_accumulate_grad_hooks")
+
+
+def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Let autograd give a parameter gradients in a dtype; with None, in the one that it computes.
+
+    As torch's `fully_shard` does since 2.15. Before, gradients have the parameter's dtype.
+    """
+    if TORCH >= (2, 15):
+        param.grad_dtype = dtype
+
 
 # How many tensors in Python and C++ share a storage, and how many references a tensor has in C++.
 _use_count_of_data: Callable[[int], int] = torch._C._storage_Use_Count

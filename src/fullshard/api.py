@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fullshard._torch import REDUCES_IN_PARAM_DTYPE, BatchNormBase
+from fullshard._torch import BatchNormBase
 from fullshard.errors import ConfigError
 
 
@@ -204,18 +204,9 @@ class MixedPrecision:
         _require_wire("MixedPrecision", self)
 
 
-def reduce_dtype_of(policy: MixedPrecisionPolicy | MixedPrecision) -> torch.dtype | None:
-    """The dtype that gradients are reduced in; None for that of their parameter."""
-    if policy.reduce_dtype is None and (
-        isinstance(policy, MixedPrecision) or REDUCES_IN_PARAM_DTYPE
-    ):
-        return policy.param_dtype
-    return policy.reduce_dtype
-
-
 def _require_wire(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> None:
     """Raise if gradients cannot be sent in the `wire_dtype` of a policy."""
-    wire, reduced = policy.wire_dtype, reduce_dtype_of(policy)
+    wire, reduced = policy.wire_dtype, policy.reduce_dtype or policy.param_dtype
     if wire is None or wire == reduced:
         return
     is_float = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize > 1

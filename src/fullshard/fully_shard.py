@@ -441,7 +441,7 @@ class FSDPModule(ShardedModule):
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this unit through a custom collective, in memory that it allocates."""
         unit = self._only_unit("set_custom_reduce_scatter")
-        require_no_wire_dtype("set_custom_reduce_scatter", unit.name, unit.mesh_info, unit.policy)
+        require_no_wire_dtype("set_custom_reduce_scatter", unit.name, unit.layout)
         unit.comm.customize(reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

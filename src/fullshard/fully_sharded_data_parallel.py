@@ -34,7 +34,6 @@ from fullshard.api import (
     StateDictSettings,
     StateDictType,
     own_precision,
-    reduce_dtype_of,
 )
 from fullshard.comm.mesh import HYBRID, MeshInfo, device_of, mesh_info_for_strategy
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, MisuseError
@@ -158,7 +157,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
             device=device,
             policy=MixedPrecisionPolicy(
                 param_dtype=precision.param_dtype,
-                reduce_dtype=reduce_dtype_of(precision),
+                reduce_dtype=precision.reduce_dtype,
                 cast_forward_inputs=precision.cast_forward_inputs,
                 wire_dtype=precision.wire_dtype,
             ),
@@ -288,7 +287,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
                 "model anew to register another."
             )
         for unit in units:
-            require_no_wire_dtype("register_comm_hook", unit.name, unit.mesh_info, unit.policy)
+            require_no_wire_dtype("register_comm_hook", unit.name, unit.layout)
         for unit in units:
             unit.comm.comm_hook = partial(hook, state)
 

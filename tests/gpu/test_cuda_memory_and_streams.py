@@ -1,4 +1,4 @@
-"""What the engine costs on CUDA: memory beside torch's door, streams, overlap."""
+"""What the engine costs on CUDA: memory beside torch's API, streams, overlap."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_peak_memory_is_not_above_that_of_torchs_door(precision: bool) -> None:
     theirs = TorchPrecision(**PRECISION) if precision else TorchPrecision()
     # Once before: the first model also pays for the libraries' own memory.
     peaks = [
-        peak_bytes(partial(shard_blocks, fully_shard=door, mp_policy=policy), world=8)
-        for door, policy in ((fully_shard, ours), (torch_fully_shard, theirs), (fully_shard, ours))
+        peak_bytes(partial(shard_blocks, fully_shard=api, mp_policy=policy), world=8)
+        for api, policy in ((fully_shard, ours), (torch_fully_shard, theirs), (fully_shard, ours))
     ]
     _, torch_peak, own_peak = peaks
     print(f"{own_peak / 2**20:.0f} MiB, torch {torch_peak / 2**20:.0f} MiB")
@@ -92,15 +92,15 @@ def overlap_of_a_step(rank: Rank, model: Transformer) -> dict[str, float]:
 
 @on_ranks(2, backend="nccl")
 def test_gathers_and_reduces_overlap_with_compute_and_record_no_stream(rank: Rank) -> None:
-    doors = {
+    apis = {
         "torch": (torch_fully_shard, TorchPrecision(**PRECISION)),
         "ours": (fully_shard, MixedPrecisionPolicy(**PRECISION)),
     }
     shares = {}
-    for name, (door, policy) in doors.items():
+    for name, (api, policy) in apis.items():
         torch.manual_seed(0)
         model = Transformer(num_blocks=8, width=1024, vocabulary=1024).to(rank.device)
-        shard_blocks(model, door, mesh=rank.mesh(), mp_policy=policy)
+        shard_blocks(model, api, mesh=rank.mesh(), mp_policy=policy)
         shares[name] = overlap_of_a_step(rank, model)
     print(shares)
     for what, share in shares["ours"].items():

@@ -45,16 +45,16 @@ def trained(rank: Rank, config: TrainConfig) -> list[float]:
 
 
 VARIANTS = {
-    "wrapper": {"sharding": {"precision": "float32", "door": "wrapper"}},
+    "wrapper": {"sharding": {"precision": "float32", "api": "wrapper"}},
     "recomputed": {"sharding": {"precision": "float32", "activation_checkpointing": True}},
     "accumulated": {"optimizer": {"accumulate": 2, "batch": 2}},
     "compiled": {"sharding": {"precision": "float32", "compile": True}},
-    "offloaded": {"sharding": {"precision": "float32", "door": "wrapper", "offload": True}},
+    "offloaded": {"sharding": {"precision": "float32", "api": "wrapper", "offload": True}},
 }
 LOWER = {
     "bf16": {"sharding": {"precision": "bf16"}},
     "fp16": {"sharding": {"precision": "fp16"}},
-    "bf16 wrapper": {"sharding": {"precision": "bf16-reduce", "door": "wrapper"}},
+    "bf16 wrapper": {"sharding": {"precision": "bf16-reduce", "api": "wrapper"}},
 }
 
 

@@ -29,11 +29,11 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 def both_doors(rank: Rank, types: dict[str, torch.dtype]) -> list[Callable[[Transformer], None]]:
-    """Shard blocks in the same dtypes by our door, and by torch's."""
-    doors = ((fully_shard, MixedPrecisionPolicy), (torch_fully_shard, TorchPrecision))
+    """Shard blocks in the same dtypes by our API, and by torch's."""
+    apis = ((fully_shard, MixedPrecisionPolicy), (torch_fully_shard, TorchPrecision))
     return [
-        partial(shard_blocks, fully_shard=door, mesh=rank.mesh(), mp_policy=policy(**types))
-        for door, policy in doors
+        partial(shard_blocks, fully_shard=api, mesh=rank.mesh(), mp_policy=policy(**types))
+        for api, policy in apis
     ]
 
 

@@ -10,12 +10,14 @@ Three arrangements come out of one plan and share their offsets:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 
 import torch
 
+from fullshard._torch import REDUCES_IN_PARAM_DTYPE
 from fullshard.layout.split import Split
 
 
@@ -49,6 +51,20 @@ class DtypePlan:
         reduced = reduce_dtype or computed
         wire = wire_dtype or reduced
         return cls(stored, computed, reduced, wire if wire.itemsize < reduced.itemsize else reduced)
+
+    @staticmethod
+    def unit_reduce_dtype(
+        given: torch.dtype | None, trained: Iterable[torch.dtype], *, is_flat: bool
+    ) -> torch.dtype | None:
+        """The `reduce_dtype` of the parameters of a unit; None for the one they are computed in.
+
+        Where a policy gives none, it is that of the installed torch: since 2.15 `fully_shard`
+        reduces in the dtype that the trained parameters of a unit promote to.
+        """
+        if given is not None or is_flat or REDUCES_IN_PARAM_DTYPE:
+            return given
+        floats = [dtype for dtype in trained if dtype.is_floating_point]
+        return reduce(torch.promote_types, floats) if floats else None
 
     @property
     def casts_to_gather(self) -> bool:

@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import torch
 
-from fullshard._torch import REDUCES_IN_PARAM_DTYPE
 from fullshard.api import ShardingStrategy
 from fullshard.errors import ConfigError
 from fullshard.layout import (
@@ -103,16 +102,13 @@ class Sharding:
         """The layout that the engine will have for a unit of full parameters."""
         num_shards = 1 if self.is_whole else self.num_shards
         wire_dtype = None if num_shards == 1 else self.wire_dtype
-        reduce_dtype = self.reduce_dtype
-        if self.is_flat or REDUCES_IN_PARAM_DTYPE:
-            reduce_dtype = reduce_dtype or self.param_dtype
+        trained = [param.dtype for param in params if param.requires_grad]
+        reduce_dtype = DtypePlan.unit_reduce_dtype(self.reduce_dtype, trained, is_flat=self.is_flat)
         specs = [
             ParamSpec(
                 "",
                 Split(tuple(param.shape), 0 if param.shape else None, num_shards),
-                DtypePlan.of(
-                    param.dtype, self.param_dtype, reduce_dtype or param.dtype, wire_dtype
-                ),
+                DtypePlan.of(param.dtype, self.param_dtype, reduce_dtype, wire_dtype),
                 param.requires_grad,
             )
             for param in params

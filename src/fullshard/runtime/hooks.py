@@ -650,13 +650,14 @@ class Scheduler:
         self.is_in_backward = False
 
     def settle_backward(self) -> None:
-        """Wait for all reductions."""
+        """Wait for all reductions; if that fails, the next forward aborts what is left."""
+        self.reduction = None
         self._end_checks("backward")
         self.comm_ctx.finish_reduce_scatters()
         self.comm_ctx.free_pending()
         for unit in self.units:
             unit.grads.synchronize_host()
-        self.reduction, self._is_unfinalized = None, False
+        self.is_in_backward = self._is_unfinalized = False
 
     def set_manual_finalization(self, enabled: bool) -> None:
         if enabled != self.finalizes_manually and (self.is_in_backward or self._is_unfinalized):
@@ -675,6 +676,7 @@ class Scheduler:
                 f"{self.root.name}: finalize_backward must be called after backward and with "
                 f"set_manual_backward_finalization(True), found {found}; set that before forward."
             )
+        self.is_in_backward = True  # until it is settled
         for member in reversed(self.members):
             member.end_backward()
         if async_op:

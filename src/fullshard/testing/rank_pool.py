@@ -60,7 +60,7 @@ class RankPool:
         self,
         num_ranks: int,
         backend: str = "gloo",
-        timeout_s: float = 120.0,
+        timeout_s: float = 300.0,
         *,
         fresh: bool = False,
     ) -> None:
@@ -158,7 +158,7 @@ def pool(num_ranks: int, backend: str = "gloo") -> RankPool:
 
 
 def on_ranks(
-    *sizes: int, backend: str = "gloo", timeout_s: float = 120.0
+    *sizes: int, backend: str = "gloo", timeout_s: float = 300.0
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the body of a pytest test on every rank of the shared pool of each of these sizes.
 

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from fullshard.errors import ConfigError
 
-DOORS = ("fully_shard", "wrapper")
+APIS = ("fully_shard", "wrapper")
 STRATEGIES = ("full", "grad-op", "none")
 PRECISIONS = ("auto", "float32", "bf16", "bf16-reduce", "fp16")
 TOKENIZERS = ("auto", "bytes", "model")
@@ -96,7 +96,7 @@ class DataSection:
 class ShardingSection:
     """[sharding]: how the model is distributed over the ranks."""
 
-    door: str = _key("fully_shard", "The API that shards the model.", choices=DOORS)
+    api: str = _key("fully_shard", "The API that shards the model.", choices=APIS)
     strategy: str = _key(
         "full",
         "What to shard: full shards everything, grad-op keeps parameters unsharded from forward "

@@ -26,6 +26,8 @@ Given = Mapping[tuple[str, str], Value]
 
 _WIDTH = 88
 _POSITION = re.compile(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|.*)\)")
+# Names that keys had in files of earlier versions.
+_FORMER_NAMES = {("sharding", "door"): "api"}
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -114,19 +116,20 @@ def _section(path: Path, text: str, name: str, values: object) -> dict[str, Valu
         )
     known = tuple(key.name for key in keys_of(name))
     found = {}
-    for key, value in values.items():
+    for given, value in values.items():
+        key = _FORMER_NAMES.get((name, given), given)
         if key not in known:
             owners = [f"[{other.section}]" for other in KEYS.values() if other.name == key]
             hint = f"; it belongs under {owners[0]}." if owners else suggestion(key, known)
             raise ConfigError(
-                f"{path}, line {_line(text, name, key)}: a key of [{name}] is expected, found "
-                f"{key!r}{hint}"
+                f"{path}, line {_line(text, name, given)}: a key of [{name}] is expected, found "
+                f"{given!r}{hint}"
             )
         try:
             found[key] = KEYS[name, key].checked(value, str(path))
         except ConfigError:
             # Searching the line is slow, so it is done only for an error.
-            KEYS[name, key].checked(value, f"{path}, line {_line(text, name, key)}")
+            KEYS[name, key].checked(value, f"{path}, line {_line(text, name, given)}")
     return found
 
 

@@ -115,7 +115,7 @@ def _sharding(config: TrainConfig, num_ranks: int, device: torch.device) -> Shar
         num_shards=num_shards,
         num_replicas=num_replicas,
         strategy=STRATEGIES[section.strategy][0],
-        is_flat=section.door == "wrapper",
+        is_flat=section.api == "wrapper",
         is_offloaded=section.offload,
         device_type=device.type,
         param_dtype=dtypes.param,

@@ -73,7 +73,7 @@ def build_sharded_model(
     classes = unit_classes(model, architecture, section)
     prepare_blocks(model, architecture, section)
     policy = ModuleWrapPolicy(set(classes))
-    if section.door == "wrapper":
+    if section.api == "wrapper":
         return _wrapped(model, policy, section, world)
     dtypes = Dtypes.of(section.precision, world.device)
     auto_shard(

@@ -121,11 +121,10 @@ class UnitAllGather:
                     if self._is_in_shards:
                         # `data` has a version counter of its own.
                         part = shards[slot.offset : slot.offset + slot.numel]
-                        param.make_full(part.view(shape).data, lane.dtypes)
+                        param.make_full(part.view(shape).data)
                     else:
                         offset = slot.full_offset_bytes
-                        view = self._full_buffer.view(offset, shape, dtype)
-                        param.make_full(view, lane.dtypes)
+                        param.make_full(self._full_buffer.view(offset, shape, dtype))
                 if bucket.segment_numel == 0 or self._is_in_shards:
                     continue
                 numel = num_ranks * bucket.segment_numel
@@ -355,10 +354,10 @@ class ExtensionAllGather:
         """Make the full parameters; runs on the stream that computes."""
         for param, extension in self.params:
             assert isinstance(param.split, Split)
-            dtypes, local = param.dtype_plan(self._policy), param.current_local
-            made = extension.make_full(local, dtypes.computed, param.full, param.split)
+            dtype = param.dtypes.computed
+            made = extension.make_full(param.current_local, dtype, param.full, param.split)
             if made is not None:
-                param.make_full(made, dtypes)
+                param.make_full(made)
 
     def free(self, keep_storage: bool) -> AddressRanges:
         return [freed for _, each in self.params for freed in each.free(keep_storage)]

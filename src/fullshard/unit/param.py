@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -24,7 +24,7 @@ from fullshard._torch import (
     set_local_tensor,
     spec_of,
 )
-from fullshard.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, reduce_dtype_of
+from fullshard.api import CPUOffloadPolicy, OffloadPolicy
 from fullshard.comm.mesh import Axis
 from fullshard.comm.placement import Placed, as_dtensor, with_dtype
 from fullshard.errors import ConfigError
@@ -66,7 +66,8 @@ class ShardedParam(ABC):
     unit's shard buffer. `full` is made at the first unshard and then kept: its memory comes and
     goes. `accumulated` holds a full gradient that was not reduced yet, and `partial_grad` this
     rank's part of one that was summed over the shard axis but not over the replicas. `keeps_dtype`
-    says that a policy's `param_dtype` is not for this parameter.
+    says that a policy's `param_dtype` is not for this parameter; `dtypes` is what the unit's plan
+    made of the policy.
     """
 
     name: str
@@ -81,6 +82,7 @@ class ShardedParam(ABC):
     partial_grad: torch.Tensor | None = None
     is_hooked: bool = False
     keeps_dtype: bool = False
+    dtypes: DtypePlan = field(init=False)
 
     @property
     def param(self) -> nn.Parameter:
@@ -141,38 +143,22 @@ class ShardedParam(ABC):
 
     # What the module sees
 
-    def make_full(self, data: torch.Tensor, dtypes: DtypePlan) -> None:
+    def make_full(self, data: torch.Tensor) -> None:
         """Make the full parameter over memory that from now on comes and goes."""
         if self.full_spec is not None:
             data = as_dtensor(data, with_dtype(self.full_spec, data.dtype))
         self.full = nn.Parameter(data, requires_grad=self.is_trainable)
         self.is_hooked = False
-        if isinstance(self.split, Split) and dtypes.stored.is_floating_point:
+        if isinstance(self.split, Split) and self.dtype.is_floating_point:
             # A narrower gradient is cast when it is copied into its bucket.
-            is_wider = dtypes.reduced.itemsize > dtypes.computed.itemsize
-            set_grad_dtype(self.full, None if is_wider else dtypes.reduced)
+            reduced = self.dtypes.reduced
+            is_wider = reduced.itemsize > self.dtypes.computed.itemsize
+            set_grad_dtype(self.full, None if is_wider else reduced)
 
     def register(self, param: nn.Parameter) -> None:
         """Let the modules see the shard or the full parameter."""
         for location in self.locations:
             location.put(param)
-
-    def dtype_plan(
-        self,
-        policy: MixedPrecisionPolicy,
-        *,
-        reduce_dtype: torch.dtype | None = None,
-        is_alone: bool = False,
-    ) -> DtypePlan:
-        """The dtypes under a policy; `is_alone` if gradients travel to no other rank.
-
-        `reduce_dtype` is for a policy that leaves it to the parameters.
-        """
-        if self.keeps_dtype:
-            policy = replace(policy, param_dtype=None)
-        wire_dtype = None if is_alone else policy.wire_dtype
-        reduce_dtype = reduce_dtype_of(policy) or reduce_dtype or self.dtype
-        return DtypePlan.of(self.dtype, policy.param_dtype, reduce_dtype, wire_dtype)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

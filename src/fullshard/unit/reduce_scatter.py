@@ -31,7 +31,7 @@ from fullshard._torch import (
     to_local,
     version_of,
 )
-from fullshard.api import MixedPrecisionPolicy, OffloadPolicy, reduce_dtype_of
+from fullshard.api import OffloadPolicy
 from fullshard.comm.collectives import CollectiveWork, all_reduce
 from fullshard.comm.mesh import MeshInfo
 from fullshard.comm.placement import local_gradient
@@ -58,17 +58,15 @@ LARGE_PART_BYTES = 2 << 20
 PIECE_BYTES = 64 << 20
 
 
-def require_no_wire_dtype(
-    what: str, unit: str, mesh_info: MeshInfo, policy: MixedPrecisionPolicy
-) -> None:
-    """Raise where gradients may travel in a dtype that a user's own reduction does not know of."""
-    wire, reduced = policy.wire_dtype, reduce_dtype_of(policy)
-    if wire is not None and wire != reduced and not mesh_info.shard.is_single:
-        raise ConfigError(
-            f"{unit}: {what} needs gradients that travel in the dtype that they are reduced in, "
-            f"found wire_dtype={wire}; leave wire_dtype out, and choose the dtype of the buckets "
-            "in your own function."
-        )
+def require_no_wire_dtype(what: str, unit: str, layout: UnitLayout) -> None:
+    """Raise where gradients travel in a dtype that a user's own reduction does not know of."""
+    for lane in layout.lanes:
+        if lane.dtypes.sums_on_arrival:
+            raise ConfigError(
+                f"{unit}: {what} needs gradients that travel in the dtype that they are reduced "
+                f"in, found wire_dtype={lane.dtypes.wire}; leave wire_dtype out, and choose the "
+                "dtype of the buckets in your own function."
+            )
 
 
 def scaling_of(
@@ -618,16 +616,13 @@ class UnitGrads:
     kept unreduced, with their versions, and whether they are mere placeholders.
     """
 
-    def __init__(
-        self, mesh_info: MeshInfo, policy: MixedPrecisionPolicy, offload: OffloadPolicy, device: Any
-    ) -> None:
+    def __init__(self, mesh_info: MeshInfo, offload: OffloadPolicy, device: Any) -> None:
         self.was_reduced = False
         self.large: dict[ShardedParam, GradBucket] = {}
         self.mesh_info = mesh_info
         shards_device, self._pin_memory = shard_device(offload, device.torch_device)
         self.to_host = shards_device != device.torch_device
         self._device = device
-        self._policy = policy
         self._host_events: list[Any] = []
         self._created: list[GradTarget] = []
         self._shown: dict[torch.Tensor, tuple[torch.Tensor, int, bool]] = {}
@@ -661,7 +656,7 @@ class UnitGrads:
             grad = self._take(each)
             if grad is None:
                 continue
-            grad = grad.to(each.dtype_plan(self._policy).reduced)
+            grad = grad.to(each.dtypes.reduced)
             each.accumulated = grad if each.accumulated is None else each.accumulated.add_(grad)
             param = each.param
             if is_flat and param not in self._shown:

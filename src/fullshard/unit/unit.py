@@ -6,18 +6,17 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard._torch import REDUCES_IN_PARAM_DTYPE, disable_torch_function, version_of
+from fullshard._torch import disable_torch_function, version_of
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.errors import LifecycleError, UnsupportedError
-from fullshard.layout import CostModel, ParamSpec, Split, UnitLayout, plan_unit
+from fullshard.layout import CostModel, DtypePlan, ParamSpec, Split, UnitLayout, plan_unit
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, UnitAllGather
@@ -142,7 +141,7 @@ class Unit:
         device, axis = self.comm_ctx.device, self.mesh_info.shard
         default = collectives_for(axis.group, device.torch_device)
         self.comm = UnitComm(default, default, axis)
-        self.grads = UnitGrads(self.mesh_info, self.policy, self.offload, device)
+        self.grads = UnitGrads(self.mesh_info, self.offload, device)
         self.on_grads_ready: Callable[[Unit, GradBucket | None], None] = lambda *_: None
         self._arrived: set[ShardedParam] = set()
         self._versions: list[int] = []
@@ -203,22 +202,20 @@ class Unit:
             self.flat.make_whole()
 
     def _plan(self, params: Sequence[ShardedParam]) -> UnitLayout:
-        axis, specs = self.mesh_info.shard, []
-        reduce_dtype = None
-        if self.flat is None and not REDUCES_IN_PARAM_DTYPE:
-            # As in torch, gradients of one unit are reduced in one dtype, where parameters say it.
-            trained = [p.dtype for p in params if p.is_trainable and p.dtype.is_floating_point]
-            reduce_dtype = reduce(torch.promote_types, trained) if trained else None
+        axis, policy, specs = self.mesh_info.shard, self.policy, []
+        is_flat = self.flat is not None
+        trained = [param.dtype for param in self.params if param.is_trainable]
+        reduce_dtype = DtypePlan.unit_reduce_dtype(policy.reduce_dtype, trained, is_flat=is_flat)
+        wire_dtype = None if axis.is_single else policy.wire_dtype  # they travel nowhere
         for param in params:
             split = param.split
             if not isinstance(split, Split):
                 split = Split(split.shape, None, 1)
-            dtypes = param.dtype_plan(
-                self.policy, reduce_dtype=reduce_dtype, is_alone=axis.is_single
-            )
-            specs.append(ParamSpec(param.name, split, dtypes, param.is_trainable))
+            param_dtype = None if param.keeps_dtype else policy.param_dtype
+            param.dtypes = DtypePlan.of(param.dtype, param_dtype, reduce_dtype, wire_dtype)
+            specs.append(ParamSpec(param.name, split, param.dtypes, param.is_trainable))
         cost = CostModel.of_device(self.comm_ctx.device.torch_device.type)
-        return plan_unit(specs, axis.size, cost, is_flat=self.flat is not None)
+        return plan_unit(specs, axis.size, cost, is_flat=is_flat)
 
     def refresh(self, *, plan_training: bool = False) -> None:
         """Notice shards that changed since they were gathered, or that a user replaced.
