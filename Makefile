@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	echo torch==$(TORCH) >> $(VENV)/constraints.txt
 	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt -e '.[dev]'
-	-$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python3*/site-packages/torch \
+	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python3*/site-packages/torch \
 		$(VENV)/lib/python3*/site-packages/sympy
 	touch $@
 
