@@ -117,7 +117,7 @@ def _section(path: Path, text: str, name: str, values: object) -> dict[str, Valu
     known = tuple(key.name for key in keys_of(name))
     found = {}
     for given, value in values.items():
-        key: str = _FORMER_NAMES.get((name, given), given)
+        key = _FORMER_NAMES.get((name, given)) or str(given)
         if key not in known:
             owners = [f"[{other.section}]" for other in KEYS.values() if other.name == key]
             hint = f"; it belongs under {owners[0]}." if owners else suggestion(key, known)
