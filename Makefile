@@ -10,6 +10,8 @@ STAMP := $(VENV)/.installed
 BENCH ?= build/benchmarks
 # Tests wait for processes more than they compute: two workers per core keep both cores busy.
 WORKERS ?= 4
+# `make test TESTS=tests/test_parity.py` runs some of them.
+TESTS ?= tests
 
 # Every process that a test starts loads torch. Without byte code on disk it would compile torch's
 # sources first, which takes three times as long as loading them.
@@ -37,7 +39,7 @@ demo: $(STAMP)
 	$(BIN)/fullshard train
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

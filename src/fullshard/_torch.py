@@ -153,6 +153,16 @@ def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> None:
         param.grad_dtype = dtype
 
 
+def grad_dtype_of(param: torch.Tensor) -> torch.dtype | None:
+    """The dtype that a parameter's gradient must have; None for any. Followed as in 2.15."""
+    return param.grad_dtype if TORCH >= (2, 15) else param.dtype
+
+
+def has_own_grad_dtype(param: torch.Tensor) -> bool:
+    """Whether a user set the `grad_dtype` of a parameter."""
+    return TORCH >= (2, 15) and bool(getattr(param, "_has_grad_dtype_override"))  # noqa: B009
+
+
 # How many tensors in Python and C++ share a storage, and how many references a tensor has in C++.
 _use_count_of_data: Callable[[int], int] = torch._C._storage_Use_Count
 tensor_references: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]

@@ -23,10 +23,11 @@ class MixedPrecisionPolicy:
     """The dtypes that a unit computes and reduces in.
 
     `param_dtype` is that of the full parameters, of the all-gather and of the compute;
-    `reduce_dtype` that of the gradient reduction. By default that is the original dtype of the
+    `reduce_dtype` that of the gradient reduction. By default that is the `grad_dtype` of the
     parameters, and with torch before 2.15 the compute dtype, as in torch. `output_dtype`
-    casts the outputs of forward, and `cast_forward_inputs` its inputs to `param_dtype`. Shards, and
-    the gradients that the optimizer sees, keep the original dtype of the parameters.
+    casts the outputs of forward, and `cast_forward_inputs` its inputs to `param_dtype`. Shards keep
+    the original dtype of the parameters, and the gradients that the optimizer sees have their
+    `grad_dtype`, which is the same unless it was set.
 
     `param_dtype_override_fn` is asked once for each parameter, when it is sharded: if it returns
     the parameter's own dtype, that parameter is not cast to `param_dtype`. It must return the same

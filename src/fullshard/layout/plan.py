@@ -25,13 +25,15 @@ from fullshard.layout.split import Split
 class DtypePlan:
     """The dtypes of a parameter: stored in, computed in, and its gradient reduced in.
 
-    `wire` is the dtype in which the gradient travels: the same as `reduced`, or narrower.
+    `wire` is the dtype in which the gradient travels: the same as `reduced`, or narrower. `grad`
+    is the dtype of the shard's gradient: most often `stored`; None for what backward computes.
     """
 
     stored: torch.dtype
     computed: torch.dtype
     reduced: torch.dtype
     wire: torch.dtype
+    grad: torch.dtype | None
 
     @classmethod
     def of(
@@ -46,11 +48,13 @@ class DtypePlan:
         `wire_dtype` counts only where it is narrower than the dtype of the reduction.
         """
         if not stored.is_floating_point:
-            return cls(stored, stored, stored, stored)
+            return cls(stored, stored, stored, stored, stored)
         computed = param_dtype or stored
         reduced = reduce_dtype or computed
         wire = wire_dtype or reduced
-        return cls(stored, computed, reduced, wire if wire.itemsize < reduced.itemsize else reduced)
+        if wire.itemsize >= reduced.itemsize:
+            wire = reduced
+        return cls(stored, computed, reduced, wire, stored)
 
     @staticmethod
     def unit_reduce_dtype(
@@ -59,7 +63,7 @@ class DtypePlan:
         """The `reduce_dtype` of the parameters of a unit; None for the one they are computed in.
 
         Where a policy gives none, it is that of the installed torch: since 2.15 `fully_shard`
-        reduces in the dtype that the trained parameters of a unit promote to.
+        reduces in the dtype that the gradients of a unit's trained parameters promote to.
         """
         if given is not None or is_flat or REDUCES_IN_PARAM_DTYPE:
             return given
@@ -77,12 +81,12 @@ class DtypePlan:
 
     @property
     def alignment_numel(self) -> int:
-        """Elements that fill 16 bytes in the narrowest of the four dtypes.
+        """Elements that fill 16 bytes in the narrowest of these dtypes.
 
         A bucket has the same number of elements in every dtype, so this keeps all of them
         multiples of 16 bytes; NCCL falls back to element-sized copies otherwise.
         """
-        dtypes = (self.stored, self.computed, self.reduced, self.wire)
+        dtypes = (self.stored, self.computed, self.reduced, self.wire, self.grad or self.reduced)
         return max(1, 16 // min(dtype.itemsize for dtype in dtypes))
 
 

@@ -23,10 +23,12 @@ from torch import nn
 from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 
 from fullshard._torch import (
+    has_own_grad_dtype,
     in_backward,
     node_sequence_nr,
     queue_backward_callback,
     sequence_nr,
+    set_grad_dtype,
     untraced,
     view_base,
 )
@@ -797,7 +799,16 @@ class ShardedModule:
         hooks = require_hooks(self)
         for unit in hooks.reads:
             unit.reshard_now()
+        # A user's own `grad_dtype` is that of the gradients also after a conversion.
+        own = {}
+        for param in (param for unit in hooks.units for param in unit.params):
+            if has_own_grad_dtype(param.shard):
+                own[param] = param.grad_dtype, param.shard.grad
+                param.shard.grad = None
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for unit in hooks.units:
             unit.refresh()
+        for param, (dtype, grad) in own.items():
+            set_grad_dtype(param.shard, dtype)
+            param.shard.grad = None if grad is None else grad.to(param.shard.device)
         return result

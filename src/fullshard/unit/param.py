@@ -19,6 +19,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from fullshard._torch import (
     DTensorSpec,
+    grad_dtype_of,
+    has_own_grad_dtype,
     local_tensor,
     set_grad_dtype,
     set_local_tensor,
@@ -98,6 +100,11 @@ class ShardedParam(ABC):
         return self.param.dtype
 
     @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype that the gradient of the shard must have; None for any."""
+        return self.dtype
+
+    @property
     def shape(self) -> torch.Size:
         """The shape of the whole parameter, as users know it."""
         return torch.Size(self.split.shape)
@@ -152,8 +159,8 @@ class ShardedParam(ABC):
         if isinstance(self.split, Split) and self.dtype.is_floating_point:
             # A narrower gradient is cast when it is copied into its bucket.
             reduced = self.dtypes.reduced
-            is_wider = reduced.itemsize > self.dtypes.computed.itemsize
-            set_grad_dtype(self.full, None if is_wider else reduced)
+            is_any = self.dtypes.grad is None or reduced.itemsize > self.dtypes.computed.itemsize
+            set_grad_dtype(self.full, None if is_any else reduced)
 
     def register(self, param: nn.Parameter) -> None:
         """Let the modules see the shard or the full parameter."""
@@ -186,16 +193,23 @@ class DTensorParam(ShardedParam):
             part = part.clone()
         if not part.is_meta:
             part = part.to(device)  # a DTensor's device is that of the tensor it is made with
+        shard = nn.Parameter(as_dtensor(part, placed.shard_spec), original.requires_grad)
+        if has_own_grad_dtype(original):
+            set_grad_dtype(shard, grad_dtype_of(original))
         return cls(
             name=name,
             locations=list(locations),
             split=split,
-            shard=nn.Parameter(as_dtensor(part, placed.shard_spec), original.requires_grad),
+            shard=shard,
             local=part,
             full_spec=placed.full_spec,
             extension=extension,
             shard_spec=placed.shard_spec,
         )
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        return grad_dtype_of(self.shard)
 
     @property
     def shape(self) -> torch.Size:
@@ -248,6 +262,8 @@ class DTensorParam(ShardedParam):
                 f"{self.shard_spec.placements}, found {kind}{placements}; copy the values into the "
                 "existing parameter, or build the DTensor with distribute_tensor."
             )
+        if has_own_grad_dtype(self.shard) and not has_own_grad_dtype(found):
+            set_grad_dtype(found, self.grad_dtype)
         self.shard = found  # type: ignore[assignment]
         self.register(self.shard)
 

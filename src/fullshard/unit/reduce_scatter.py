@@ -11,10 +11,10 @@ What does not change from step to step is made once (rule 7): how gradients lie 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from fullshard._torch import (
     disable_torch_function,
     foreach_add_,
     foreach_copy_,
+    grad_dtype_of,
     local_tensor,
     post_accumulate_grad_hooks,
     to_local,
@@ -101,7 +102,7 @@ class GradBuffer:
     """
 
     def __init__(self, lane: GradLane, device: torch.device) -> None:
-        dtype, numel = lane.dtypes.stored, lane.shard_numel
+        dtype, numel = lane.grad_dtype, lane.shard_numel
         self.memory = ResizableBuffer(numel * dtype.itemsize, device)
         self.result = self.memory.view(0, (numel,), dtype)
         self.grads = {
@@ -134,12 +135,17 @@ def _part(sums: torch.Tensor, target: GradTarget, offset: int) -> torch.Tensor:
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
     """Make a tensor the gradient of a parameter, also one of another dtype."""
-    if grad.dtype == param.dtype:
+    if grad_dtype_of(param) in (grad.dtype, None):
         param.grad = grad
         return
     # torch wants a gradient in its parameter's dtype, but checks that only here.
     param.grad = torch.empty_like(param, requires_grad=False)
     param.grad.data = grad
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum in the wider dtype, in the memory of one of the two."""
+    return one.add_(other) if one.dtype.itemsize >= other.dtype.itemsize else other.add_(one)
 
 
 def _has_hooks(param: torch.Tensor) -> bool:
@@ -165,17 +171,17 @@ class GradBucket:
         self.targets: list[GradSlot] = [slot for slot in slots if slot[0].takes_gradient]
         self.dtypes = lane.dtypes
         self.numel = num_ranks * bucket.segment_numel
-        self.num_bytes = self.numel * lane.dtypes.wire.itemsize
         self.in_shards = slice(bucket.buffer_offset, bucket.buffer_offset + bucket.segment_numel)
         # A flat bucket is always reduced: other ranks may have used parameters that this rank has
         # a part of, without its knowing.
         is_flat_param = any(isinstance(param.split, FlatSplit) for param in self.params)
         self.is_always_reduced = is_flat_param and lane.is_trainable
         # One parameter's, and worth reducing before the others arrive.
+        num_bytes = self.num_bytes
         self.is_large = (
             bucket.kind is BucketKind.IN_PLACE
-            and self.num_bytes >= LARGE_BYTES
-            and self.num_bytes // num_ranks >= LARGE_PART_BYTES
+            and num_bytes >= LARGE_BYTES
+            and num_bytes // num_ranks >= LARGE_PART_BYTES
         )
         self._bucket = bucket
         is_flat = bucket.kind is BucketKind.FLAT
@@ -188,6 +194,10 @@ class GradBucket:
             else None
             for param in self.params
         ]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtypes.wire.itemsize
 
     def in_place(self, grads: Sequence[Grad]) -> Grad:
         """The tensor that autograd produced, if it is the bucket (rule 4)."""
@@ -249,7 +259,6 @@ class GradLane:
         target: GradTarget | None,
     ) -> None:
         self.dtypes = lane.dtypes
-        self.is_cast = lane.dtypes.reduced != lane.dtypes.stored
         self.shard_numel = lane.shard_numel
         self.buckets: list[GradBucket] = []
         for bucket in lane.buckets:
@@ -260,6 +269,26 @@ class GradLane:
         self.buffer: GradBuffer | None = None
         self.in_buffer: set[GradBucket] = set()
         """The buckets that are in it already, from the backward under way."""
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return self.dtypes.grad or self.dtypes.reduced
+
+    @property
+    def is_cast(self) -> bool:
+        return self.grad_dtype != self.dtypes.reduced
+
+    def follow_grads(self, grads: Iterable[Grad]) -> None:
+        """Where gradients may have any dtype, reduce them in the widest that backward has made."""
+        if self.dtypes.grad is not None:
+            return
+        found = {grad.dtype for grad in grads if grad is not None}
+        widest = reduce(torch.promote_types, found, self.dtypes.reduced)
+        if widest != self.dtypes.reduced:
+            self.dtypes = replace(self.dtypes, reduced=widest, wire=widest)
+            self.buffer = None
+            for bucket in self.buckets:
+                bucket.dtypes = self.dtypes
 
     def acquire_buffer(
         self, buckets: Sequence[GradBucket], device: torch.device
@@ -464,7 +493,7 @@ class InFlightReduceScatter:
     def _grad_dtype(self, plan: GradLane) -> torch.dtype:
         """The dtype of the gradients that optimizers see; low precision is kept as torch does."""
         if not self.settings.keep_low_precision_grads:
-            return plan.dtypes.stored
+            return plan.grad_dtype
         is_single = self.unit_grads.mesh_info.shard.is_single
         return plan.dtypes.reduced if is_single else plan.dtypes.computed
 
@@ -473,7 +502,7 @@ class InFlightReduceScatter:
         is_single, device = self.comm.reduce_axis.is_single, self.device.torch_device
         plans = [bucket.plan for bucket in lane.buckets]
         is_assigned_apart = (
-            self._grad_dtype(lane.plan) != lane.plan.dtypes.stored
+            self._grad_dtype(lane.plan) != lane.plan.grad_dtype
             or self.unit_grads.to_host
             or self.is_partial
             or self.comm.comm_hook is not None
@@ -656,8 +685,9 @@ class UnitGrads:
             grad = self._take(each)
             if grad is None:
                 continue
-            grad = grad.to(each.dtypes.reduced)
-            each.accumulated = grad if each.accumulated is None else each.accumulated.add_(grad)
+            if each.dtypes.grad is not None:
+                grad = grad.to(each.dtypes.reduced)
+            each.accumulated = grad if each.accumulated is None else _sum(each.accumulated, grad)
             param = each.param
             if is_flat and param not in self._shown:
                 is_placeholder = param.grad is None
@@ -706,6 +736,7 @@ class UnitGrads:
             taken = [self._collect(bucket, settings) for bucket in buckets]
             present = [bucket for bucket in taken if bucket is not None]
             if present:
+                plan.follow_grads(grad for bucket in present for grad in bucket.grads)
                 dtype = plan.dtypes.reduced
                 scaling = scaling_of(comm, settings, self.mesh_info.num_ranks, dtype)
                 lanes.append(LaneReduce(plan, present, *scaling))
@@ -740,7 +771,7 @@ class UnitGrads:
             grad, before = self._take(param), param.accumulated
             if before is not None:
                 param.accumulated = None
-                grad = before if grad is None else before.add_(grad)
+                grad = before if grad is None else _sum(before, grad)
             if grad is None and settings.reduce_scatter_unused_params and param.is_trainable:
                 shape, dtype = param.split.shape, plan.dtypes.computed
                 grad = torch.zeros(shape, dtype=dtype, device=self._device.torch_device)

@@ -191,7 +191,7 @@ class Unit:
                 self._shard_buffers = shards
                 if self.flat is not None:
                     self.flat.attach(self.layout, plain, shards)
-        self._planned_trainable = [param.is_trainable for param in self.params]
+        self._planned = self._planned_by()
         self.grads.follow_lanes([*self._grad_lanes()])
 
     def make_whole(self) -> None:
@@ -204,24 +204,38 @@ class Unit:
     def _plan(self, params: Sequence[ShardedParam]) -> UnitLayout:
         axis, policy, specs = self.mesh_info.shard, self.policy, []
         is_flat = self.flat is not None
-        trained = [param.dtype for param in self.params if param.is_trainable]
+        trained = [
+            param.grad_dtype or self._param_dtype(param) or param.dtype
+            for param in self.params
+            if param.is_trainable
+        ]
         reduce_dtype = DtypePlan.unit_reduce_dtype(policy.reduce_dtype, trained, is_flat=is_flat)
         wire_dtype = None if axis.is_single else policy.wire_dtype  # they travel nowhere
         for param in params:
             split = param.split
             if not isinstance(split, Split):
                 split = Split(split.shape, None, 1)
-            param_dtype = None if param.keeps_dtype else policy.param_dtype
-            param.dtypes = DtypePlan.of(param.dtype, param_dtype, reduce_dtype, wire_dtype)
+            plan = DtypePlan.of(param.dtype, self._param_dtype(param), reduce_dtype, wire_dtype)
+            if param.grad_dtype != param.dtype:
+                plan = replace(plan, grad=param.grad_dtype)
+            param.dtypes = plan
             specs.append(ParamSpec(param.name, split, param.dtypes, param.is_trainable))
         cost = CostModel.of_device(self.comm_ctx.device.torch_device.type)
         return plan_unit(specs, axis.size, cost, is_flat=is_flat)
 
+    def _param_dtype(self, param: ShardedParam) -> torch.dtype | None:
+        return None if param.keeps_dtype else self.policy.param_dtype
+
+    def _planned_by(self) -> list[tuple[bool, torch.dtype | None]]:
+        """What the plan depends on beside the shards' memory, and users may change."""
+        return [(param.is_trainable, param.grad_dtype) for param in self.params]
+
     def refresh(self, *, plan_training: bool = False) -> None:
         """Notice shards that changed since they were gathered, or that a user replaced.
 
-        With `plan_training`, also those that were frozen or unfrozen since the plan was made: not
-        while a state dict may be held, since its tensors would be left behind.
+        With `plan_training`, also those that were frozen or unfrozen, or whose `grad_dtype` was
+        set, since the plan was made: not while a state dict may be held, since its tensors would
+        be left behind.
         """
         self._require_not_summoned()
         self._is_training_followed = False
@@ -235,8 +249,7 @@ class Unit:
         if self.flat is not None and self._shard_buffers is not None:
             is_current = is_current and self.flat.are_current(self._shard_buffers)
         if plan_training and not self.is_held:
-            trainable = [param.is_trainable for param in self.params]
-            is_current = is_current and trainable == self._planned_trainable
+            is_current = is_current and self._planned_by() == self._planned
         if not is_current:
             self.replan()
             self.comm_ctx.all_gathers_follow_compute()  # compute has just written the new shards
