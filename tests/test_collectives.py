@@ -3,6 +3,7 @@
 import gc
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -72,8 +73,10 @@ def test_works_that_were_started_are_waited_for_when_the_next_one_cannot_be() ->
 
 
 def num_threads_and_files() -> tuple[int, int]:
+    """The threads of gloo, and all open files."""
     gc.collect()
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    threads = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in threads), len(os.listdir("/proc/self/fd"))
 
 
 def destroy_the_world_with_a_model_alive(rank: Rank) -> tuple[bool, bool, bool, str]:

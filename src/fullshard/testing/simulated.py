@@ -145,4 +145,5 @@ def _make_quiet_group(common: Any, options: Any) -> _QuietGroup:
     backend = _torch.create_fake_group(common, options)
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     return group
