@@ -41,9 +41,12 @@ from fullshard.fully_shard import (
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.optim.by_unit import by_unit
 from fullshard.runtime.hooks import GradientReductionHandle, UnshardHandle
+from fullshard.torch_helpers import follow_import
 from fullshard.unit.flat_param import FlatParameter
 
 __version__ = "0.1.0"
+
+follow_import()
 
 __all__ = [
     "AllGather",

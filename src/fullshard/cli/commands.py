@@ -5,6 +5,7 @@ Exit status: 0 success, 1 a checkpoint is damaged or two differ, 2 the request i
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,5 +76,24 @@ def report(run: Path, out: Path | None) -> None:
     say(f"{written}: {readable(written.stat().st_size)}")
 
 
-for _command in (train, generate, report, doctor, checkpoint):
+@click.command(
+    short_help="Run a program that uses torch's FSDP on fullshard, on one rank.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(program: tuple[str, ...]) -> None:
+    """Run PROGRAM with the names of torch.distributed.fsdp replaced by those of fullshard.
+
+    PROGRAM is a file or -m and a module, and its arguments. It is the only rank of its world. On
+    several: torchrun --nproc-per-node N -m fullshard.dropin PROGRAM.
+    """
+    from fullshard import dropin
+
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
+        os.environ.setdefault(name, str(value))
+    dropin.run(program)
+
+
+for _command in (train, generate, report, doctor, checkpoint, run):
     fullshard.add_command(_command)

@@ -1,0 +1,114 @@
+"""`get_state_dict`, `set_state_dict` and the others of `torch.distributed.checkpoint.state_dict`.
+
+They look for torch's wrapper by its class. Anything else they take for an ordinary module, whose
+state dict they would save as it is: with a wrapper of ours, local parts under wrapped names. So the
+names that they know the wrapper by are replaced, as soon as their module is imported, by ones that
+know both.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from fullshard import api
+from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
+
+_HELPERS = "torch.distributed.checkpoint.state_dict"
+
+
+def follow_import() -> None:
+    """Have the helpers know our wrapper, now or when they are imported."""
+    module = sys.modules.get(_HELPERS)
+    if module is not None:
+        _teach(module)
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _HELPERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        load = spec.loader.exec_module
+
+        def load_and_teach(module: ModuleType) -> None:
+            load(module)
+            _teach(module)
+
+        spec.loader.exec_module = load_and_teach  # type: ignore[method-assign]
+        return spec
+
+
+class _EitherWrapper(type):
+    """Stands for torch's wrapper and for ours; what is not about a model is torch's."""
+
+    theirs: Any
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, (cls.theirs, FullyShardedDataParallel))
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.theirs, name)
+
+    def fsdp_modules(cls, module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+        found: list[nn.Module] = FullyShardedDataParallel.fsdp_modules(module, root_only)  # type: ignore[assignment]
+        return found or cls.theirs.fsdp_modules(module, root_only)
+
+    def state_dict_type(cls, module: nn.Module, **settings: Any) -> Any:
+        if _has_ours(module):
+            settings = {name: _own(value) for name, value in settings.items()}
+            return FullyShardedDataParallel.state_dict_type(module, **settings)
+        return cls.theirs.state_dict_type(module, **settings)
+
+    def optim_state_dict(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls._wrapper_of(model).optim_state_dict(model, *args, **kwargs)
+
+    def optim_state_dict_to_load(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls._wrapper_of(model).optim_state_dict_to_load(model, *args, **kwargs)
+
+    def _wrapper_of(cls, model: nn.Module) -> Any:
+        return FullyShardedDataParallel if _has_ours(model) else cls.theirs
+
+
+def _has_ours(module: nn.Module) -> bool:
+    return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+
+
+def _own(setting: Any) -> Any:
+    """Ours for an enum's member or a configuration of torch's."""
+    kind = getattr(api, type(setting).__name__, None)
+    if kind is None or isinstance(setting, kind):
+        return setting
+    return kind[setting.name] if hasattr(setting, "name") else kind(**vars(setting))
+
+
+def _teach(helpers: Any) -> None:
+    if isinstance(helpers.FSDP, _EitherWrapper):
+        return
+    theirs, state_of, group_of = (
+        helpers.FSDP,
+        helpers._get_module_fsdp_state_if_fully_sharded_module,
+        helpers._get_fsdp_process_group,
+    )
+
+    def state_of_either(module: nn.Module) -> Any:
+        return module if isinstance(module, FullyShardedDataParallel) else state_of(module)
+
+    def group_of_either(model: nn.Module, info: Any) -> Any:
+        # None: ours knows its groups by itself.
+        return None if _has_ours(model) else group_of(model, info)
+
+    helpers.FSDP = _EitherWrapper("FullyShardedDataParallel", (), {"theirs": theirs})
+    helpers._get_module_fsdp_state_if_fully_sharded_module = state_of_either
+    helpers._get_fsdp_process_group = group_of_either

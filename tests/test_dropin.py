@@ -1,0 +1,116 @@
+"""Programs that are written for torch's FSDP run on fullshard without a change."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.checkpoint import state_dict as torch_helpers
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
+from torch.distributed.pipelining import stage
+
+import fullshard
+from fullshard import dropin
+from fullshard.testing import Rank, on_ranks
+from tests.wrapped import Net, batch_of
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+dist.init_process_group("gloo")
+def wrap(model):
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+for shard in (fully_shard, wrap):
+    torch.manual_seed(0)
+    model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    optimizer.step()
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    print(dist.get_world_size(), isinstance(model, (FSDP, FSDPModule)), fully_shard.__module__,
+          sorted(state), round(float(loss), 4), sys.argv[1:])
+dist.destroy_process_group()
+"""
+TRAINED = "{} True {} ['0.bias', '0.weight', '1.bias', '1.weight'] -0.6085 ['--lr', '0.1']\n" * 2
+
+
+def outcome(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_program_runs_unchanged_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    arguments = (str(program), "--lr", "0.1")
+    ours = fullshard.fully_shard.__module__
+    found = outcome(sys.executable, "-m", "fullshard", "run", *arguments)
+    assert found == TRAINED.format(1, ours, 1, ours)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    found = outcome(*torchrun, "--standalone", "-m", "fullshard.dropin", *arguments)
+    assert sorted(found.splitlines()) == sorted(2 * TRAINED.format(2, ours, 2, ours).splitlines())
+
+
+def test_what_is_no_program_is_a_sentence() -> None:
+    with pytest.raises(SystemExit, match=r"a program is expected.*found nothing"):
+        dropin.run([])
+    with pytest.raises(SystemExit, match=r"a program is expected.*found missing\.py --lr 1"):
+        dropin.run(["missing.py", "--lr", "1"])
+
+
+def test_names_are_replaced_wherever_they_are_bound_and_put_back() -> None:
+    before = {name: getattr(torch_fsdp, name) for name in torch_fsdp.__all__}
+    with dropin.installed():
+        assert torch_fsdp.FullyShardedDataParallel is fullshard.FullyShardedDataParallel
+        assert torch_fsdp.wrap.ModuleWrapPolicy is fullshard.wrap.ModuleWrapPolicy
+        assert torch_fsdp.api.StateDictType is fullshard.StateDictType
+        assert torch_helpers.StateDictType is fullshard.StateDictType
+        assert stage.fully_shard is fullshard.fully_shard
+        assert TorchWrapper is fullshard.FullyShardedDataParallel
+        dropin.install()
+        with dropin.installed():
+            pass
+        assert torch_fsdp.fully_shard is fullshard.fully_shard
+    assert {name: getattr(torch_fsdp, name) for name in torch_fsdp.__all__} == before
+    assert stage.fully_shard is before["fully_shard"]
+    assert TorchWrapper is before["FullyShardedDataParallel"]
+    assert fullshard.FullyShardedDataParallel is not TorchWrapper
+    dropin.uninstall()
+    assert torch_fsdp.fully_shard is before["fully_shard"]
+
+
+def test_a_module_imported_while_it_is_installed_gets_torchs_names_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_user.py").write_text("from torch.distributed.fsdp import fully_shard\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with dropin.installed():
+        import late_user  # type: ignore[import-not-found]
+
+        assert late_user.fully_shard is fullshard.fully_shard
+    assert late_user.fully_shard is torch_fsdp.fully_shard
+    del sys.modules["late_user"]
+
+
+@on_ranks(2)
+def test_instances_of_ours_are_instances_of_torchs_names(rank: Rank) -> None:
+    with dropin.installed():
+        wrapped = torch_fsdp.FullyShardedDataParallel(Net())
+        sharded = torch_fsdp.fully_shard(Net())
+        assert isinstance(wrapped, TorchWrapper)
+        assert isinstance(sharded, torch_fsdp.FSDPModule)
+        for model in (wrapped, sharded):
+            model(batch_of(0, rank.rank)).sum().backward()
+            assert all(param.grad is not None for param in model.parameters() if param.numel())
+    assert not isinstance(wrapped, TorchWrapper)
