@@ -223,8 +223,8 @@ REFUSED: dict[str, OwnCase] = {
         ("mesh_dim_names",),
     ),
     "no axes": (lambda _: DataParallelMeshDims(), ConfigError, ("shard", "replicate")),
-    "dim 2": (lambda mesh: placed(2, mesh), ConfigError, ("weight", "Shard(2)", "2 dims")),
-    "dim -3": (lambda mesh: placed(-3, mesh), ConfigError, ("weight", "Shard(-3)", "2 dims")),
+    "dim 2": (lambda mesh: placed(2, mesh), UnsupportedError, ("weight", "Shard(2)", "2 dims")),
+    "dim -3": (lambda mesh: placed(-3, mesh), UnsupportedError, ("weight", "Shard(-3)", "2 dims")),
     "a setter's string": (
         lambda mesh: sharded(mesh).set_reshard_after_forward("yes"),
         ConfigError,

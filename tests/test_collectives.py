@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import fullshard.comm.agreement as agreement_module
 from fullshard import DisagreementError, LifecycleError, fully_shard
 from fullshard._torch import StridedShard, default_store
-from fullshard.comm.agreement import PATIENCE, Agreement
+from fullshard.comm.agreement import PATIENCE, Agreement, UnitPlan
 from fullshard.comm.collectives import CollectiveWork
 from fullshard.comm.mesh import _mesh_infos, mesh_info_of
 from fullshard.comm.placement import full_tensor
@@ -143,7 +143,7 @@ class CountingStore:
 @on_ranks(2, 4)
 def test_detours_that_all_take_leave_no_keys_and_cost_the_same_in_any_world(rank: Rank) -> None:
     agreement = Agreement(mesh_info_of(rank.mesh()), CPU)
-    agreement.compare_plans([("unit", "weight")])
+    agreement.compare_plans([UnitPlan("unit", "weight")])
     num_keys = []
     counting = CountingStore()
     agreement_module.default_store = lambda: counting  # type: ignore[assignment]

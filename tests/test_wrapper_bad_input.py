@@ -31,7 +31,6 @@ def model() -> nn.Sequential:
 
 def options(rank: Rank, inside: nn.Module) -> dict[str, tuple[dict[str, Any], type, str]]:
     """Arguments that do not fit, what torch's class raises for the like, and words of ours."""
-    outside = nn.Linear(2, 2)
     two = rank.mesh((2, 1), ("replicate", "shard"))
     hybrid = ShardingStrategy.HYBRID_SHARD
     world = dist.group.WORLD
@@ -56,12 +55,12 @@ def options(rank: Rank, inside: nn.Module) -> dict[str, tuple[dict[str, Any], ty
             "a pair of groups",
         ),
         "a pair": ({"process_group": (world, world)}, ValueError, "one process group"),
-        "ignored elsewhere": ({"ignored_modules": [outside]}, ValueError, "is not in it"),
-        "a parameter elsewhere": (
-            {"ignored_states": [outside.weight]},
+        "a parameter as module": (
+            {"ignored_modules": [inside.weight]},
             ValueError,
-            "is not in it",
+            "ignored_modules: Module objects",
         ),
+        "a name as state": ({"ignored_states": ["0.weight"]}, ValueError, "found a str"),
         "a number without GPU": ({"device_id": 0}, ValueError, "no accelerator"),
         "policy": ({"auto_wrap_policy": nn.Linear}, ValueError, "policy"),
         "policy's answer": (

@@ -6,7 +6,7 @@
     │   ├── UnknownNameError (KeyError)     a name or key that is unknown
     │   └── UnsupportedError (NotImplementedError, AssertionError)
     ├── LifecycleError (RuntimeError)       a call at the wrong time
-    │   └── MisuseError (AssertionError)    a sharded module copied, or sharded twice
+    │   └── MisuseError (AssertionError, ValueError)    a sharded module copied, or sharded twice
     ├── DisagreementError (RuntimeError)    the ranks do not run the same program
     └── CheckpointError (RuntimeError)      what is on disk is not what was asked for
 
@@ -42,8 +42,8 @@ class LifecycleError(FullshardError, RuntimeError):
     """A call came at a time when it means nothing or would do harm."""
 
 
-class MisuseError(LifecycleError, AssertionError):
-    """A module that is already sharded was copied or sharded again."""
+class MisuseError(LifecycleError, AssertionError, ValueError):
+    """A module that is already sharded was copied or sharded again, or summoned twice."""
 
 
 class DisagreementError(FullshardError, RuntimeError):

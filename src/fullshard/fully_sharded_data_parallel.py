@@ -94,7 +94,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         auto_wrap_policy: Which modules inside become units of their own: see `fullshard.wrap`.
         backward_prefetch: When backward gathers the next unit; None: when it is reached.
         mixed_precision: The dtypes to compute, reduce and keep buffers in.
-        ignored_modules: As `ignored_states`.
+        ignored_modules: As `ignored_states`, modules only.
         param_init_fn: Gives a module whose parameters or buffers are on meta memory and values;
             called on each such module, for its own only. By default `reset_parameters`.
         device_id: The device that computes. By default the mesh's, the parameters', or the
@@ -106,7 +106,8 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
             memory is given back to the stream that gathers.
         use_orig_params: Whether the optimizer sees the original parameters (as slices) or one
             `FlatParameter` per unit (one more for every further dtype, and for frozen ones).
-        ignored_states: Parameters to leave alone, and modules with everything in them.
+        ignored_states: Parameters to leave alone, and modules with everything in them. Those that
+            are not in `module` have no effect.
         device_mesh: The ranks as a mesh: one axis, or two (replicate, shard) for hybrid.
     """
 
@@ -134,8 +135,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         options = {key: value for key, value in locals().items() if key not in _OWN}
         super().__init__()
         strategy = _checked_strategy(module, sharding_strategy, backward_prefetch)
-        given = [*(ignored_modules or ()), *(ignored_states or ())]
-        ignored, ignored_params = _ignored(module, given)
+        ignored, ignored_params = _ignored(module, ignored_modules or (), ignored_states or ())
         if auto_wrap_policy is not None:
             _wrap_by_policy(module, auto_wrap_policy, type(self), ignored, ignored_params, options)
         device = _compute_device(module, device_id, process_group, device_mesh)
@@ -372,24 +372,36 @@ def _checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> Sha
     return chosen
 
 
-def _ignored(module: nn.Module, given: Iterable[Any]) -> tuple[set[nn.Module], set[nn.Parameter]]:
+def _ignored(
+    module: nn.Module, ignored_modules: Iterable[Any], ignored_states: Iterable[Any]
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """The modules and parameters to leave alone, with everything that is in the modules."""
-    inside = {*module.modules(), *module.parameters()}
     modules: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
-    for each in given:
-        is_wrapped = isinstance(each, nn.Module) and hooks_of(each) is not None
-        if each not in inside or is_wrapped:
-            raise ConfigError(
-                f"ignored_states: modules and parameters of {type(module).__name__} that are not "
-                f"wrapped are expected, found a {type(each).__name__} that is "
-                f"{'wrapped' if is_wrapped else 'not in it'}; pass those of the model itself."
-            )
-        if isinstance(each, nn.Module):
-            modules.update(each.modules())
-            params.update(each.parameters())
-        else:
-            params.add(each)
+    for name, kinds, given in (
+        ("ignored_modules", (nn.Module,), ignored_modules),
+        ("ignored_states", (nn.Module, nn.Parameter), ignored_states),
+    ):
+        for each in given:
+            is_wrapped = isinstance(each, nn.Module) and hooks_of(each) is not None
+            if not isinstance(each, kinds) or is_wrapped:
+                raise ConfigError(
+                    f"{name}: {' or '.join(kind.__name__ for kind in kinds)} objects that are not "
+                    f"wrapped are expected, found a {type(each).__name__}"
+                    f"{' that is wrapped' if is_wrapped else ''}; pass modules of the model "
+                    "itself, and parameters as ignored_states."
+                )
+            if isinstance(each, nn.Module):
+                modules.update(each.modules())
+                params.update(each.parameters())
+            else:
+                params.add(each)
+    if module in modules:
+        warnings.warn(
+            f"{type(module).__name__}: a module inside the wrapped one is expected to be ignored, "
+            "found the wrapped one itself: none of its parameters are sharded.",
+            stacklevel=3,
+        )
     return modules, params
 
 

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain, zip_longest
 from typing import TypeVar
@@ -29,6 +30,14 @@ _PER_DETOUR = ("said", "verdict")
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """What a unit holds, for ranks to compare, and its name, for messages only."""
+
+    name: str = field(compare=False, repr=False)
+    held: str
+
+
 class Agreement:
     """Compares values between all ranks of a mesh.
 
@@ -44,8 +53,8 @@ class Agreement:
         self._path = ""
         self._num_detours = 0
 
-    def compare_plans(self, plans: Sequence[tuple[str, str]]) -> None:
-        """Compare (unit name, what it holds) pairs; raise where they differ."""
+    def compare_plans(self, plans: Sequence[UnitPlan]) -> None:
+        """Compare what units hold; raise where that differs."""
         digest = hashlib.sha256(repr(list(plans)).encode()).digest()
         rows = self._exchange(int.from_bytes(digest[:7], "big"), secrets.randbits(62))
         # A place in the store that these ranks know and nobody else does: the first rank's draw.
@@ -55,13 +64,13 @@ class Agreement:
             return
         known = [(dist.get_rank(), list(plans))]
         for axis in self._axes:
-            received: list[list[tuple[int, list[tuple[str, str]]]]] = [[]] * axis.size
+            received: list[list[tuple[int, list[UnitPlan]]]] = [[]] * axis.size
             dist.all_gather_object(received, known, group=axis.group)
             known = [pair for part in received for pair in part]
         (usual_rank, usual), (rank, odd) = _usual_and_odd(known)
         mine, theirs = next(pair for pair in zip_longest(usual, odd) if pair[0] != pair[1])
         raise DisagreementError(
-            f"{(theirs or mine)[0] or 'root'}: all ranks must shard the same units, found "
+            f"{(theirs or mine).name or 'root'}: all ranks must shard the same units, found "
             f"{_described(theirs)} on rank {rank}, but {_described(mine)} on rank {usual_rank}; "
             "build the same model, and call fully_shard on the same modules, on every rank."
         )
@@ -153,5 +162,5 @@ def _usual_and_odd(everyone: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], 
     return first, next(pair for pair in everyone if repr(pair[1]) != usual)
 
 
-def _described(plan: tuple[str, str] | None) -> str:
-    return f"{plan[0] or 'root'} with {plan[1]}" if plan else "no such unit"
+def _described(plan: UnitPlan | None) -> str:
+    return f"{plan.name or 'root'} with {plan.held}" if plan else "no such unit"

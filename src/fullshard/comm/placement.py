@@ -226,7 +226,7 @@ def shard_dim(name: str, param: torch.Tensor, placement: Shard | None) -> int | 
         return None
     dim = 0 if placement is None else placement.dim
     if not -param.ndim <= dim < param.ndim:
-        raise ConfigError(
+        raise UnsupportedError(
             f"{name}: the dim to shard must be one of its {param.ndim} dims, found Shard({dim}) "
             f"for shape {tuple(param.shape)}; return a dim between 0 and {param.ndim - 1}."
         )

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard._torch import to_local
 from fullshard.api import MixedPrecisionPolicy
-from fullshard.comm.agreement import Agreement
+from fullshard.comm.agreement import Agreement, UnitPlan
 from fullshard.comm.mesh import MeshInfo, mesh_info_of, subgroup_size
 from fullshard.comm.placement import as_dtensor, place, shard_dim, with_dtype
 from fullshard.device import device_for
@@ -298,7 +298,7 @@ def make_scheduler(top: ModuleHooks) -> Scheduler:
     agreement = None
     if mesh_info.num_ranks > 1:
         agreement = Agreement(mesh_info, comm_ctx.device.torch_device)
-        agreement.compare_plans([(unit.name, unit.describe()) for unit in units])
+        agreement.compare_plans([UnitPlan(unit.name, unit.describe()) for unit in units])
     repoint_living_optimizers()
     scheduler = Scheduler(members, comm_ctx, agreement)
     for hooks in members:

@@ -150,6 +150,16 @@ def settings_scope(module: nn.Module, *given: Any) -> Iterator[None]:
             wrapper.__dict__[_SETTINGS] = settings
 
 
+def require_kind(wrapper: nn.Module, name: str) -> None:
+    """Raise if a wrapper has no state dicts of the kind that was asked for."""
+    is_local = _own_settings(wrapper).state_dict_type is StateDictType.LOCAL_STATE_DICT
+    if is_local and wrapper.__dict__.get("_device_mesh") is not None:
+        raise LifecycleError(
+            f"{name}: LOCAL_STATE_DICT needs a wrapper without device_mesh, found one; use "
+            "SHARDED_STATE_DICT, which holds DTensors."
+        )
+
+
 # Saving
 
 
@@ -161,11 +171,7 @@ def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadat
     is_local = kind is StateDictType.LOCAL_STATE_DICT
     form = StateForm(is_sharded, getattr(config, "_use_dtensor", False), config.offload_to_cpu)
     own = lanes_of(wrapper, recurse=False)
-    if is_local and wrapper.__dict__.get("_device_mesh"):
-        raise LifecycleError(
-            f"{name}: LOCAL_STATE_DICT needs a wrapper without device_mesh, found one; use "
-            "SHARDED_STATE_DICT, which holds DTensors."
-        )
+    require_kind(wrapper, name)
     if (is_local or is_sharded) and not all(lane.is_sharded for lane in own):
         warnings.warn(
             f"{name}: parameters are not sharded, so the state dict holds them whole and not as "

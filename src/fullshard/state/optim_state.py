@@ -12,7 +12,7 @@ import copy
 import hashlib
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from fullshard.api import OptimStateKeyType, StateDictType
 from fullshard.errors import ConfigError, DisagreementError, FullshardError, UnknownNameError
 from fullshard.runtime.names import clean_name
-from fullshard.state.module_state import settings_of
+from fullshard.state.module_state import require_kind, settings_of
 from fullshard.state.shards import (
     FlatLane,
     FlatShard,
@@ -38,6 +38,7 @@ from fullshard.state.shards import (
     lanes_of,
     on_meta,
     shape_of,
+    wrappers_of,
 )
 
 Key: TypeAlias = int | str
@@ -150,7 +151,7 @@ class _ModelParams:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.lanes = lanes_of(model)
+        self.lanes = lanes_of(model, what="optim_state_dict")
         if not self.lanes:
             raise ConfigError(
                 f"{type(model).__name__}: a model with at least one FullyShardedDataParallel "
@@ -226,6 +227,8 @@ def optim_state_dict(
     In the form that `set_state_dict_type` asked for. `optim_state_dict` is what to convert, by
     default what the optimizer has. All ranks of the model call it.
     """
+    for wrapper in wrappers_of(model):
+        require_kind(wrapper, "optim_state_dict")
     settings = settings_of(model)
     config = settings.optim_state_dict_config
     is_sharded = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
@@ -506,8 +509,16 @@ class _Load:
             saved_groups = self._match(state_dict)
             self._find_per_element()
             param_groups = self._param_groups(saved_groups, groups)
-            described = _mapped({0: self.states, 1: self.unmatched}, self._described)
-            fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()
+            # What other ranks do not fetch may be this rank's alone, such as its own part of a
+            # model that is split in another way.
+            shared = [
+                (path, self._described(value))
+                for path, value in _leaves({"own": self.states, "other": self.unmatched})
+                if self.rank0_only
+                or is_sharded(value)
+                or isinstance(self.params.by_name.get(path[1]), FlatShard)
+            ]
+            fingerprint = hashlib.sha256(repr(sorted(shared)).encode()).hexdigest()
         except Exception as error:
             problem = error
         told = exchange([] if self.is_alone else compared, fingerprint, problem)
@@ -519,7 +530,8 @@ class _Load:
         # In the order of the model, which is the same on all ranks, also what is not held here.
         own = {param: self._state_of(param) for param in self.params.params}
         state: dict[Any, Any] = {}
-        for key, param in ((key, param) for group in groups for key, param in group.items()):
+        keys = {param: key for group in groups for key, param in group.items()}
+        for key, param in ((keys[param], param) for param in own if param in keys):
             # A rank without elements needs no state, except for named optimizers and for those
             # that make state for all their parameters at once and then count on it.
             has_state = self.optim is not None and bool(self.optim.state.get(param.param))
@@ -582,7 +594,10 @@ class _Load:
         saved: Sequence[Mapping[str, Any]] | None,
         groups: Sequence[Mapping[Key, OptimParam]],
     ) -> list[dict[str, Any]] | None:
-        """The saved groups in the order of the optimizer's, which matches by position."""
+        """The saved groups in the order of the optimizer's, which matches by position.
+
+        Parameters outside of all wrappers that were not saved are left out, as torch does it.
+        """
         if saved is None:
             return None
         keys = {param: key for group in groups for key, param in group.items()}
@@ -592,11 +607,12 @@ class _Load:
         # A frozen parameter has no state: optimizers are built with them or without.
         shards = self.params.by_name
         unknown = [n for n in known - held.keys() if n not in shards or shards[n].is_trainable]
-        missing = [
-            param.names[0]
+        absent = [
+            param
             for param in (keys if self.optim is not None else ())
             if param.param.requires_grad and not any(known & {*s.names} for s in param.shards)
         ]
+        missing = [param.names[0] for param in absent if param.lane is not None]
         if unknown or missing:
             raise UnknownNameError(
                 "optim_state_dict: its parameter groups must hold the parameters of the optimizer, "
@@ -614,7 +630,7 @@ class _Load:
                 chosen = copy.deepcopy({key: own[key] for key in own if key != "params"})
             if "param_names" in own:
                 chosen["param_names"] = list(own["param_names"])
-            result.append({**chosen, "params": list(params)})
+            result.append({**chosen, "params": [k for k, p in params.items() if p not in absent]})
         return result
 
     def _described(self, value: Any) -> str:
@@ -648,11 +664,12 @@ class _Load:
     def _state_of(self, param: OptimParam) -> State:
         """The state of a parameter as an optimizer holds it on this rank."""
         states = {shard: self.states.get(shard.name, {}) for shard in param.shards}
+        names = dict.fromkeys(key for state in states.values() for key in state)
         own: State = {}
-        for key in sorted({key for state in states.values() for key in state}):
+        for key in sorted(names):  # one order on all ranks, whatever that of the names
             entries = [(shard, state[key]) for shard, state in states.items() if key in state]
             own[key] = self._value(param, key, entries)
-        return own
+        return {key: own[key] for key in names}
 
     def _value(
         self, param: OptimParam, key: str, entries: Sequence[tuple[TensorShard, Any]]
@@ -678,11 +695,13 @@ class _Load:
                 shard.slice_of(buffer).copy_(cut)
             return buffer
         first, *others = (self._whole(value) for _, value in entries)
-        if not all(is_same(value, first) for value in others):
+        missing = {*param.names} - {shard.name for shard, _ in entries}
+        if missing or not all(is_same(value, first) for value in others):
             raise ConfigError(
                 f"optim_state_dict: state {key!r} must be the same for all parameters of one flat "
-                f"parameter, found {[first, *others]} for {[shard.name for shard, _ in entries]}; "
-                "wrap with use_orig_params=True to keep them apart."
+                f"parameter, found {[first, *others]} for {[shard.name for shard, _ in entries]} "
+                f"and none for {sorted(missing)}; wrap with use_orig_params=True to keep them "
+                "apart."
             )
         return first
 
@@ -696,10 +715,20 @@ def _has_dims(value: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested state with all its values changed, in one order on all ranks."""
+    """Nested state with all its values changed, one by one in one order on all ranks."""
     if isinstance(value, Mapping):
-        return {key: _mapped(value[key], change) for key in sorted(value, key=str)}
+        changed = {key: _mapped(value[key], change) for key in sorted(value, key=str)}
+        return {key: changed[key] for key in value}
     return change(value)
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values of nested state, each with the keys that lead to it."""
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, (*path, str(key)))
 
 
 def _outline(value: Any) -> Any:

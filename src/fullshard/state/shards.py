@@ -306,13 +306,16 @@ def wrapper_unit(wrapper: nn.Module) -> Unit:
     return hooks.units[0]
 
 
-def lanes_of(model: nn.Module, *, recurse: bool = True) -> list[FlatLane]:
-    """The lanes of all wrappers at or below a module; without `recurse`, of the module itself."""
+def lanes_of(model: nn.Module, *, recurse: bool = True, what: str = "state_dict") -> list[FlatLane]:
+    """The lanes of all wrappers at or below a module; without `recurse`, of the module itself.
+
+    `what` is the call that needs them, for messages.
+    """
     lanes: list[FlatLane] = []
     for wrapper in wrappers_of(model) if recurse else [model]:
         hooks = _wrapper_hooks(wrapper)
         if hooks is not None:
-            hooks.require_not_computing("state_dict")
+            hooks.require_not_computing(what)
             lanes += _lanes_of_unit(wrapper, hooks.units[0])
     return _with_names(model, lanes)
 

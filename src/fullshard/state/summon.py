@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard._torch import in_backward
 from fullshard.errors import ConfigError, LifecycleError, MisuseError, UnsupportedError
 from fullshard.state.shards import (
     FlatLane,
@@ -51,6 +52,11 @@ def summon_full_params(
     Each rank keeps what was written to its own slice, unless `writeback=False`.
     """
     wrappers = [wrapper for wrapper in wrappers_of(module) if recurse or wrapper is module]
+    if wrappers and in_backward():
+        raise MisuseError(
+            f"{type(module).__name__}: summon_full_params must be called outside of backward, "
+            "found it in a hook of one; call it after backward."
+        )
     for unit in map(wrapper_unit, wrappers):
         if unit.is_summoned:
             raise MisuseError(
@@ -59,7 +65,8 @@ def summon_full_params(
                 "recurse=False to it."
             )
     try:
-        lanes = [lane for wrapper in wrappers for lane in lanes_of(wrapper, recurse=False)]
+        what = "summon_full_params"
+        lanes = [lane for w in wrappers for lane in lanes_of(w, recurse=False, what=what)]
     except LifecycleError as error:
         raise MisuseError(str(error)) from error
     options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)

@@ -1,7 +1,8 @@
-"""Tensor subclasses that define what is all-gathered and what is made of it.
+"""Tensors that define what is all-gathered and what is made of it.
 
-A subclass with `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a float8 weight with its scale,
-for example) turns its shard into tensors to gather, and what was gathered into the full parameter.
+A tensor with `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a float8 weight with its scale, for
+example) turns its shard into tensors to gather, and what was gathered into the full parameter.
+Most often its subclass defines them; they may also be set on the local tensor of a shard.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fullshard.layout import Split
 
 
 class Extension:
-    """The all-gather of one parameter whose tensor subclass defines it.
+    """The all-gather of one parameter whose tensor defines it.
 
     Gathered tensors live in resizable buffers, since the full parameter may be a view of them
     (rule 1). `outs` is where the tensors of all ranks arrive.

@@ -17,6 +17,7 @@ from torch import nn
 
 from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis
+from fullshard.errors import LifecycleError
 from fullshard.layout import FlatSplit, UnitLayout
 from fullshard.unit.param import ParamLocation, ShardBuffers, ShardedParam, same_memory
 
@@ -112,6 +113,7 @@ class OrigParamSlice(FlatSlice):
         if found is not self.shard and isinstance(found, nn.Parameter):
             self.shard = found
             self.register(found)
+        _require_size(self.name, self.shard, self.local)
         return self.is_in_buffer()
 
 
@@ -142,6 +144,16 @@ class FlatParamSlice(FlatSlice):
 
     def follow_registered(self) -> bool:
         return self.is_in_buffer()  # nothing of it is registered
+
+
+def _require_size(name: str, found: torch.Tensor, own: torch.Tensor) -> None:
+    """Raise if a user gave a parameter values that are not this rank's part of it."""
+    if found.numel() != own.numel():
+        raise LifecycleError(
+            f"{name}: a parameter whose values are replaced must keep the shape "
+            f"{list(own.shape)} of this rank's part, found {list(found.shape)}; write full "
+            "values inside summon_full_params, or load a state dict."
+        )
 
 
 def _set_data(param: nn.Parameter, data: torch.Tensor) -> None:
@@ -232,6 +244,8 @@ class FlatParams:
 
     def are_current(self, shards: ShardBuffers) -> bool:
         """Whether the flat parameters are registered, and are the shard buffers."""
+        for holder, buffer in zip(self.holders, shards.lanes, strict=False):
+            _require_size(holder.location.name, holder.param, buffer)
         return all(
             holder.location.get() is holder.param and same_memory(holder.param, buffer)
             for holder, buffer in zip(self.holders, shards.lanes, strict=False)

@@ -677,7 +677,8 @@ class UnitGrads:
     def accumulate(self, params: Sequence[ShardedParam], *, is_flat: bool) -> None:
         """Take the full gradients and keep them unreduced, in the dtype of the reduction.
 
-        Wrapped parameters show a gradient, so that `zero_grad` drops what is kept.
+        Wrapped parameters show a gradient, so that `zero_grad` drops what is kept: in the dtype
+        that they compute in, as torch's class shows what it keeps.
         """
         self._drop_zeroed(params)
         self.was_reduced = True
@@ -692,18 +693,22 @@ class UnitGrads:
             if is_flat and param not in self._shown:
                 is_placeholder = param.grad is None
                 if param.grad is None:
-                    param.grad = torch.zeros_like(param, requires_grad=False)
+                    dtype = each.dtypes.computed
+                    set_grad(param, torch.zeros_like(param, dtype=dtype, requires_grad=False))
+                    assert param.grad is not None
                 self._shown[param] = (param.grad, version_of(param.grad), is_placeholder)
 
     def _drop_zeroed(self, params: Sequence[ShardedParam]) -> None:
         """Forget what was kept for parameters whose gradients were zeroed since, in either way."""
-        for param, (grad, version, _) in list(self._shown.items()):
+        for param, (grad, version, is_placeholder) in list(self._shown.items()):
             if param.grad is grad:
                 was_zeroed = version_of(grad) != version and not grad.any()
             else:
                 was_zeroed = param.grad is None
             if was_zeroed:
                 del self._shown[param]
+                if is_placeholder:  # not what gradients of another dtype should be added to
+                    param.grad = None
                 for each in params:
                     if each.param is param:
                         each.accumulated = None

@@ -21,6 +21,7 @@ from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, UnitAllGather
 from fullshard.unit.context import AddressRanges, CommContext
+from fullshard.unit.extensions import Extension
 from fullshard.unit.flat_param import FlatParams
 from fullshard.unit.param import ShardBuffers, ShardedParam, shard_device
 from fullshard.unit.reduce_scatter import GradBucket, GradLane, UnitGrads
@@ -170,6 +171,10 @@ class Unit:
         """Plan from the shards as they are now, and move them into new shard buffers."""
         self.reshard_now()
         self._all_gather = self._registration = None
+        for param in self.params if self.flat is None else ():
+            extension = Extension.of(param.name, param.current_local)
+            if (extension is None) != (param.extension is None):
+                param.extension = extension
         plain = self._plain = [p for p in self.params if p.extension is None]
         self._extended = [p for p in self.params if p.extension is not None]
         if self.flat is not None:
@@ -226,16 +231,19 @@ class Unit:
     def _param_dtype(self, param: ShardedParam) -> torch.dtype | None:
         return None if param.keeps_dtype else self.policy.param_dtype
 
-    def _planned_by(self) -> list[tuple[bool, torch.dtype | None]]:
+    def _planned_by(self) -> list[tuple[bool, torch.dtype | None, bool]]:
         """What the plan depends on beside the shards' memory, and users may change."""
-        return [(param.is_trainable, param.grad_dtype) for param in self.params]
+        return [
+            (p.is_trainable, p.grad_dtype, hasattr(p.current_local, "fsdp_pre_all_gather"))
+            for p in self.params
+        ]
 
     def refresh(self, *, plan_training: bool = False) -> None:
         """Notice shards that changed since they were gathered, or that a user replaced.
 
-        With `plan_training`, also those that were frozen or unfrozen, or whose `grad_dtype` was
-        set, since the plan was made: not while a state dict may be held, since its tensors would
-        be left behind.
+        With `plan_training`, also those that were frozen or unfrozen, or whose `grad_dtype` or
+        own all-gather was set, since the plan was made: not while a state dict may be held, since
+        its tensors would be left behind.
         """
         self._require_not_summoned()
         self._is_training_followed = False
@@ -497,9 +505,13 @@ class Unit:
         self.settings = replace(self.settings, **changes)
 
     def describe(self) -> str:
-        """What all ranks must have alike."""
+        """What all ranks must have alike.
+
+        Not the names of a wrapper's parameters: modules that it ignores may shift them.
+        """
         held = ", ".join(
-            f"{p.name} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+            f"{'' if self.flat else f'{p.name} '}{tuple(p.shape)} "
+            f"{str(p.dtype).removeprefix('torch.')}"
             f"{'' if p.is_trainable else ' frozen'}"
             for p in self.params
         )
