@@ -86,6 +86,11 @@ class MeshInfo:
         return self.shard.size * self.replicate.size
 
     @property
+    def main(self) -> Axis:
+        """The axis that is sharded over, or if nothing is sharded, that of the replicas."""
+        return self.replicate if self.shard.group is None else self.shard
+
+    @property
     def is_alive(self) -> bool:
         return self.shard.is_alive and self.replicate.is_alive
 
@@ -145,9 +150,12 @@ def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> 
             f"mesh: this rank ({dist.get_rank()}) must be part of it, found {mesh}; shard only on "
             "the ranks of the mesh."
         )
-    make = partial(_of_full_mesh, mesh, dims) if dims else partial(_of_plain_mesh, mesh)
+    make, names = partial(_of_plain_mesh, mesh), None
+    if dims is not None:
+        dims = DataParallelMeshDims(dims.shard, dims.replicate)  # torch's too; users may change it
+        make, names = partial(_of_full_mesh, mesh, dims), (dims.shard_names, dims.replicate_names)
     # Meshes of the same ranks are equal, even if they were made of different groups.
-    return _shared((mesh, dims, *mesh.get_all_groups()), make)
+    return _shared((mesh, names, *mesh.get_all_groups()), make)
 
 
 def require_initialized(subject: str) -> None:

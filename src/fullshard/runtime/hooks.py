@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
+from torch.utils.hooks import RemovableHandle
 
 from fullshard._torch import (
     has_own_grad_dtype,
@@ -177,7 +178,7 @@ class ModuleHooks:
     which these modules use too. The prefetch lists are those that the user set. `active` are the
     calls in backward, `_open` those in forward, `_awaited` those of a list of modules that backward
     has not reached yet (weakly: a graph that is dropped takes its calls with it), `_ran` the
-    modules that ran in the current forward.
+    modules that ran in the current forward. `handles` are those of the forward hooks, in pairs.
     """
 
     def __init__(
@@ -202,13 +203,16 @@ class ModuleHooks:
         self._open: list[ModuleCall] = []
         self._awaited: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
         self._ran: set[nn.Module] = set()
+        self.handles: list[RemovableHandle] = []
         for unit in units:
             unit.on_grads_ready = self._grads_ready
         for module in self.modules:
             # Not setattr: a compiled module hands attributes on to the one that it wraps.
             module.__dict__[_ATTRIBUTE] = self
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
+            self.handles += (
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward),
+            )
         _managers.update((module, weakref.ref(self)) for module in managed)
 
     @property
@@ -421,9 +425,14 @@ class ModuleHooks:
         self._open.clear()
         self._ran.clear()
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether the unit's weights are being read right now."""
+        return bool(self._open or self.active)
+
     def require_not_computing(self, what: str) -> None:
         """Raise if the unit's weights are being read right now."""
-        if self._open or self.active:
+        if self.is_computing:
             phase = "idle" if self.scheduler is None else self.scheduler.phase
             raise LifecycleError(
                 f"{self.name}: {what}() must not be called while the module computes, found it in "

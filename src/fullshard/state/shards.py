@@ -468,8 +468,7 @@ def full_tensor_of(value: Any) -> torch.Tensor:
     if isinstance(value, DTensor):
         return full_tensor(value)
     if not isinstance(value, ShardedTensor):
-        tensor: torch.Tensor = value.detach()
-        return tensor
+        return torch.detach(value)  # a lazy value has no methods
     group, metadata = sharded_tensor_group(value), value.metadata()
     types = [device.type for device in devices_of(group)]
     places: list[tuple[Box, int, int]] = []
