@@ -4,6 +4,9 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import threading
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed._tools import fsdp2_mem_tracker
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed import multi_threaded_pg
 
 import fullshard
 from fullshard.errors import ConfigError
@@ -321,6 +326,55 @@ def test_the_wrappers_module_has_the_names_that_frameworks_import_from_it() -> N
     ]
 
 
+# Names of `fully_shard`
+
+
+def tracked(package: Package, rank: int) -> dict[str, list[str]]:
+    """The moments of a step at which torch's memory tracker looked at each module."""
+    torch.manual_seed(0)
+    model = shard_blocks(unit_sharder(package, "fully_shard"), Net())
+    with pytest.MonkeyPatch.context() as redirected:
+        redirected.setattr(fsdp2_mem_tracker, "FSDPModule", package.package.FSDPModule)
+        tracker = fsdp2_mem_tracker.FSDPMemTracker(model)
+        tracker.track_inputs((batch_of(0, rank),))
+        with tracker:
+            model(batch_of(0, rank)).sum().backward()
+    model(batch_of(1, rank)).sum().backward()  # it has put everything back
+    return {
+        stats.mod_fqn: [state.name for state in stats.snapshots]
+        for stats in tracker.memory_tracking.values()
+    }
+
+
+@on_ranks(2)
+def test_torchs_memory_tracker_follows_our_modules(rank: Rank) -> None:
+    ours, torchs = (tracked(package, rank.rank) for package in (OURS, TORCH))
+    assert set(ours) == set(torchs)
+    for name, moments in torchs.items():
+        assert set(ours[name]) == set(moments), (name, ours[name], moments)
+
+
+@on_ranks(2)
+def test_a_module_has_the_state_that_torchs_has(rank: Rank) -> None:
+    for package in (OURS, TORCH):
+        model = shard_blocks(unit_sharder(package, "fully_shard"), Net())
+        state = package.package.fully_shard.state
+        assert state(model) is state(model) is model._get_fsdp_state()
+        assert not state(nn.Linear(2, 2))
+        assert state(model.head) is None
+        model(batch_of(0, rank.rank)).sum().backward()
+        states = state(model)._state_ctx.all_states
+        assert set(states) == {state(each) for each in (model, *model.blocks)}
+        assert [each._is_root for each in (state(model), state(model.blocks[0]))] == [True, False]
+        assert len({id(each._comm_ctx) for each in states}) == 1
+        shards = [
+            each.sharded_param for each in state(model.blocks[0])._fsdp_param_group.fsdp_params
+        ]
+        assert shards == [*model.blocks[0].parameters()]
+        model._set_unshard_async_op(True)
+        model(batch_of(0, rank.rank)).sum().backward()
+
+
 # Names of `wrap`
 
 
@@ -397,3 +451,147 @@ def test_values_that_only_have_a_torch_function_can_be_loaded(rank: Rank, api: s
             torch.testing.assert_close(full_tensor_of(value), saved[name], rtol=0, atol=0)
         with pytest.raises(RuntimeError, match=r"size mismatch for .*head\.weight"):
             model.load_state_dict({**lazy, "head.weight": Lazy(torch.zeros(2, 2))})
+
+
+# Process groups that are not torch's own
+
+
+def trained(package: Package, api: str, rank: int, **options: Any) -> dict[str, Tensor]:
+    """The whole parameters and the loss after two steps."""
+    torch.manual_seed(0)
+    model = shard_blocks(unit_sharder(package, api, **options), Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = {}
+    for step in range(2):
+        loss = model(batch_of(step, rank)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"loss {step}"] = loss.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of NO_SHARD
+        state = model.state_dict()
+    return found | {name: full_tensor_of(value) for name, value in state.items()}
+
+
+class Threads:
+    """Ranks that are threads of this process, as in torch's own tests."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.errors: list[BaseException] = []
+
+    def run(self, work: Callable[[int], None]) -> None:
+        isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+        isolate(True)
+        multi_threaded_pg._install_threaded_pg()
+        store = dist.HashStore()
+        try:
+            threads = [
+                threading.Thread(target=self._rank, args=(work, rank, store))
+                for rank in range(self.size)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            multi_threaded_pg.ProcessLocalGroup.reset()
+            multi_threaded_pg._uninstall_threaded_pg()
+            isolate(False)
+        for error in self.errors:
+            raise error
+
+    def _rank(self, work: Callable[[int], None], rank: int, store: dist.Store) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=self.size, store=store)
+        try:
+            work(rank)
+        except BaseException as error:
+            self.errors.append(error)
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_ranks_that_are_threads_train_as_with_torch(api: str) -> None:
+    def work(rank: int) -> None:
+        options = {"mesh": init_device_mesh("cpu", (2,))} if api == "fully_shard" else {}
+        ours, torchs = (trained(package, api, rank, **options) for package in (OURS, TORCH))
+        assert list(ours) == list(torchs)
+        for name, value in torchs.items():
+            torch.testing.assert_close(ours[name], value, msg=lambda m, name=name: f"{name}: {m}")
+
+    Threads(2).run(work)
+
+
+class Managed(dist.ProcessGroup):
+    """A group in Python around another one, with what the functions of `dist` call."""
+
+    def __init__(self, inside: dist.ProcessGroup) -> None:
+        super().__init__(inside.rank(), inside.size())
+        self.inside = inside
+        self.calls: list[str] = []
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "managed"
+
+
+def forward(name: str) -> Callable[..., Any]:
+    def call(self: Managed, *args: Any) -> Any:
+        self.calls.append(name)
+        return getattr(self.inside, name)(*args)
+
+    return call
+
+
+FORWARDED = ["allreduce", "broadcast", "allgather", "barrier"]
+NEW_NAMES = ["all_gather_single", "reduce_scatter_single"]
+OLD_NAMES = ["_allgather_base", "_reduce_scatter_base"]
+FORWARDED += NEW_NAMES if hasattr(dist.ProcessGroup, NEW_NAMES[0]) else OLD_NAMES
+for name in FORWARDED:
+    setattr(Managed, name, forward(name))
+
+
+@both_forms
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_a_group_that_is_written_in_python_trains_as_with_torch(
+    rank: Rank, strategy: str, use_orig_params: bool
+) -> None:
+    api = "orig" if use_orig_params else "flat"
+    groups = {package: Managed(dist.group.WORLD) for package in (OURS, TORCH)}
+    ours, torchs = (
+        trained(package, api, rank.rank, sharding_strategy=strategy, process_group=group)
+        for package, group in groups.items()
+    )
+    for name, value in torchs.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda m, name=name: f"{name}: {m}")
+    assert groups[OURS].calls
+
+
+class Alike:
+    """Not a group, but with a rank and a size."""
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 3
+
+
+@both_forms
+@on_ranks(1)
+def test_a_rank_and_a_size_are_enough_to_construct_a_wrapper(
+    rank: Rank, use_orig_params: bool
+) -> None:
+    models = [
+        package(Net(), process_group=Alike(), use_orig_params=use_orig_params)
+        for package in (OURS, TORCH)
+    ]
+    assert [(model.rank, model.world_size) for model in models] == [(1, 3)] * 2
+    for model in models:  # whose shards are padded differently
+        numel = sum(param.numel() for param in model.parameters())
+        assert numel < sum(param.numel() for param in Net().parameters()) // 2
+    with pytest.raises(ConfigError, match="one process group"):
+        OURS(Net(), process_group="gloo")

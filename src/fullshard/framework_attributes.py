@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from types import SimpleNamespace
 from typing import Any, cast
@@ -183,18 +183,18 @@ class FSDPParamGroup:
 
     @property
     def post_backward(self) -> Callable[..., None]:
-        own: Callable[..., None] = vars(self._hooks).get("post_backward", self._post_backward)
+        own: Callable[..., None] = vars(self._hooks).get("finish_backward", self._post_backward)
         return own
 
     @post_backward.setter
     def post_backward(self, function: Callable[..., None]) -> None:
-        self._hooks.post_backward = function  # type: ignore[method-assign]
+        self._hooks.finish_backward = function  # type: ignore[method-assign]
 
-    def _post_backward(self, call: ModuleCall | None = None) -> None:
-        """End a call's backward; without one, reduce what backwards have kept."""
+    def _post_backward(self, calls: Sequence[ModuleCall] | None = None) -> None:
+        """End the backward of calls; without any, reduce what backwards have kept."""
         hooks, unit = self._hooks, self._unit
-        if call is not None:
-            ModuleHooks.post_backward(hooks, call)
+        if calls is not None:
+            ModuleHooks.finish_backward(hooks, calls)
             return
         scheduler = hooks.ensure_scheduler()
         scheduler.is_in_backward = True  # until the final callback

@@ -457,8 +457,9 @@ def _compute_device(
             return param.device
     group = process_group[0] if isinstance(process_group, (tuple, list)) else process_group
     group = dist.group.WORLD if group is None else group
-    devices = devices_of(group) if isinstance(group, dist.ProcessGroup) else []
-    if accelerator is not None and accelerator.type in {device.type for device in devices}:
+    types = {device.type for device in devices_of(group)} if group is not None else set()
+    # A group that is written in Python does not tell.
+    if accelerator is not None and (accelerator.type in types or (group and not types)):
         return _indexed(accelerator)
     return torch.device("cpu")
 

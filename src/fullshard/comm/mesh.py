@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -275,6 +276,11 @@ def _of_strategy(
     ndim = 2 if strategy in HYBRID else 1
     if mesh is None and process_group is None and ndim == 2:
         mesh = _mesh_of_hosts(device_type)
+    elif ndim == 1 and _is_group(process_group) and not is_registered(process_group):
+        # It cannot be part of a mesh, of which no more is needed than this.
+        unregistered: Any = SimpleNamespace(ndim=1, device_type=device_type)
+        unregistered.get_group = lambda: process_group
+        mesh = unregistered
     elif mesh is None:
         mesh = _mesh_of_groups(strategy, process_group or dist.group.WORLD, device_type)
     if mesh.ndim != ndim:
@@ -289,12 +295,16 @@ def _of_strategy(
     return MeshInfo(mesh, Axis(), axis) if is_replicated else MeshInfo(mesh, axis, Axis())
 
 
+def _is_group(given: Any) -> bool:
+    """Whether something is a process group, be it one of torch's or only like one."""
+    return callable(getattr(given, "rank", None)) and callable(getattr(given, "size", None))
+
+
 def _mesh_of_groups(strategy: ShardingStrategy, given: Any, device_type: str) -> DeviceMesh:
     """The mesh whose axes groups are. Of two, it is a collective over the second."""
     groups = given if isinstance(given, tuple) else (given,)
     is_hybrid = strategy in HYBRID
-    are_groups = all(isinstance(each, dist.ProcessGroup) for each in groups)
-    if len(groups) != 1 + is_hybrid or not are_groups:
+    if len(groups) != 1 + is_hybrid or not all(map(_is_group, groups)):
         pair = "a pair of groups (to shard in, to replicate over)"
         raise ConfigError(
             f"process_group: {strategy} needs {pair if is_hybrid else 'one process group'}, found "

@@ -362,7 +362,7 @@ class ModuleHooks:
         is_list = len(self.modules) > 1
         is_awaited = is_list and any(c.forward is call.forward for c in self._awaited)
         if not self.active and not is_awaited:
-            self._finish_backward([call])
+            self.finish_backward([call])
 
     @untraced
     def _grads_ready(self, unit: Unit, only: GradBucket | None) -> None:
@@ -375,7 +375,7 @@ class ModuleHooks:
         if only is None and len(self.units) == 1 and not waits:
             calls = list(self.active)
             self._leave(calls)
-            self._finish_backward(calls)
+            self.finish_backward(calls)
         else:
             scheduler.reduce_scatter(unit, self, only)
 
@@ -386,7 +386,8 @@ class ModuleHooks:
             if seam.observers:
                 seam.end(Activity.BACKWARD, self.name)
 
-    def _finish_backward(self, calls: Sequence[ModuleCall]) -> None:
+    def finish_backward(self, calls: Sequence[ModuleCall]) -> None:
+        """Reshard and reduce: nothing more is computed in backward for these calls."""
         scheduler = self.ensure_scheduler()
         for unit in self.units:
             # Reshard first, so that the full buffer is free before the bucket is allocated. A

@@ -481,7 +481,8 @@ def full_tensor_of(value: Any) -> torch.Tensor:
         rank_numel[rank] += box.numel
         kind = shard.placement.device().type
     # Gathered where the shards are, if the group works there.
-    device, dtype = kind if kind in types else types[0], metadata.tensor_properties.dtype
+    device = kind if kind in types or not types else types[0]
+    dtype = metadata.tensor_properties.dtype
     segment_numel = max(rank_numel)
     sent = torch.zeros(segment_numel, dtype=dtype, device=device)
     begin = 0
