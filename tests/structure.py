@@ -26,6 +26,7 @@ LEVELS = [
     ("optim", "state"),
     (
         "wrap",
+        "framework_attributes",
         "fully_shard",
         "fully_sharded_data_parallel",
         "sharded_grad_scaler",

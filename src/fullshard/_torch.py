@@ -92,8 +92,8 @@ try:
     from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorShard
 
     # torch.distributed does not tell when a group was destroyed, nor gives its store.
+    from torch.distributed import distributed_c10d as _c10d
     from torch.distributed.distributed_c10d import _get_default_store as default_store
-    from torch.distributed.distributed_c10d import _world
     from torch.distributed.remote_device import _remote_device as RemoteDevice
 
     # A DTensor of a known spec needs none of the checks of `from_local`, which take longer than a
@@ -125,7 +125,8 @@ _require(DTensor, "_local_tensor", "_spec")
 _require(DeviceMesh, "_concatenate", "_flatten")
 _require(ShardedTensor, "_init_from_local_shards_and_global_metadata")
 _require(dist.ProcessGroup, "_get_backend", "_device_types", "_register_backend")
-_require(_world, "pg_map")
+_require(_c10d, "_world")
+_require(_c10d._world, "pg_map")
 
 
 # Tensors. `attrgetter` is called without a Python frame.
@@ -260,8 +261,12 @@ broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ig
 backend_of: Callable[[dist.ProcessGroup, torch.device], Any] = dist.ProcessGroup._get_backend
 # Gives a group that is written in Python a backend: (group, device, backend type, backend).
 register_backend: Callable[..., None] = dist.ProcessGroup._register_backend
-# The devices that a group has a backend for.
-devices_of: Callable[[dist.ProcessGroup], list[torch.device]] = attrgetter("_device_types")
+
+
+def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    """The devices that a group has a backend for: none if it is written in Python."""
+    devices: list[torch.device] = getattr(group, "_device_types", [])
+    return devices
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -277,12 +282,12 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed made a group and did not destroy it yet."""
-    return group in _world.pg_map
+    return group in _c10d._world.pg_map
 
 
 def num_groups() -> int:
     """How many process groups there are in this process."""
-    return len(_world.pg_map)
+    return len(_c10d._world.pg_map)
 
 
 def lifetime_of(group: dist.ProcessGroup) -> object:
@@ -291,7 +296,7 @@ def lifetime_of(group: dist.ProcessGroup) -> object:
     It is the store that torch.distributed made for the group and drops in destroy_process_group.
     A group that torch.distributed does not know lives as long as it is referred to.
     """
-    registered = _world.pg_map.get(group)
+    registered = _c10d._world.pg_map.get(group)
     return group if registered is None else registered[1]
 
 

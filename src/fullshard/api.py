@@ -1,4 +1,7 @@
-"""Policies, configurations and enums, with the names and meaning of `torch.distributed.fsdp`."""
+"""Policies, configurations and enums, with the names and meaning of `torch.distributed.fsdp`.
+
+Those that torch's users assign to are not frozen, as torch's are not.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,12 @@ class MixedPrecisionPolicy:
         _require_wire("MixedPrecisionPolicy", self)
 
 
-@dataclass(frozen=True)
+@dataclass
 class OffloadPolicy:
     """Shards stay on the device that computes. The default."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class CPUOffloadPolicy(OffloadPolicy):
     """Shards and their gradients, and so the optimizer state, are kept in host memory.
 
@@ -82,7 +85,7 @@ def own_offload(given: Any) -> OffloadPolicy:
     return OffloadPolicy()
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataParallelMeshDims:
     """Which axes of a full mesh are data parallel, by name; several names are one axis.
 
@@ -108,7 +111,7 @@ class DataParallelMeshDims:
         return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardPlacementResult:
     """The result of a `shard_placement_fn` that gives a parameter its own dim and its own mesh.
 
@@ -180,7 +183,7 @@ class BackwardPrefetch(Enum):
     """After the current unit has computed: less overlap, less memory."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class MixedPrecision:
     """The dtypes that a wrapper computes, reduces and keeps buffers in.
 
@@ -219,6 +222,18 @@ def _require_wire(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> N
         )
 
 
+def own_value(kind: type[Any], given: Any) -> Any:
+    """Convert a value of torch's enum or settings class of the same name to ours.
+
+    Anything else is returned as it is, for the caller to judge.
+    """
+    if isinstance(given, kind) or type(given).__name__ != kind.__name__:
+        return given
+    if isinstance(given, Enum):
+        return kind.__members__.get(given.name, given)
+    return kind(**{each.name: getattr(given, each.name) for each in fields(kind)})
+
+
 _Policy = TypeVar("_Policy", MixedPrecisionPolicy, MixedPrecision)
 
 
@@ -238,7 +253,7 @@ def own_precision(kind: type[_Policy], given: Any) -> _Policy:
     return kind(**found)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CPUOffload:
     """Whether shards and their gradients, and so the optimizer state, are in host memory."""
 
@@ -256,61 +271,61 @@ class StateDictType(Enum):
     """Each parameter sharded along its first dim, for distributed checkpoints."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StateDictConfig:
     """Options of a model's state dict. `offload_to_cpu` puts its tensors in host memory."""
 
     offload_to_cpu: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class FullStateDictConfig(StateDictConfig):
     """`rank0_only` gives every rank but the first an empty state dict."""
 
     rank0_only: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalStateDictConfig(StateDictConfig):
     """Options of LOCAL_STATE_DICT."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardedStateDictConfig(StateDictConfig):
     """`_use_dtensor` is set where a device mesh was given: DTensors instead of ShardedTensors."""
 
     _use_dtensor: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class OptimStateDictConfig:
     """Options of an optimizer's state dict."""
 
     offload_to_cpu: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
     """`rank0_only` gives every rank but the first an empty state dict."""
 
     rank0_only: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
     """Options of an optimizer's state under LOCAL_STATE_DICT."""
 
     offload_to_cpu: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """`_use_dtensor` is set where a device mesh was given: DTensors instead of ShardedTensors."""
 
     _use_dtensor: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class StateDictSettings:
     """What `FullyShardedDataParallel.get_state_dict_type` returns."""
 

@@ -31,6 +31,7 @@ from fullshard.comm.collectives import (
 )
 from fullshard.comm.mesh import default_mesh, device_of, mesh_info_of
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
+from fullshard.framework_attributes import FSDPState, state_of
 from fullshard.runtime.build import build_hooks, reshard_of, share
 from fullshard.runtime.hooks import (
     GradientReductionHandle,
@@ -85,7 +86,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (no fields)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
@@ -137,6 +138,9 @@ def fully_shard(
     for each in modules:
         each.__class__ = _sharded_class(type(each))  # type: ignore[arg-type]
     return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -416,6 +420,9 @@ class FSDPModule(ShardedModule):
         """Set the modules to all-gather while this one runs backward, instead of the previous."""
         require_hooks(self).backward_prefetch = _hooks_of_all("prefetch", modules)
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for torch's sake: all-gathers give their memory back to their stream."""
+
     def set_post_optim_event(self, event: Any) -> None:
         """Make the next forward's all-gathers wait for this event, not for all of compute."""
         require_hooks(self).ensure_scheduler().post_optim_event = event
@@ -469,6 +476,11 @@ class FSDPModule(ShardedModule):
         for unit in self._units(recurse):
             mesh_info = unit.mesh_info
             unit.comm.reduce_axis = mesh_info.second_shard_axis() if enable else mesh_info.shard
+
+    def _get_fsdp_state(self) -> FSDPState:
+        state = state_of(cast(nn.Module, self))
+        assert state is not None  # its class was changed when it was sharded
+        return state
 
     def _units(self, recurse: bool) -> list[Unit]:
         return units_below(cast(nn.Module, self)) if recurse else require_hooks(self).units

@@ -34,9 +34,11 @@ from fullshard.api import (
     StateDictSettings,
     StateDictType,
     own_precision,
+    own_value,
 )
 from fullshard.comm.mesh import HYBRID, MeshInfo, device_of, mesh_info_for_strategy
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, MisuseError
+from fullshard.framework_attributes import TrainingState, WrapperAttributes, training_state_of
 from fullshard.fully_shard import settings_scope
 from fullshard.optim.clip import clip_grads
 from fullshard.runtime.build import build_hooks, join, managed_modules
@@ -53,20 +55,23 @@ from fullshard.runtime.replaced import replacement_of
 from fullshard.runtime.trees import map_tensors
 from fullshard.state import module_state, optim_state, summon
 from fullshard.state.shards import wrappers_of
-from fullshard.unit.flat_param import ParamForm
+from fullshard.unit.flat_param import FlatParameter, ParamForm
 from fullshard.unit.reduce_scatter import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings
-from fullshard.wrap import Chosen, choose, wrap_chosen
+from fullshard.wrap import Chosen, CustomPolicy, ModuleWrapPolicy, choose, wrap_chosen
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CustomPolicy",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "ModuleWrapPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
@@ -75,10 +80,11 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "TrainingState",
 ]
 
 
-class FullyShardedDataParallel(ShardedModule, nn.Module):
+class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
     """Shards a module's parameters over ranks: gathered to compute, reduced, freed.
 
     The parameters of the module that no wrapper inside it has become one unit. Wrap inner modules
@@ -132,6 +138,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     ) -> None:
         if mixed_precision:
             mixed_precision = own_precision(MixedPrecision, mixed_precision)
+        backward_prefetch = own_value(BackwardPrefetch, backward_prefetch)
         options = {key: value for key, value in locals().items() if key not in _OWN}
         super().__init__()
         strategy = _checked_strategy(module, sharding_strategy, backward_prefetch)
@@ -144,13 +151,18 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         _materialize(own, param_init_fn, device, ignored_params)
         if sync_module_states:
             _broadcast_states(own, ignored_params, mesh_info, device)
-        self.sharding_strategy = strategy
+        # As in torch, a group of one rank shards nothing.
+        self.sharding_strategy = strategy if mesh_info.main.size > 1 else ShardingStrategy.NO_SHARD
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self.compute_device = device
         self.mixed_precision = precision = mixed_precision or MixedPrecision()
         self._fsdp_wrapped_module = module
         self._device_mesh = device_mesh
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         self._is_summoned = False
-        is_offloaded = cpu_offload is not None and cpu_offload.offload_params
         request = ShardRequest(
             modules=(self,),
             mesh_info=mesh_info,
@@ -161,7 +173,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
                 cast_forward_inputs=precision.cast_forward_inputs,
                 wire_dtype=precision.wire_dtype,
             ),
-            offload=CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
+            offload=CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy(),
             settings=UnitSettings(
                 reshard_after_forward=False if strategy in _KEEPS_FULL else None,
                 keep_low_precision_grads=precision.keep_low_precision_grads,
@@ -176,6 +188,33 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         )
         build_hooks(request)
         module_state.install_state_dict_hooks(self)
+
+    # What was asked for, beside the attributes that are set above
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that parameters are sharded over; with NO_SHARD, replicated over."""
+        return require_hooks(self).request.mesh_info.main.group
+
+    @property
+    def rank(self) -> int:
+        """This rank in `process_group`."""
+        return require_hooks(self).request.mesh_info.main.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in `process_group`."""
+        return require_hooks(self).request.mesh_info.main.size
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this wrapper is doing."""
+        return training_state_of(self)
+
+    @property
+    def params(self) -> list[FlatParameter]:
+        """The flat parameter of this wrapper, if it has parameters."""
+        return [] if self._flat_param is None else [self._flat_param]
 
     # The module inside
 
@@ -357,6 +396,7 @@ def _checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> Sha
             "when the modules inside run. Wrap those, or the module around it.",
             stacklevel=3,
         )
+    strategy = own_value(ShardingStrategy, strategy)
     strategy = ShardingStrategy.FULL_SHARD if strategy is None else strategy
     prefetch = BackwardPrefetch.BACKWARD_PRE if backward_prefetch is None else backward_prefetch
     for name, given, kind in (
@@ -429,8 +469,9 @@ def _compute_device(
             return param.device
     group = process_group[0] if isinstance(process_group, (tuple, list)) else process_group
     group = dist.group.WORLD if group is None else group
-    devices = devices_of(group) if isinstance(group, dist.ProcessGroup) else []
-    if accelerator is not None and accelerator.type in {device.type for device in devices}:
+    types = {device.type for device in devices_of(group)} if group is not None else set()
+    # A group that is written in Python does not tell.
+    if accelerator is not None and (accelerator.type in types or (group and not types)):
         return _indexed(accelerator)
     return torch.device("cpu")
 

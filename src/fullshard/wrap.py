@@ -60,13 +60,20 @@ class Policy(ABC):
     ) -> dict[nn.Module, _Options]:
         """Return the modules to take, each with its options: those of the root, or changed ones."""
 
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """Be a policy of the other kind, for helpers of torch that know only their own classes.
+
+        Options of a module are left where torch looks for those of a function.
+        """
+        inside = {*module.modules()} - {module}
+        options = None if recurse else self._run_policy(module, inside, {}).get(module)
+        if options:
+            module._wrap_overrides = options  # type: ignore[assignment]
+        return recurse or options is not None
+
     def why(self, module: nn.Module) -> str:
         """Say why this policy took a module, for people to read."""
         return f"chosen by {type(self).__name__}"
-
-
-# The name that torch's users derive their own policies from.
-_Policy = Policy
 
 
 class CustomPolicy(Policy):
@@ -109,10 +116,7 @@ class CustomPolicy(Policy):
 
 
 class ModuleWrapPolicy(CustomPolicy):
-    """Takes every module that is an instance of one of the classes, with the root's options.
-
-    It is also callable, as a policy of the other kind.
-    """
+    """Takes every module that is an instance of one of the classes, with the root's options."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._classes = _checked_classes("ModuleWrapPolicy", module_classes)
@@ -122,9 +126,6 @@ class ModuleWrapPolicy(CustomPolicy):
 
     def why(self, module: nn.Module) -> str:
         return f"is a {next(each.__name__ for each in self._classes if isinstance(module, each))}"
-
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        return recurse or isinstance(module, self._classes)
 
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({{{', '.join(each.__name__ for each in self._classes)}}})"
@@ -251,6 +252,52 @@ def _checked_classes(subject: str, classes: Any) -> tuple[type, ...]:
             "{Block}."
         )
     return checked
+
+
+# Names that users of torch import, although they are private: PEFT the function `_or_policy` above.
+
+_Policy = Policy
+
+
+def _module_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    module_classes: set[type[nn.Module]],
+) -> bool:
+    return transformer_auto_wrap_policy(module, recurse, nonwrapped_numel, module_classes)
+
+
+def _wrap_module_cls_individually(
+    module: nn.Module,
+    module_classes: Sequence[type],
+    recurse: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
+    return recurse or isinstance(module, tuple(module_classes))
+
+
+def _recursive_wrap(
+    module: nn.Module,
+    auto_wrap_policy: Callable[..., bool],
+    wrapper_cls: Callable[..., nn.Module],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    only_wrap_children: bool = False,
+    **kwargs: Any,
+) -> tuple[nn.Module, int]:
+    """Wrap what a function takes; the module, or its wrapper, and the elements that are wrapped."""
+    *units, root = choose(
+        module, auto_wrap_policy, ignored_modules=ignored_modules, ignored_params=ignored_params
+    )
+    left = sum(param.numel() for _, param in root.params)
+    total = left + sum(param.numel() for unit in units for _, param in unit.params)
+    wrap_chosen(module, units, wrapper_cls, **kwargs)
+    answer = {"module": module, "recurse": False, "nonwrapped_numel": left}
+    if only_wrap_children or not auto_wrap_policy(**answer):
+        return module, total - left
+    return wrapper_cls(module, **kwargs), total
 
 
 # Choosing

@@ -152,6 +152,26 @@ def _exchange_and_sum(out: torch.Tensor, inp: torch.Tensor, group: Group, *, ave
         out.div_(group.size())
 
 
+class PythonCollectives(Collectives):
+    """Of a group that is written in Python, which has what the functions of `dist` call."""
+
+    averages = False
+
+    def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
+        pairs = zip(outs, ins, strict=True)
+        works = (all_gather_single(group, out, inp, AllgatherOptions()) for out, inp in pairs)
+        return CollectiveWork(works, buffers=[*outs, *ins])
+
+    def reduce_scatter(
+        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
+    ) -> CollectiveWork:
+        if outs[0].dtype != ins[0].dtype:
+            return super().reduce_scatter(outs, ins, group, average=average)
+        pairs, options = zip(outs, ins, strict=True), dist.ReduceScatterOptions()
+        works = (reduce_scatter_single(group, out, inp, options) for out, inp in pairs)
+        return CollectiveWork(works, buffers=[*outs, *ins])
+
+
 class GlooCollectives(Collectives):
     """On gloo: bytes are moved by gloo, sums are done here (rule 6).
 
@@ -249,10 +269,10 @@ class CustomCollectives(Collectives):
 
 def collectives_for(group: Group | None, device: torch.device) -> Collectives:
     """The collectives that suit a group's backend for tensors on `device`."""
-    if group is None or not _is_gloo(group, device):
-        return Collectives()
-    pause_at_exit()
-    return ShmCollectives() if device.type == "cpu" else GlooCollectives()
+    if group is not None and _is_gloo(group, device):
+        pause_at_exit()
+        return ShmCollectives() if device.type == "cpu" else GlooCollectives()
+    return Collectives() if group is None or devices_of(group) else PythonCollectives()
 
 
 def _is_gloo(group: Group, device: torch.device) -> bool:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,6 +87,11 @@ class MeshInfo:
         return self.shard.size * self.replicate.size
 
     @property
+    def main(self) -> Axis:
+        """The axis that is sharded over, or if nothing is sharded, that of the replicas."""
+        return self.replicate if self.shard.group is None else self.shard
+
+    @property
     def is_alive(self) -> bool:
         return self.shard.is_alive and self.replicate.is_alive
 
@@ -145,9 +151,12 @@ def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> 
             f"mesh: this rank ({dist.get_rank()}) must be part of it, found {mesh}; shard only on "
             "the ranks of the mesh."
         )
-    make = partial(_of_full_mesh, mesh, dims) if dims else partial(_of_plain_mesh, mesh)
+    make, names = partial(_of_plain_mesh, mesh), None
+    if dims is not None:
+        dims = DataParallelMeshDims(dims.shard, dims.replicate)  # torch's too; users may change it
+        make, names = partial(_of_full_mesh, mesh, dims), (dims.shard_names, dims.replicate_names)
     # Meshes of the same ranks are equal, even if they were made of different groups.
-    return _shared((mesh, dims, *mesh.get_all_groups()), make)
+    return _shared((mesh, names, *mesh.get_all_groups()), make)
 
 
 def require_initialized(subject: str) -> None:
@@ -267,6 +276,11 @@ def _of_strategy(
     ndim = 2 if strategy in HYBRID else 1
     if mesh is None and process_group is None and ndim == 2:
         mesh = _mesh_of_hosts(device_type)
+    elif ndim == 1 and _is_group(process_group) and not is_registered(process_group):
+        # It cannot be part of a mesh, of which no more is needed than this.
+        unregistered: Any = SimpleNamespace(ndim=1, device_type=device_type)
+        unregistered.get_group = lambda: process_group
+        mesh = unregistered
     elif mesh is None:
         mesh = _mesh_of_groups(strategy, process_group or dist.group.WORLD, device_type)
     if mesh.ndim != ndim:
@@ -281,12 +295,16 @@ def _of_strategy(
     return MeshInfo(mesh, Axis(), axis) if is_replicated else MeshInfo(mesh, axis, Axis())
 
 
+def _is_group(given: Any) -> bool:
+    """Whether something is a process group, be it one of torch's or only like one."""
+    return callable(getattr(given, "rank", None)) and callable(getattr(given, "size", None))
+
+
 def _mesh_of_groups(strategy: ShardingStrategy, given: Any, device_type: str) -> DeviceMesh:
     """The mesh whose axes groups are. Of two, it is a collective over the second."""
     groups = given if isinstance(given, tuple) else (given,)
     is_hybrid = strategy in HYBRID
-    are_groups = all(isinstance(each, dist.ProcessGroup) for each in groups)
-    if len(groups) != 1 + is_hybrid or not are_groups:
+    if len(groups) != 1 + is_hybrid or not all(map(_is_group, groups)):
         pair = "a pair of groups (to shard in, to replicate over)"
         raise ConfigError(
             f"process_group: {strategy} needs {pair if is_hybrid else 'one process group'}, found "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import is_tensor_like
 
 from fullshard._torch import to_local
 from fullshard.api import MixedPrecisionPolicy
@@ -260,13 +261,15 @@ def _keep_state_sharded(hooks: ModuleHooks, module: nn.Module) -> None:
 
 def _shard_of(param: ShardedParam, value: Any, rank: int) -> Any:
     """This rank's shard of a full value; anything else is left for torch to judge."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+    if not is_tensor_like(value) or isinstance(value, DTensor):
         return value
     is_plain = param.full_spec is None and param.extension is None
     if not isinstance(param, DTensorParam) or not is_plain or value.shape != param.split.shape:
         return value
-    spec = with_dtype(param.shard_spec, value.dtype)
-    return as_dtensor(param.shard_of(value.detach(), rank).contiguous(), spec)
+    part = param.shard_of(torch.detach(value), rank).contiguous()
+    if not isinstance(value, torch.Tensor):
+        part = part.clone()  # of a lazy value, which was loaded just now, only the part is kept
+    return as_dtensor(part, with_dtype(param.shard_spec, value.dtype))
 
 
 # The scheduler of a tree

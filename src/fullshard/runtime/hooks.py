@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
+from torch.utils.hooks import RemovableHandle
 
 from fullshard._torch import (
     has_own_grad_dtype,
@@ -177,7 +178,7 @@ class ModuleHooks:
     which these modules use too. The prefetch lists are those that the user set. `active` are the
     calls in backward, `_open` those in forward, `_awaited` those of a list of modules that backward
     has not reached yet (weakly: a graph that is dropped takes its calls with it), `_ran` the
-    modules that ran in the current forward.
+    modules that ran in the current forward. `handles` are those of the forward hooks, in pairs.
     """
 
     def __init__(
@@ -202,13 +203,16 @@ class ModuleHooks:
         self._open: list[ModuleCall] = []
         self._awaited: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
         self._ran: set[nn.Module] = set()
+        self.handles: list[RemovableHandle] = []
         for unit in units:
             unit.on_grads_ready = self._grads_ready
         for module in self.modules:
             # Not setattr: a compiled module hands attributes on to the one that it wraps.
             module.__dict__[_ATTRIBUTE] = self
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
+            self.handles += (
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward),
+            )
         _managers.update((module, weakref.ref(self)) for module in managed)
 
     @property
@@ -358,7 +362,7 @@ class ModuleHooks:
         is_list = len(self.modules) > 1
         is_awaited = is_list and any(c.forward is call.forward for c in self._awaited)
         if not self.active and not is_awaited:
-            self._finish_backward([call])
+            self.finish_backward([call])
 
     @untraced
     def _grads_ready(self, unit: Unit, only: GradBucket | None) -> None:
@@ -371,7 +375,7 @@ class ModuleHooks:
         if only is None and len(self.units) == 1 and not waits:
             calls = list(self.active)
             self._leave(calls)
-            self._finish_backward(calls)
+            self.finish_backward(calls)
         else:
             scheduler.reduce_scatter(unit, self, only)
 
@@ -382,7 +386,8 @@ class ModuleHooks:
             if seam.observers:
                 seam.end(Activity.BACKWARD, self.name)
 
-    def _finish_backward(self, calls: Sequence[ModuleCall]) -> None:
+    def finish_backward(self, calls: Sequence[ModuleCall]) -> None:
+        """Reshard and reduce: nothing more is computed in backward for these calls."""
         scheduler = self.ensure_scheduler()
         for unit in self.units:
             # Reshard first, so that the full buffer is free before the bucket is allocated. A
@@ -421,9 +426,14 @@ class ModuleHooks:
         self._open.clear()
         self._ran.clear()
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether the unit's weights are being read right now."""
+        return bool(self._open or self.active)
+
     def require_not_computing(self, what: str) -> None:
         """Raise if the unit's weights are being read right now."""
-        if self._open or self.active:
+        if self.is_computing:
             phase = "idle" if self.scheduler is None else self.scheduler.phase
             raise LifecycleError(
                 f"{self.name}: {what}() must not be called while the module computes, found it in "

@@ -17,12 +17,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import is_tensor_like
 
 from fullshard._torch import ShardedTensor
 from fullshard.api import (
@@ -36,6 +36,7 @@ from fullshard.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    own_value,
 )
 from fullshard.errors import CheckpointError, LifecycleError
 from fullshard.layout.split import Box
@@ -84,24 +85,27 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
 
-_DEFAULT = StateDictSettings(
-    StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-)
+
+def _default() -> StateDictSettings:
+    return StateDictSettings(
+        StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+    )
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
     """The settings of all wrappers at or below a module, which must have the same."""
-    found = {_own_settings(wrapper) for wrapper in wrappers_of(module)}
-    if len(found) > 1:
+    found = [own_settings(wrapper) for wrapper in wrappers_of(module)] or [_default()]
+    if any(each != found[0] for each in found):
         raise LifecycleError(
             f"{type(module).__name__}: all wrappers below it must have the same state-dict type, "
-            f"found {sorted(str(each) for each in found)}; call set_state_dict_type on the root."
+            f"found {sorted({str(each) for each in found})}; call set_state_dict_type on the root."
         )
-    return found.pop() if found else _DEFAULT
+    return found[0]
 
 
-def _own_settings(wrapper: nn.Module) -> StateDictSettings:
-    settings: StateDictSettings = wrapper.__dict__.get(_SETTINGS, _DEFAULT)
+def own_settings(wrapper: nn.Module) -> StateDictSettings:
+    """The settings of one wrapper."""
+    settings: StateDictSettings = wrapper.__dict__.setdefault(_SETTINGS, _default())
     return settings
 
 
@@ -112,6 +116,7 @@ def set_settings(
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
     """Change the settings of all wrappers at or below a module; returns the ones before."""
+    state_dict_type = own_value(StateDictType, state_dict_type)
     if state_dict_type not in _CONFIGS:
         raise LifecycleError(
             f"state_dict_type: one of {[str(each) for each in StateDictType]} is expected, found "
@@ -121,7 +126,8 @@ def set_settings(
     wanted = _CONFIGS[state_dict_type]
     given: Sequence[Any] = (state_dict_config, optim_state_dict_config)
     configs: list[Any] = [
-        cls() if each is None else each for each, cls in zip(given, wanted, strict=True)
+        cls() if each is None else own_value(cls, each)
+        for each, cls in zip(given, wanted, strict=True)
     ]
     for each, cls in zip(configs, wanted, strict=True):
         if type(each) is not cls:
@@ -131,17 +137,17 @@ def set_settings(
             )
     is_sharded = state_dict_type is StateDictType.SHARDED_STATE_DICT
     for wrapper in wrappers_of(module):
-        own = configs
         if wrapper.__dict__.get("_device_mesh") is not None and is_sharded:
-            own = [replace(each, _use_dtensor=True) for each in configs]
-        wrapper.__dict__[_SETTINGS] = StateDictSettings(state_dict_type, *own)
+            for each in configs:
+                each._use_dtensor = True
+        wrapper.__dict__[_SETTINGS] = StateDictSettings(state_dict_type, *configs)
     return before
 
 
 @contextmanager
 def settings_scope(module: nn.Module, *given: Any) -> Iterator[None]:
     """Change the settings inside a scope; each wrapper gets its own ones back at the end."""
-    before = [(wrapper, _own_settings(wrapper)) for wrapper in wrappers_of(module)]
+    before = [(wrapper, own_settings(wrapper)) for wrapper in wrappers_of(module)]
     try:
         set_settings(module, *given)
         yield
@@ -165,7 +171,7 @@ def require_kind(wrapper: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadata: Any) -> None:
-    settings, name = _own_settings(wrapper), clean_name(prefix) or "model"
+    settings, name = own_settings(wrapper), clean_name(prefix) or "model"
     kind, config = settings.state_dict_type, settings.state_dict_config
     is_sharded = kind is StateDictType.SHARDED_STATE_DICT
     is_local = kind is StateDictType.LOCAL_STATE_DICT
@@ -298,7 +304,9 @@ def _load_below(wrapper: nn.Module, state: Entries, prefix: str, missing: list[s
     }
     stand_ins: dict[Any, Any] = {}
     for key, value in state.items():
-        if isinstance(value, ShardedTensor):  # it warns when nn.Module asks for its shape
+        # A ShardedTensor warns when nn.Module asks for its shape, and a lazy value would be loaded.
+        is_lazy = is_tensor_like(value) and not isinstance(value, torch.Tensor)
+        if is_lazy or isinstance(value, ShardedTensor):
             state[key] = nn.Parameter(on_meta(value), requires_grad=False)
             stand_ins[state[key]] = value
         elif isinstance(value, nn.Parameter):

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.api import OptimStateKeyType, StateDictType
+from fullshard.api import OptimStateKeyType, StateDictType, own_value
 from fullshard.errors import ConfigError, DisagreementError, FullshardError, UnknownNameError
 from fullshard.runtime.names import clean_name
 from fullshard.state.module_state import require_kind, settings_of
@@ -754,6 +754,7 @@ def rekey_optim_state_dict(
     those of a `model` that is not wrapped. The same dict is returned if there is nothing to do.
     """
     _warn_deprecated(None, None, optim_input)
+    optim_state_key_type = own_value(OptimStateKeyType, optim_state_key_type)
     if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise ConfigError(
             "optim_state_key_type: a value of OptimStateKeyType expected, found "

@@ -471,8 +471,7 @@ def full_tensor_of(value: Any) -> torch.Tensor:
     if isinstance(value, DTensor):
         return full_tensor(value)
     if not isinstance(value, ShardedTensor):
-        tensor: torch.Tensor = value.detach()
-        return tensor
+        return torch.detach(value)  # a lazy value has no methods
     group, metadata = sharded_tensor_group(value), value.metadata()
     types = [device.type for device in devices_of(group)]
     places: list[tuple[Box, int, int]] = []
@@ -485,7 +484,8 @@ def full_tensor_of(value: Any) -> torch.Tensor:
         rank_numel[rank] += box.numel
         kind = shard.placement.device().type
     # Gathered where the shards are, if the group works there.
-    device, dtype = kind if kind in types else types[0], metadata.tensor_properties.dtype
+    device = kind if kind in types or not types else types[0]
+    dtype = metadata.tensor_properties.dtype
     segment_numel = max(rank_numel)
     sent = torch.zeros(segment_numel, dtype=dtype, device=device)
     begin = 0

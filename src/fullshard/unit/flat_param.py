@@ -33,8 +33,13 @@ class ParamForm(Enum):
 class FlatParameter(nn.Parameter):
     """This rank's slice of all parameters of a wrapper with one dtype that are trained alike.
 
-    Made by `FullyShardedDataParallel` with `use_orig_params=False`.
+    Made by `FullyShardedDataParallel` with `use_orig_params=False`. With `use_orig_params=True`
+    frameworks see one beside the original parameters: what is assigned to its `data` is followed.
+    `_fqns` are the names of the parameters in the wrapped module.
     """
+
+    _fqns: tuple[str, ...] = ()
+    _fsdp_flattened = True
 
 
 def flat_name(lane: int) -> str:
@@ -72,6 +77,7 @@ class FlatSlice(ShardedParam):
         """Take an original parameter, which is cut when its unit is planned."""
         shape = tuple(original.shape)
         whole = original.detach()
+        original._fsdp_flattened = True  # type: ignore[attr-defined]
         return cls(
             name=name,
             locations=list(locations),
@@ -86,6 +92,10 @@ class FlatSlice(ShardedParam):
             return self.current_local
         elements = self.split.elements(rank)
         return self.whole.reshape(-1)[elements.start : elements.stop]
+
+    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter's part of a tensor that is arranged like its shard buffer."""
+        return self.view_in(flat, int(self.local.storage_offset()), tuple(self.local.shape))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -129,10 +139,7 @@ class FlatParamSlice(FlatSlice):
 
     @property
     def current_local(self) -> torch.Tensor:
-        if self.holder is None:
-            return self.local
-        offset = int(self.local.storage_offset())
-        return self.view_in(self.holder.param.data, offset, tuple(self.local.shape))
+        return self.local if self.holder is None else self.part_of(self.holder.param.data)
 
     def set_local(self, local: torch.Tensor) -> None:
         self.local = local
@@ -167,7 +174,9 @@ def _set_data(param: nn.Parameter, data: torch.Tensor) -> None:
 class FlatParams:
     """How a flat unit is cut, and with `ParamForm.FLAT_PARAM` the flat parameters of its lanes.
 
-    `owner` is the module that those are registered at.
+    `owner` is the module that those are registered at. With `ParamForm.ORIG_PARAMS`, `_shown` is
+    what a framework that asked for the flat parameter was given: one of `_shown_buffer`, the shard
+    buffer of the first lane that is trained.
     """
 
     form: ParamForm
@@ -177,6 +186,8 @@ class FlatParams:
     holders: list[FlatParamHolder] = field(default_factory=list)
     _layout: UnitLayout | None = None
     _slices: list[FlatSlice] = field(default_factory=list)
+    _shown: FlatParameter | None = None
+    _shown_buffer: torch.Tensor | None = None
 
     def follow_layout(self, layout: UnitLayout, params: Sequence[ShardedParam]) -> None:
         """Follow a new plan. Parameters that it cuts elsewhere are made whole first."""
@@ -216,6 +227,9 @@ class FlatParams:
     ) -> None:
         """Make one flat parameter of each lane's shard buffer."""
         if self.form is not ParamForm.FLAT_PARAM:
+            self._shown_buffer = shards.lanes[self._shown_lane] if shards.lanes else None
+            if self._shown is not None and self._shown_buffer is not None:
+                _set_data(self._shown, self._shown_buffer)
             return
         for index, (lane, buffer) in enumerate(zip(layout.lanes, shards.lanes, strict=True)):
             if index == len(self.holders):
@@ -234,8 +248,36 @@ class FlatParams:
             holder.unregister()
         del self.holders[len(layout.lanes) :]
 
+    @property
+    def _shown_lane(self) -> int:
+        lanes = () if self._layout is None else self._layout.lanes
+        return next((index for index, lane in enumerate(lanes) if lane.is_trainable), 0)
+
+    def flat_param(self) -> FlatParameter | None:
+        """The flat parameter as torch has it: one, whatever the optimizer holds."""
+        if self.form is ParamForm.FLAT_PARAM:
+            return self.holders[0].param if self.holders else None
+        if self._shown is None and self._layout is not None and self._shown_buffer is not None:
+            is_trainable = self._layout.lanes[self._shown_lane].is_trainable
+            self._shown = FlatParameter(self._shown_buffer, is_trainable)
+        return self._shown
+
+    def _take_over_shown(self) -> None:
+        """Follow what was assigned to the flat parameter that is shown, and its dtype in others."""
+        shown, buffer = self._shown, self._shown_buffer
+        if shown is None or buffer is None or self._layout is None or same_memory(shown, buffer):
+            return
+        slots = self._layout.lanes[self._shown_lane].buckets[0].slots
+        own = {self._slices[slot.param_index] for slot in slots}
+        for param in self._slices:
+            if param in own:
+                param.shard.data = param.part_of(shown.data)
+            elif param.dtype == buffer.dtype:
+                param.shard.data = param.shard.data.to(shown.dtype)
+
     def detach(self) -> None:
         """Let the parameters stand alone until they are attached again, perhaps elsewhere."""
+        self._take_over_shown()
         for param in self._slices:
             if isinstance(param, FlatParamSlice) and param.holder in self.holders:
                 param.local = param.current_local
@@ -246,6 +288,8 @@ class FlatParams:
         """Whether the flat parameters are registered, and are the shard buffers."""
         for holder, buffer in zip(self.holders, shards.lanes, strict=False):
             _require_size(holder.location.name, holder.param, buffer)
+        if self._shown is not None and self._shown_buffer is not None:
+            return same_memory(self._shown, self._shown_buffer)
         return all(
             holder.location.get() is holder.param and same_memory(holder.param, buffer)
             for holder, buffer in zip(self.holders, shards.lanes, strict=False)
