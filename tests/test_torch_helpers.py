@@ -70,8 +70,10 @@ def train(rank: Rank, pair: Pair) -> None:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dicts and lists with their paths; parts made whole."""
+    """The values of nested dicts and lists with their paths; parts made whole, names sorted."""
     if isinstance(value, dict | list):
+        if name.endswith("/params"):
+            value = sorted(value)
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(each, f"{name}/{key}")
     else:

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from fullshard import api
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 
 _HELPERS = "torch.distributed.checkpoint.state_dict"
@@ -66,10 +65,7 @@ class _EitherWrapper(type):
         return found or cls.theirs.fsdp_modules(module, root_only)
 
     def state_dict_type(cls, module: nn.Module, **settings: Any) -> Any:
-        if _has_ours(module):
-            settings = {name: _own(value) for name, value in settings.items()}
-            return FullyShardedDataParallel.state_dict_type(module, **settings)
-        return cls.theirs.state_dict_type(module, **settings)
+        return cls._wrapper_of(module).state_dict_type(module, **settings)
 
     def optim_state_dict(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return cls._wrapper_of(model).optim_state_dict(model, *args, **kwargs)
@@ -83,14 +79,6 @@ class _EitherWrapper(type):
 
 def _has_ours(module: nn.Module) -> bool:
     return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
-
-
-def _own(setting: Any) -> Any:
-    """Ours for an enum's member or a configuration of torch's."""
-    kind = getattr(api, type(setting).__name__, None)
-    if kind is None or isinstance(setting, kind):
-        return setting
-    return kind[setting.name] if hasattr(setting, "name") else kind(**vars(setting))
 
 
 def _teach(helpers: Any) -> None:

@@ -158,7 +158,7 @@ def settings_scope(module: nn.Module, *given: Any) -> Iterator[None]:
 
 def require_kind(wrapper: nn.Module, name: str) -> None:
     """Raise if a wrapper has no state dicts of the kind that was asked for."""
-    is_local = _own_settings(wrapper).state_dict_type is StateDictType.LOCAL_STATE_DICT
+    is_local = own_settings(wrapper).state_dict_type is StateDictType.LOCAL_STATE_DICT
     if is_local and wrapper.__dict__.get("_device_mesh") is not None:
         raise LifecycleError(
             f"{name}: LOCAL_STATE_DICT needs a wrapper without device_mesh, found one; use "
