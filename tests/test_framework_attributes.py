@@ -456,10 +456,16 @@ def test_values_that_only_have_a_torch_function_can_be_loaded(rank: Rank, api: s
 # Process groups that are not torch's own
 
 
+SEEDING = threading.Lock()
+"""Threads share the random generator."""
+
+
 def trained(package: Package, api: str, rank: int, **options: Any) -> dict[str, Tensor]:
     """The whole parameters and the loss after two steps."""
-    torch.manual_seed(0)
-    model = shard_blocks(unit_sharder(package, api, **options), Net())
+    with SEEDING:
+        torch.manual_seed(0)
+        net = Net()
+    model = shard_blocks(unit_sharder(package, api, **options), net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = {}
     for step in range(2):

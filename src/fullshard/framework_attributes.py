@@ -5,9 +5,9 @@
 | `_has_params`, `_flat_param`, its `data`, `_handle._orig_param_dtype` | accelerate, in bf16 |
 | `FlatParameter._fqns`, `_fsdp_wrapped_module` | accelerate, DCP |
 | `_fsdp_flattened` of flat and of original parameters | Lightning, of optimizers |
-| `_is_root`, `_use_orig_params`, `_state_dict_type` and its configs | DCP, Lightning |
-| the public attributes of the wrapper, such as `process_group` | programs written for torch |
-| `wrap._or_policy` and `wrap._recursive_wrap` | PEFT, activation checkpointing |
+| `_is_root`, `_use_orig_params`, `_state_dict_type` and its configs | programs for torch's FSDP |
+| the wrapper's public attributes, such as `process_group`, `params` | programs for torch's FSDP |
+| `wrap._or_policy` and `wrap._recursive_wrap` | PEFT, torch's checkpointing |
 | `fully_shard.state`, `_state_ctx.all_states`, `_fsdp_param_groups`, `post_backward`, | |
 | `_root_post_backward_final_callback`, `_comm_ctx` | pipelining |
 | `_get_fsdp_state`, `_fsdp_param_group`, hook handles, `pre_backward` | torch's memory tracker |
