@@ -120,7 +120,7 @@ BF16, BY_PIECES = torch.bfloat16, [[WEIGHT // 2]] * 4
     ("precision", "weights"),
     [
         ({}, [[WEIGHT]] * 2),
-        ({"reduce_dtype": BF16}, BY_PIECES),
+        ({"param_dtype": BF16, "reduce_dtype": torch.float32}, [[WEIGHT // 4]] * 8),
         ({"wire_dtype": BF16}, BY_PIECES),
         # What arrives of it would be as large once more.
         ({"param_dtype": BF16, "reduce_dtype": torch.float32, "wire_dtype": BF16}, BY_PIECES),

@@ -157,10 +157,11 @@ class ShardedParam(ABC):
         self.full = nn.Parameter(data, requires_grad=self.is_trainable)
         self.is_hooked = False
         if isinstance(self.split, Split) and self.dtype.is_floating_point:
-            # What is not in the dtype of its bucket is cast when it is copied there.
-            is_cast = self.dtypes.reduced != self.dtypes.computed
-            is_any = is_cast or self.dtypes.grad is None
-            set_grad_dtype(self.full, None if is_any else self.dtypes.reduced)
+            # What is narrower than its bucket is cast when it is copied there; what is wider, by
+            # autograd, as in torch.
+            reduced = self.dtypes.reduced
+            is_any = self.dtypes.grad is None or reduced.itemsize > self.dtypes.computed.itemsize
+            set_grad_dtype(self.full, None if is_any else reduced)
 
     def register(self, param: nn.Parameter) -> None:
         """Let the modules see the shard or the full parameter."""
