@@ -182,6 +182,8 @@ def check_command(words: list[str]) -> None:
         asked = get_args_parser().parse_args(arguments)
         if asked.module and asked.training_script == "fullshard":
             parse_as_click(command, asked.training_script_args)
+        elif asked.module:
+            assert importlib.util.find_spec(asked.training_script) is not None
         else:
             assert asked.training_script == "train.py" or (ROOT / asked.training_script).is_file()
     elif program == "pip":
@@ -202,7 +204,7 @@ def parse_as_click(group: Command, arguments: list[str]) -> None:
     while isinstance(group, Group):
         name, group, arguments = group.resolve_command(context, arguments)
         assert group is not None
-        context = Context(group, info_name=name, parent=context)
+        context = Context(group, info_name=name, parent=context, **group.context_settings)
     group.make_parser(context).parse_args(args=list(arguments))
 
 
