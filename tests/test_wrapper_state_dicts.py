@@ -10,11 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.optim import SGD
 
 from fullshard import LifecycleError, StateDictType
@@ -561,14 +556,3 @@ def test_hooks_of_modules_inside_may_rename_what_is_loaded(rank: Rank) -> None:
         assert not result.missing_keys
         assert not result.unexpected_keys
         assert_holds(wrapper, expected)
-
-
-@on_ranks(2)
-def test_the_state_dict_functions_of_distributed_checkpoint_know_our_wrapper(rank: Rank) -> None:
-    for use_orig_params in (False, True):
-        model = nested(OURS, 1, use_orig_params=use_orig_params)
-        assert_same(get_model_state_dict(model), whole(1))
-        options = StateDictOptions(full_state_dict=True)
-        assert_same(get_model_state_dict(model, options=options), whole(1))
-        set_model_state_dict(model, whole(2))
-        assert_holds(model, whole(2))

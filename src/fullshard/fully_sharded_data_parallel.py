@@ -36,7 +36,7 @@ from fullshard.api import (
     own_precision,
     own_value,
 )
-from fullshard.comm.mesh import HYBRID, MeshInfo, device_of, mesh_info_for_strategy
+from fullshard.comm.mesh import MeshInfo, device_of, mesh_info_for_strategy
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, MisuseError
 from fullshard.framework_attributes import TrainingState, WrapperAttributes, training_state_of
 from fullshard.fully_shard import settings_scope
@@ -315,10 +315,10 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
             )
         self._require_root("register_comm_hook", MisuseError)
         units = units_below(self)
-        if any(wrapper.sharding_strategy in HYBRID for wrapper in self.fsdp_modules(self)):
+        if any(unit.mesh_info.shard.group and unit.mesh_info.replicate.group for unit in units):
             raise MisuseError(
-                "register_comm_hook: a strategy with one process group is expected, found "
-                f"{self.sharding_strategy}; hooks do not know of replicas."
+                "register_comm_hook: a strategy with one process group is expected, found a hybrid "
+                "one; hooks do not know of replicas."
             )
         if any(unit.comm.comm_hook is not None for unit in units):
             raise MisuseError(
