@@ -22,6 +22,7 @@ from fullshard import (
     OffloadPolicy,
     fully_shard,
 )
+from fullshard._torch import TORCH
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -478,18 +479,19 @@ def test_a_parameter_that_the_policy_leaves_alone_keeps_its_dtype(rank: Rank) ->
         asked.append(param.shape)
         return param.dtype if param.ndim == 1 else None
 
-    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.LayerNorm(6))
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, cast_forward_inputs=False, param_dtype_override_fn=keep_norms
-    )
-    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
-    assert len(asked) == 3
-    model.unshard()
-    assert model[0].weight.dtype == torch.bfloat16
-    assert model[1].weight.dtype == model[1].bias.dtype == torch.float32
-    model.reshard()
-    wrong = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, param_dtype_override_fn=lambda _: torch.float16
-    )
-    with pytest.raises(ValueError, match=r"must return None, param_dtype .* found torch.float16"):
-        fully_shard(nn.Linear(2, 2), mesh=rank.mesh(), mp_policy=wrong)
+    kept = {"param_dtype": torch.bfloat16, "cast_forward_inputs": False}
+    for shard, policy in ((fully_shard, MixedPrecisionPolicy), (torch_fully_shard, TorchPolicy)):
+        if policy is TorchPolicy and TORCH < (2, 15):
+            continue
+        asked.clear()
+        model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.LayerNorm(6))
+        own = policy(**kept, param_dtype_override_fn=keep_norms)
+        shard(model, mesh=rank.mesh(), mp_policy=own)
+        assert len(asked) == 3
+        model.unshard()
+        assert model[0].weight.dtype == torch.bfloat16
+        assert model[1].weight.dtype == model[1].bias.dtype == torch.float32
+        model.reshard()
+        wrong = policy(**kept, param_dtype_override_fn=lambda _: torch.float16)
+        with pytest.raises(ValueError, match=r"float16"):
+            shard(nn.Linear(2, 2), mesh=rank.mesh(), mp_policy=wrong)
