@@ -8,7 +8,7 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as torch_helpers
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
-from torch.distributed.pipelining import stage
+from torch.distributed.pipelining import schedules
 
 import fullshard
 from fullshard import dropin
@@ -76,14 +76,14 @@ def test_names_are_replaced_wherever_they_are_bound_and_put_back() -> None:
         assert torch_fsdp.wrap.ModuleWrapPolicy is fullshard.wrap.ModuleWrapPolicy
         assert torch_fsdp.api.StateDictType is fullshard.StateDictType
         assert torch_helpers.StateDictType is fullshard.StateDictType
-        assert stage.fully_shard is fullshard.fully_shard
+        assert schedules.FSDPModule is fullshard.FSDPModule
         assert TorchWrapper is fullshard.FullyShardedDataParallel
         dropin.install()
         with dropin.installed():
             pass
         assert torch_fsdp.fully_shard is fullshard.fully_shard
     assert {name: getattr(torch_fsdp, name) for name in torch_fsdp.__all__} == before
-    assert stage.fully_shard is before["fully_shard"]
+    assert schedules.FSDPModule is before["FSDPModule"]
     assert TorchWrapper is before["FullyShardedDataParallel"]
     assert fullshard.FullyShardedDataParallel is not TorchWrapper
     dropin.uninstall()

@@ -9,6 +9,8 @@ know both.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -82,21 +84,25 @@ def _has_ours(module: nn.Module) -> bool:
 
 
 def _teach(helpers: Any) -> None:
-    if isinstance(helpers.FSDP, _EitherWrapper):
+    theirs = getattr(helpers, "FSDP", None)
+    if theirs is None or isinstance(theirs, _EitherWrapper):
         return
-    theirs, state_of, group_of = (
-        helpers.FSDP,
-        helpers._get_module_fsdp_state_if_fully_sharded_module,
-        helpers._get_fsdp_process_group,
-    )
-
-    def state_of_either(module: nn.Module) -> Any:
-        return module if isinstance(module, FullyShardedDataParallel) else state_of(module)
-
-    def group_of_either(model: nn.Module, info: Any) -> Any:
-        # None: ours knows its groups by itself.
-        return None if _has_ours(model) else group_of(model, info)
-
     helpers.FSDP = _EitherWrapper("FullyShardedDataParallel", (), {"theirs": theirs})
-    helpers._get_module_fsdp_state_if_fully_sharded_module = state_of_either
-    helpers._get_fsdp_process_group = group_of_either
+    for name, of_either in _LOOKUPS.items():
+        if hasattr(helpers, name):  # not every torch has each
+            setattr(helpers, name, partial(of_either, getattr(helpers, name)))
+
+
+def _state_of(theirs: Callable[..., Any], module: nn.Module) -> Any:
+    return module if isinstance(module, FullyShardedDataParallel) else theirs(module)
+
+
+def _group_of(theirs: Callable[..., Any], model: nn.Module, *rest: Any) -> Any:
+    # None: ours knows its groups by itself.
+    return None if _has_ours(model) else theirs(model, *rest)
+
+
+_LOOKUPS: dict[str, Callable[..., Any]] = {
+    "_get_module_fsdp_state_if_fully_sharded_module": _state_of,
+    "_get_fsdp_process_group": _group_of,
+}
