@@ -119,6 +119,48 @@ def test_prefetch_lists_train_alike(rank: Rank) -> None:
     assert_trains_alike(rank, shard)
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(2, backend="nccl")
+def test_a_backward_that_the_caller_completes_has_the_same_gradients(
+    rank: Rank, async_op: bool
+) -> None:
+    torch.manual_seed(0)
+    expected, model = (_built(rank) for _ in range(2))
+    model.load_state_dict(expected.state_dict())
+    for each in (expected, model):
+        shard_blocks(each, fully_shard, mesh=rank.mesh())
+    model.set_manual_backward_finalization(True)
+    for _ in range(3):
+        batches = torch.randint(0, 512, (2, 2, 32), device=rank.device)
+        for each in (expected, model):
+            each.zero_grad()
+            for batch in batches:
+                each(batch).backward()
+        handle = model.finalize_backward(async_op=async_op)
+        if async_op:
+            handle.wait()
+        for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(found.grad.to_local(), wanted.grad.to_local())
+
+
+@on_ranks(2, backend="nccl")
+def test_kept_storage_stays_where_it_is_and_trains_alike(rank: Rank) -> None:
+    pointers = set()
+
+    def shard(model: Transformer) -> None:
+        shard_blocks(model, fully_shard, mesh=rank.mesh())
+        model.set_keep_unsharded_storage(True)
+
+    def before_forward(model: nn.Module, micro_batch: int) -> None:
+        if hasattr(model.blocks[0], "unshard"):
+            model.blocks[0].unshard()
+            pointers.add(model.blocks[0].up.weight.data_ptr())
+            model.blocks[0].reshard()
+
+    assert_trains_alike(rank, shard, before_forward=before_forward)
+    assert len(pointers) == 1
+
+
 @on_ranks(2, backend="nccl")
 def test_two_roots_that_share_their_streams_train_alike(rank: Rank) -> None:
     class Chain(nn.Module):
