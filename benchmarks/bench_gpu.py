@@ -50,6 +50,7 @@ from measuring import (
 from stepping import Stepping, Task
 from variants import (
     BASE,
+    BF16_WIRE,
     BY_UNIT,
     OURS,
     TORCH_FSDP1,
@@ -227,7 +228,7 @@ def run_ranks(options: argparse.Namespace, result: Result) -> None:
     backend = "nccl" if options.device.type == "cuda" else "gloo"
     for num_ranks in options.ranks:
         ranks = pool(num_ranks, backend)
-        names = [TORCH_FSDP2, OURS, WRAPPER]
+        names = [TORCH_FSDP2, OURS, WRAPPER, BF16_WIRE]
         found = ranks.run(measure_on_ranks, names, options.task, timeout_s=TIMEOUT_S)
         if backend == "nccl":
             ranks.close()  # the next ones need the memory

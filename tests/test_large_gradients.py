@@ -43,7 +43,7 @@ class Ordered(Device):
 @contextmanager
 def ordered_and_small() -> Iterator[None]:
     """Buckets are large from 1 KiB on, and every parameter has one."""
-    lanes, free = "fullshard.unit.reduce_scatter", CostModel(0.0, 1.0)
+    lanes, free = "fullshard.unit.reduce_scatter", CostModel(0.0, 0.0)
     with (
         patch("fullshard.runtime.build.device_for", Ordered),
         patch(f"{lanes}.LARGE_BYTES", 1024),
@@ -139,6 +139,36 @@ def test_a_large_gradient_does_not_wait_for_its_unit_and_if_cast_goes_by_pieces(
         model(batch(torch.Generator()).requires_grad_()).sum().backward()
     biases = [WIDTH, WIDTH // 2]
     assert calls == [*weights, biases] * 2
+
+
+@pytest.mark.parametrize("precision", [{}, {"param_dtype": BF16, "reduce_dtype": torch.float32}])
+@on_ranks(2)
+def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
+    rank: Rank, precision: dict[str, torch.dtype]
+) -> None:
+    """Of a pair of matrices that do not divide evenly, and of biases."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 33), nn.Linear(33, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(**precision))
+
+    def torchs(model: nn.Module) -> None:
+        torch_fully_shard(model, mesh=rank.mesh(), mp_policy=TorchPrecision(**precision))
+
+    training = Training(batch, steps=3)
+    with (
+        patch("fullshard.runtime.build.device_for", Ordered),
+        patch("fullshard.unit.reduce_scatter.SMALLEST_PIECE_PART_BYTES", 256),
+        watched_reduces() as calls,
+    ):
+        assert_same_training(build, shard, training, oracle=torchs, rtol=0.0, atol=0.0)
+    first, second, rest = 17 * WIDTH, 33 * WIDTH // 2, WIDTH * WIDTH // 2 + 17 + 2 * WIDTH // 2
+    if precision:
+        assert calls == 3 * [[first], [second], [rest + 7]]
+    else:  # the one that divides evenly is sent as it is, after the others
+        assert calls == 3 * [[first], [rest + 3], [second]]
 
 
 @on_ranks(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf, prod
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fullshard.errors import ConfigError
 from fullshard.layout import (
     Bucket,
     BucketKind,
@@ -35,8 +37,8 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EMPTY = -1  # a place in the full buffer, a shard buffer or a bucket that nobody wrote to
 PADDING = -2
 
-SHARES = CostModel(collective_s=inf, copy_bytes_per_s=1.0)
-OWNS = CostModel(collective_s=0.0, copy_bytes_per_s=1.0)
+SHARES = CostModel(own_bucket_bytes=inf, own_segment_bytes=0.0)
+OWNS = CostModel(own_bucket_bytes=0.0, own_segment_bytes=0.0)
 
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -44,7 +46,7 @@ num_ranks = st.integers(1, 6)
 costs = st.one_of(
     st.just(SHARES),
     st.just(OWNS),
-    st.integers(1, 600).map(lambda n: CostModel(collective_s=float(n), copy_bytes_per_s=2.0)),
+    st.builds(CostModel, st.integers(1, 600), st.integers(0, 100)),
 )
 dtypes = st.builds(
     DtypePlan.of,
@@ -371,21 +373,43 @@ def test_the_cost_model_decides_who_gets_a_bucket_of_its_own(layout: UnitLayout)
         assert (index in own(lavish)) == bool(could_own)
 
 
+def test_on_an_accelerator_matrices_share_a_bucket_and_embeddings_have_their_own() -> None:
+    cost = CostModel.of_device("cuda")
+    embedding, matrix = 2 * 128_000 * 4096, 2 * 4096 * 4096
+    assert not cost.deserves_bucket(matrix, num_ranks=2)
+    assert cost.deserves_bucket(embedding, num_ranks=256)
+    # Each rank's part has become small: latency would count.
+    assert not cost.deserves_bucket(embedding, num_ranks=1024)
+    assert CostModel.of_device("cpu").deserves_bucket(matrix, num_ranks=2)
+
+
+def test_the_cost_model_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_OWN_BUCKET_MB", "8")
+    monkeypatch.setenv("FULLSHARD_OWN_SEGMENT_MB", "0.5")
+    assert CostModel.of_device("cuda") == CostModel(8e6, 0.5e6)
+    monkeypatch.setenv("FULLSHARD_OWN_BUCKET_MB", "many")
+    with pytest.raises(ConfigError, match=r"FULLSHARD_OWN_BUCKET_MB.*'many'"):
+        CostModel.of_device("cuda")
+
+
 @many
-@given(st.integers(0, 10**9), st.floats(0, 1), st.floats(1, 1e13))
-def test_a_parameter_deserves_a_bucket_once_copying_it_costs_more(
-    full_bytes: int, collective_s: float, copy_bytes_per_s: float
-) -> None:
-    cost = CostModel(collective_s, copy_bytes_per_s)
-    copy_s = 2 * full_bytes / copy_bytes_per_s  # read and written
-    assert cost.deserves_bucket(full_bytes) == (copy_s >= collective_s)
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
-def test_the_cost_model_of_a_device_shares_biases_and_not_large_matrices(device_type: str) -> None:
-    cost = CostModel.of_device(device_type)
-    assert not cost.deserves_bucket(4 * 1024)
-    assert cost.deserves_bucket(4 * 4096 * 4096)
+@given(plans(), st.integers(1, 40), st.sampled_from((1, 4, 8)))
+def test_pieces_of_a_bucket_tile_it(layout: UnitLayout, piece_numel: int, alignment: int) -> None:
+    for _, bucket in all_buckets(layout):
+        if bucket.kind is not BucketKind.SPLIT:
+            continue
+        pieces = list(bucket.cut(piece_numel, alignment))
+        found = []
+        end = bucket.buffer_offset
+        for piece in pieces:
+            assert piece.buffer_offset == end
+            end += piece.segment_numel
+            start = piece.buffer_offset - bucket.buffer_offset
+            assert start % alignment == 0
+            found += [replace(slot, offset=slot.offset + start) for slot in piece.slots]
+        assert tuple(found) == bucket.slots
+        assert end == bucket.buffer_offset + bucket.segment_numel
+        assert all(piece.segment_numel >= piece_numel for piece in pieces[:-1])
 
 
 @many

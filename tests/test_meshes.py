@@ -764,7 +764,7 @@ def test_the_setter_reaches_units_below_unless_told_not_to(rank: Rank) -> None:
 def num_rows_worth_a_bucket(width: int) -> int:
     """The smallest multiple of 8 rows with which a float32 matrix gets a bucket of its own."""
     cost, rows = CostModel.of_device("cpu"), 8
-    while not cost.deserves_bucket(4 * width * rows):
+    while not cost.deserves_bucket(4 * width * rows, num_ranks=1):
         rows += 8
     return rows
 

@@ -150,8 +150,15 @@ def train(
 @contextmanager
 def messages_apart() -> Iterator[None]:
     """Every parameter has a message of its own, which is reduced in place."""
-    free = CostModel(0.0, 1.0)
+    free = CostModel(0.0, 0.0)
     with patch.object(CostModel, "of_device", lambda _: free):
+        yield
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """A message of several parameters is reduced by pieces."""
+    with patch("fullshard.unit.reduce_scatter.SMALLEST_PIECE_PART_BYTES", 64):
         yield
 
 
@@ -230,6 +237,24 @@ def float32(order: StreamOrder) -> None:
 def messages_of_their_own(order: StreamOrder) -> None:
     with messages_apart():
         train(sharded())
+
+
+@scenario(2)
+def by_pieces(order: StreamOrder) -> None:
+    with small_pieces():
+        train(sharded())
+
+
+@scenario(2)
+def computed_in_bfloat16_by_pieces(order: StreamOrder) -> None:
+    with small_pieces():
+        train(sharded(policy=BF16_COMPUTE))
+
+
+@scenario(2)
+def sent_in_bfloat16_by_pieces(order: StreamOrder) -> None:
+    with small_pieces():
+        train(sharded(policy=BF16_SENT))
 
 
 @scenario(2, 1)
@@ -958,7 +983,8 @@ NEEDED_WAITS = {
 NEEDED_EVENTS = {
     "CommContext.all_gathers_follow_compute": "float32",
     "CommContext.finish_reduce_scatters": "all reduce hooks on a stream each",
-    "CommContext.free_later": "float32",
+    "CommContext.free_after_compute": "float32",
+    "CommContext.free_later": "messages of their own",
     "InFlightReduceScatter._complete": "float32",
     "InFlightReduceScatter._end": "replicas reduced in bfloat16",
     "InFlightReduceScatter._wait_for_enqueued": "failure in an all reduce hook",

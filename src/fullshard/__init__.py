@@ -25,6 +25,7 @@ from fullshard.api import (
     StateDictType,
 )
 from fullshard.auto_shard import auto_shard, explain
+from fullshard.captured_step import capture
 from fullshard.errors import (
     ConfigError,
     DisagreementError,
@@ -83,6 +84,7 @@ __all__ = [
     "UnshardHandle",
     "auto_shard",
     "by_unit",
+    "capture",
     "explain",
     "fully_shard",
     "register_fsdp_forward_method",

@@ -10,14 +10,16 @@ Three arrangements come out of one plan and share their offsets:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import reduce
 
 import torch
 
 from fullshard._torch import REDUCES_IN_PARAM_DTYPE
+from fullshard.errors import ConfigError
 from fullshard.layout.split import Split
 
 
@@ -94,26 +96,45 @@ class DtypePlan:
 class CostModel:
     """When a parameter is worth a bucket of its own.
 
-    A parameter that shares its bucket is copied out of it after the all-gather, which reads and
-    writes it once. A parameter with its own bucket is not, but costs one more collective.
+    A parameter that shares its bucket is copied out of it after the all-gather. A parameter with
+    its own bucket is not, but costs one more collective, whose latency grows with the number of
+    ranks. So it has to be large, and each rank's part of it too.
     """
 
-    collective_s: float
-    copy_bytes_per_s: float
+    own_bucket_bytes: float
+    own_segment_bytes: float
 
-    def deserves_bucket(self, full_bytes: int) -> bool:
-        return 2 * full_bytes / self.copy_bytes_per_s >= self.collective_s
+    def deserves_bucket(self, full_bytes: int, num_ranks: int) -> bool:
+        return (
+            full_bytes >= self.own_bucket_bytes and full_bytes >= num_ranks * self.own_segment_bytes
+        )
 
     @classmethod
     def of_device(cls, device_type: str) -> CostModel:
         """The model of a device: gloo between CPUs, NCCL and its like between accelerators.
 
-        Sources: benchmarks/bench_collectives.py. A further bucket in one coalesced call costs an
-        accelerator a few microseconds; gloo runs it as a collective of its own.
+        On a CPU a collective of gloo takes as long as copying 2 MB twice. On an accelerator a copy
+        is some thirty times as fast and a collective has to cross a fabric; there a parameter
+        shares its bucket unless it is as large as an embedding. `FULLSHARD_OWN_BUCKET_MB` and
+        `FULLSHARD_OWN_SEGMENT_MB` replace these figures, which
+        `benchmarks/bench_collectives.py` prints for a machine.
         """
-        if device_type == "cpu":
-            return cls(collective_s=150e-6, copy_bytes_per_s=30e9)
-        return cls(collective_s=5e-6, copy_bytes_per_s=3e12)
+        bucket_mb, segment_mb = (2.25, 0.0) if device_type == "cpu" else (64.0, 2.0)
+        return cls(
+            1e6 * _number_from_environment("FULLSHARD_OWN_BUCKET_MB", bucket_mb),
+            1e6 * _number_from_environment("FULLSHARD_OWN_SEGMENT_MB", segment_mb),
+        )
+
+
+def _number_from_environment(name: str, default: float) -> float:
+    value = os.environ.get(name)
+    try:
+        return default if value is None else float(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}: a number of megabytes is expected, found {value!r}; unset it for the default "
+            f"of {default}."
+        ) from error
 
 
 FULL_ALIGNMENT_BYTES = 128
@@ -175,6 +196,30 @@ class Bucket:
         if self.kind is not BucketKind.FLAT:
             return slot.offset
         return min(max(slot.offset - rank * self.segment_numel, 0), self.segment_numel)
+
+    def cut(self, piece_numel: int, alignment_numel: int) -> Iterator[Bucket]:
+        """Cut a split bucket between parameters into pieces, most of them as large as asked for.
+
+        Each is a bucket for itself, and together they tile this one's segment.
+        """
+        first, start = 0, 0
+        for index, slot in enumerate(self.slots):
+            left_numel = self.segment_numel - slot.offset
+            is_wanted = slot.offset - start >= piece_numel and 4 * left_numel >= piece_numel
+            if is_wanted and slot.offset % alignment_numel == 0:
+                yield self._piece(self.slots[first:index], start, slot.offset)
+                first, start = index, slot.offset
+        yield self._piece(self.slots[first:], start, self.segment_numel)
+
+    def _piece(self, slots: tuple[Slot, ...], start: int, end: int) -> Bucket:
+        is_alone = len(slots) == 1 and slots[0].numel == end - start
+        return replace(
+            self,
+            slots=tuple(replace(slot, offset=slot.offset - start) for slot in slots),
+            segment_numel=end - start,
+            buffer_offset=self.buffer_offset + start,
+            kind=BucketKind.IN_PLACE if is_alone else self.kind,
+        )
 
     @property
     def used_numel(self) -> int:
@@ -287,7 +332,7 @@ def _buckets(
 ) -> Iterator[Bucket]:
     """Buckets of single parameters, then the one bucket that all other parameters share."""
     alignment, itemsize = dtypes.alignment_numel, dtypes.computed.itemsize
-    own = {index: _own_kind(split, dtypes, cost) for index, split in splits.items()}
+    own = {index: _own_kind(split, dtypes, num_ranks, cost) for index, split in splits.items()}
     buffer_offset = 0
     for index, kind in own.items():
         if kind is not None:
@@ -311,13 +356,17 @@ def _buckets(
     yield Bucket(tuple(slots), segment_numel, buffer_offset, BucketKind.SPLIT, padding_offset)
 
 
-def _own_kind(split: Split, dtypes: DtypePlan, cost: CostModel) -> BucketKind | None:
+def _own_kind(
+    split: Split, dtypes: DtypePlan, num_ranks: int, cost: CostModel
+) -> BucketKind | None:
     """The kind of the bucket that a parameter has to itself; None if it shares one."""
     if split.slot_numel == 0 or split.dim is None:
         return None
     if not split.is_stacked:
         return BucketKind.PERMUTED
     full_bytes = split.numel * dtypes.computed.itemsize
-    if split.slot_numel % dtypes.alignment_numel or not cost.deserves_bucket(full_bytes):
+    if split.slot_numel % dtypes.alignment_numel:
+        return None
+    if not cost.deserves_bucket(full_bytes, num_ranks):
         return None
     return BucketKind.IN_PLACE

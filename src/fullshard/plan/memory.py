@@ -212,7 +212,7 @@ def plan_memory(
     *inner, root = every = [_UnitBytes.of(sharding.layout(unit), sharding) for unit in tensors]
     # The root and the two neighbours that are largest together (rule 3), one being gathered.
     alone = [unit.full + unit.gathered for unit in inner]
-    pairs = [a.full + b.full + max(a.gathered, b.gathered) for a, b in pairwise(inner)]
+    pairs = [max(a.full + b.arriving, b.full + a.arriving) for a, b in pairwise(inner)]
     moving = root.full + max([root.gathered, *alone, *pairs])
     # The root's full gradients, and those of one unit while another's are reduced. The gradient of
     # the head comes first and that of the embedding last, so the root's wait until the end.
@@ -239,7 +239,8 @@ class _UnitBytes:
     """What a unit takes.
 
     `full` is its full buffer; there is none where the shard buffers are the full parameters.
-    `gathered` is what the buckets that are copied out are gathered into. `gradients` are the full
+    `gathered` is what the buckets that are copied out are gathered into, and `arriving` all that an
+    all-gather needs before compute waits for it. `gradients` are the full
     gradients as autograd makes them, `sent` the buckets that are reduced, and `copied` those among
     them that are not the gradients themselves (rule 4). `received` is what arrives of the largest
     bucket that is summed in a wider dtype; they come one by one.
@@ -250,6 +251,7 @@ class _UnitBytes:
     trained_shards: int = 0
     optimizer_state: int = 0
     gathered: int = 0
+    arriving: int = 0
     gradients: int = 0
     sent: int = 0
     copied: int = 0
@@ -284,6 +286,10 @@ class _UnitBytes:
                 # CPU ranks of one host read each other's memory instead.
                 if dtypes.sums_on_arrival and sharding.device_type != "cpu":
                     unit.received = max(unit.received, wire_bytes)
+        # If all is copied out, the full buffer is allocated only for that.
+        buckets = [bucket for lane in layout.lanes for bucket in lane.buckets]
+        is_all_copied = all(bucket.kind.is_copied for bucket in buckets)
+        unit.arriving = unit.gathered if is_all_copied else unit.full + unit.gathered
         return unit
 
 

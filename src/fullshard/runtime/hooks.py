@@ -318,9 +318,12 @@ class ModuleHooks:
                 after = not self.is_root or not torch.is_grad_enabled()
             if after is False:
                 continue
+            is_last = self.scheduler is not None and self.scheduler.expects_no_all_gather
+            if is_last and unit.is_unsharded:
+                unit.comm_ctx.free_pending()  # no all-gather will follow that could free it
             unit.reshard(None if after is True else unit.mesh_info.subgroup_axis(after))
-            if self.scheduler is not None and self.scheduler.expects_no_all_gather:
-                unit.comm_ctx.free_now(unit)  # no all-gather will follow that could free it
+            if is_last and not torch.is_grad_enabled():
+                unit.comm_ctx.free_now(unit)  # otherwise backward begins with it: keep it
 
     def end_forward(self) -> None:
         """Reshard what the forward of the root left open.
@@ -703,6 +706,25 @@ class Scheduler:
                 f"{self.root.name}: {what} must come after the gradient reduction before it, found "
                 "that nobody waited for that; call wait() on what finalize_backward returned."
             )
+
+    # Captures
+
+    def begin_capture(self) -> None:
+        """Make anew, as part of a CUDA graph, all that outlives a step but the shards."""
+        if self.is_in_backward or self.owner is not None:
+            self.abort()
+        for unit in self.units:
+            unit.forget_full()
+        self.comm_ctx.begin_capture()
+
+    def end_capture(self, *, has_failed: bool) -> None:
+        """Leave nothing of a capture to eager steps."""
+        self.comm_ctx.end_capture()
+        if has_failed:
+            self.abort()
+        for unit in self.units:
+            unit.forget_full()
+        self.comm_ctx.end_capture()
 
     # Failure
 

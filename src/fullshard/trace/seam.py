@@ -118,6 +118,19 @@ def observed(observer: Observer) -> Iterator[None]:
         _drop(observer)
 
 
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Report to nobody while the block runs."""
+    global observers
+    with _lock:
+        before, observers = observers, ()
+    try:
+        yield
+    finally:
+        with _lock:
+            observers = before
+
+
 def _drop(observer: Observer) -> None:
     global observers
     with _lock:

@@ -60,7 +60,9 @@ class UnitAllGather:
     """All-gathers one unit into its full buffer.
 
     `start` issues the collectives; `finish` makes the full parameters readable on the current
-    stream. Shared buckets arrive in a staging buffer and are copied out of it. Where the shard
+    stream. Shared buckets arrive in a staging buffer and `finish` copies them out of it: if nothing
+    else arrives, the full buffer is allocated only then, when compute has left that of the unit
+    before, so that a forward holds two units and not three. Where the shard
     buffers are the full parameters (nothing is sharded, nothing cast), full parameters are views
     of them: there is no full buffer and nothing to gather. `extensions` gather by themselves.
     """
@@ -167,7 +169,7 @@ class UnitAllGather:
     def start(self, collectives: Collectives, comm_ctx: CommContext) -> InFlightAllGather:
         """Issue the all-gather of all lanes; the all-gather stream is current."""
         device = comm_ctx.device
-        if device.has_streams or not self._is_all_copied:
+        if not self._is_all_copied:
             _allocate(self._full_buffer, comm_ctx)
         _allocate(self._staging, comm_ctx)
         in_flight = InFlightAllGather()
@@ -178,7 +180,7 @@ class UnitAllGather:
             if self._extensions.params:
                 self._extensions.start(collectives, comm_ctx, in_flight)
             if device.has_streams:
-                self._copy_out(in_flight)
+                in_flight.wait_works()
                 in_flight.event = device.record()
         except BaseException:
             # Lanes that were issued still write into these buffers (rule 10).
@@ -241,23 +243,17 @@ class UnitAllGather:
 
     def finish(self, in_flight: InFlightAllGather, comm_ctx: CommContext) -> None:
         """Make the full parameters readable on the current stream."""
-        if comm_ctx.device.has_streams:
-            comm_ctx.device.wait(in_flight.event)
-        else:
-            self._copy_out(in_flight)
+        in_flight.wait_works()
+        comm_ctx.device.wait(in_flight.event)
+        if not in_flight.is_copied_out:
+            if self._is_all_copied:
+                _allocate(self._full_buffer, comm_ctx)
+            if self._copy_to:
+                foreach_copy_(self._copy_to, self._copy_from)
+                comm_ctx.free_after_compute(self._staging)
+            in_flight.is_copied_out = True
         if self._extensions.params:
             self._extensions.finish()
-
-    def _copy_out(self, in_flight: InFlightAllGather) -> None:
-        in_flight.wait_works()
-        if in_flight.is_copied_out:
-            return
-        if self._is_all_copied:
-            self._full_buffer.allocate()
-        if self._copy_to:
-            foreach_copy_(self._copy_to, self._copy_from)
-        self._staging.free()
-        in_flight.is_copied_out = True
 
     def free(self, *, keep_storage: bool = False) -> AddressRanges:
         """Free what was gathered; the address ranges that it had.

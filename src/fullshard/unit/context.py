@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from fullshard.comm.collectives import CollectiveWork
-from fullshard.device import Device, Streams
+from fullshard.device import Device, ResizableBuffer, Streams
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 
@@ -64,7 +64,8 @@ class CommContext:
     with the event of the compute that used them. `_freed` has the address ranges that were freed,
     and these events: the allocator may give such a range to the next all-gather at once, which has
     to wait for the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are
-    the owners of all-gathers that nobody has waited for yet.
+    the owners of all-gathers that nobody has waited for yet. `_is_capturing` says that what is
+    issued now becomes part of a CUDA graph.
     """
 
     def __init__(self, device: Device) -> None:
@@ -74,6 +75,7 @@ class CommContext:
         self._unused_all_gathers: set[object] = set()
         self._reduce_scatters: deque[ReduceScatterInFlight] = deque()
         self._held: HeldResults | None = None
+        self._is_capturing = False
 
     @cached_property
     def streams(self) -> Streams:
@@ -88,12 +90,13 @@ class CommContext:
             self.device.wait(event, self.streams.all_gather)
 
     def wait_until_unused(self, address_range: tuple[int, int] = (0, sys.maxsize)) -> None:
-        """Make the current (all-gather) stream wait for compute that may still use this memory.
+        """Make the current stream wait for compute that may still use this memory.
 
         By default all of it: for memory that a user's code is about to allocate.
         """
         first, last = address_range
-        self._freed = [freed for freed in self._freed if not freed[2].query()]
+        if not self._is_capturing:  # then events cannot be queried
+            self._freed = [freed for freed in self._freed if not freed[2].query()]
         for start, end, event in self._freed:
             if start < last and first < end:
                 self.device.wait(event)
@@ -104,6 +107,24 @@ class CommContext:
 
     def all_gather_used(self, owner: object) -> None:
         self._unused_all_gathers.discard(owner)
+
+    # Captures
+
+    def begin_capture(self) -> None:
+        """Forget events of the past, which the device has seen all: a capture cannot wait for them.
+
+        Everything must be sharded, and nothing in flight.
+        """
+        self._freed.clear()
+        self._is_capturing = True
+
+    def end_capture(self) -> None:
+        """Forget the events of the capture: nothing else can wait for those."""
+        self._freed.clear()
+        self._unused_all_gathers.clear()
+        self._reduce_scatters.clear()
+        self._held = None
+        self._is_capturing = False
 
     # Full buffers to free (rule 3)
 
@@ -124,9 +145,17 @@ class CommContext:
         """Free the memory of one owner, if that is pending."""
         if owner in self._pending_frees:
             event, free = self._pending_frees.pop(owner)
-            for start, end in free():
-                if event is not None and end > start:
-                    self._freed.append((start, end, event))
+            self._note_freed(free(), event)
+
+    def free_after_compute(self, buffer: ResizableBuffer) -> None:
+        """Free memory of the all-gather stream that compute has just been told to read."""
+        address_range = buffer.address_range
+        buffer.free()
+        self._note_freed([address_range], self.device.record())
+
+    def _note_freed(self, address_ranges: AddressRanges, event: Any) -> None:
+        if event is not None:
+            self._freed += [(start, end, event) for start, end in address_ranges if end > start]
 
     def free_pending(self) -> None:
         for owner in list(self._pending_frees):

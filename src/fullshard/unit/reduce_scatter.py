@@ -57,6 +57,10 @@ GradSlot = tuple[GradTarget, int]
 LARGE_BYTES = 128 << 20
 LARGE_PART_BYTES = 2 << 20
 PIECE_BYTES = 64 << 20
+# The gradients of other parameters are copied into their bucket by about so many pieces, if each
+# rank's part of a piece is large enough (rule 9).
+NUM_PIECES = 5
+SMALLEST_PIECE_PART_BYTES = 1 << 20
 
 
 def require_no_wire_dtype(what: str, unit: str, layout: UnitLayout) -> None:
@@ -160,12 +164,19 @@ class GradBucket:
     """A bucket to be reduced: the parameters whose gradients it carries, and how they lie in it.
 
     `slots` says where in a segment the shard of each parameter begins, `targets` what receives a
-    part of the sums, and `in_shards` where these belong in the shard buffer.
+    part of the sums, and `in_shards` where these belong in the shard buffer. `is_piece` says that
+    it is one of several that are all-gathered as one.
     """
 
     def __init__(
-        self, lane: Lane, bucket: Bucket, slots: Sequence[tuple[ShardedParam, int]], num_ranks: int
+        self,
+        lane: Lane,
+        bucket: Bucket,
+        slots: Sequence[tuple[ShardedParam, int]],
+        num_ranks: int,
+        is_piece: bool,
     ) -> None:
+        self.is_piece = is_piece
         self.params = [param for param, _ in slots]
         self.slots = slots
         self.targets: list[GradSlot] = [slot for slot in slots if slot[0].takes_gradient]
@@ -247,7 +258,8 @@ class GradBucket:
 class GradLane:
     """A lane to be reduced. Owns the buffer of its gradients.
 
-    `target` is the flat parameter that receives all of it, if there is one.
+    `target` is the flat parameter that receives all of it, if there is one. With `is_cut`, shared
+    buckets are reduced by pieces.
     """
 
     def __init__(
@@ -257,13 +269,22 @@ class GradLane:
         params: Sequence[ShardedParam],
         rank: int,
         target: GradTarget | None,
+        *,
+        is_cut: bool,
     ) -> None:
         self.dtypes = lane.dtypes
         self.shard_numel = lane.shard_numel
         self.buckets: list[GradBucket] = []
-        for bucket in lane.buckets:
-            slots = [(params[s.param_index], bucket.shard_offset(s, rank)) for s in bucket.slots]
-            self.buckets.append(GradBucket(lane, bucket, slots, layout.num_ranks))
+        smallest_numel = SMALLEST_PIECE_PART_BYTES // lane.dtypes.wire.itemsize
+        for whole in lane.buckets:
+            pieces = [whole]
+            if is_cut and whole.kind is BucketKind.SPLIT:
+                piece_numel = max(whole.segment_numel // NUM_PIECES, smallest_numel)
+                pieces = list(whole.cut(piece_numel, lane.dtypes.alignment_numel))
+            for piece in pieces:
+                slots = [(params[s.param_index], piece.shard_offset(s, rank)) for s in piece.slots]
+                is_piece = len(pieces) > 1
+                self.buckets.append(GradBucket(lane, piece, slots, layout.num_ranks, is_piece))
         if target is not None:
             self.buckets[0].targets = [(target, 0)]
         self.buffer: GradBuffer | None = None
@@ -391,7 +412,7 @@ class InFlightReduceScatter:
             if is_single:
                 self._place_sums(lane)  # the sum over one rank is its input
             for bucket in lane.buckets:
-                if not self._goes_by_pieces(bucket):
+                if not self._is_copied_late(bucket):
                     bucket.inp = self._bucket_input(lane, bucket)
                     bucket.grads = []
             if is_single:
@@ -458,18 +479,25 @@ class InFlightReduceScatter:
 
     # Inputs, on the stream that computes
 
-    def _goes_by_pieces(self, bucket: BucketReduce) -> bool:
-        """Whether a large bucket is copied piece by piece, on the stream that reduces it (rule 9).
+    def _is_copied_late(self, bucket: BucketReduce) -> bool:
+        """Whether gradients are copied piece by piece, on the stream that reduces them (rule 9).
 
-        Then what is in flight is the gradient that autograd made and one piece.
+        Then what is in flight is the gradients that autograd made and one piece.
         """
         plan, comm = bucket.plan, self.comm
-        if not plan.is_large or not self.device.has_streams or comm.reduce_axis.is_single:
+        if not self.device.has_streams or comm.reduce_axis.is_single:
             return False
-        if comm.current.custom_reduce_scatter or comm.comm_hook or bucket.grads[0] is None:
+        if comm.current.custom_reduce_scatter or comm.comm_hook:
             return False
-        is_copied = plan.dtypes.sums_on_arrival or plan.in_place(bucket.grads) is None
-        return is_copied and plan.is_whole(bucket.grads[0])
+        if not plan.dtypes.sums_on_arrival and plan.in_place(bucket.grads) is not None:
+            return False
+        return plan.is_piece or self._is_large(bucket)
+
+    @staticmethod
+    def _is_large(bucket: BucketReduce) -> bool:
+        """Whether a bucket is a large gradient that can be cut anywhere."""
+        grad = bucket.grads[0]
+        return bucket.plan.is_large and grad is not None and bucket.plan.is_whole(grad)
 
     def _bucket_input(self, lane: LaneReduce, bucket: BucketReduce) -> torch.Tensor:
         """The gradients of a bucket, as all ranks' segments."""
@@ -548,7 +576,11 @@ class InFlightReduceScatter:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Part of every rank's segment after another, in the same memory, and of the sums."""
         grad, wire, num_ranks = bucket.grads[0], lane.plan.dtypes.wire, self.comm.reduce_axis.size
-        assert grad is not None
+        if grad is None or not self._is_large(bucket):
+            piece = torch.empty(bucket.plan.numel, dtype=wire, device=out.device)
+            bucket.plan.copy_in(bucket.grads, piece)
+            yield piece if lane.before == 1.0 else piece.div_(lane.before), out
+            return
         numel = max(PIECE_BYTES // num_ranks, LARGE_PART_BYTES) // wire.itemsize
         parts = grad.view(num_ranks, -1).split(numel, dim=1)
         for part, sums in zip(parts, out.split(numel), strict=True):
@@ -870,6 +902,12 @@ class UnitGrads:
             if buffer is not None and buffer.memory.is_allocated and buffer.is_unused:
                 buffer.memory.free()
 
+    def forget_buffers(self) -> None:
+        """Make gradients in other memory from now on."""
+        for lane in self._lanes:
+            lane.buffer = None
+            lane.in_buffer.clear()
+
     def synchronize_host(self) -> None:
         """Make the host wait for gradients that are still being copied to it."""
         for event in self._host_events:
@@ -880,9 +918,7 @@ class UnitGrads:
     def reset(self, params: Sequence[ShardedParam]) -> None:
         """Drop everything that a failed step left behind, also gradients that it created."""
         self.was_reduced = False
-        for lane in self._lanes:
-            lane.buffer = None  # results may lie in it that were assigned to nothing
-            lane.in_buffer.clear()
+        self.forget_buffers()  # results may lie in them that were assigned to nothing
         self._hide()
         self._host_events.clear()
         for param in params:

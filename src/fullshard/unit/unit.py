@@ -155,6 +155,10 @@ class Unit:
         return self.state is UNSHARDED
 
     @property
+    def is_offloaded(self) -> bool:
+        return bool(self.grads.to_host)
+
+    @property
     def shard_buffers(self) -> ShardBuffers:
         """This rank's shards; raises if parameters are on meta."""
         if self._shard_buffers is None:
@@ -407,6 +411,14 @@ class Unit:
         self.state = SHARDED
         self.comm_ctx.free_now(self)
 
+    def forget_full(self) -> None:
+        """Drop the full parameters and the memory of gradients; the next step makes them anew."""
+        self.reshard_now()
+        self._all_gather = self._registration = None
+        for param in self.params:
+            param.full = None
+        self.grads.forget_buffers()
+
     def abort(self) -> None:
         """Shard the unit and drop what a failed step left; never raises (rule 11)."""
         state = self.state
@@ -486,10 +498,12 @@ class Unit:
     def _grad_lanes(self) -> Iterator[GradLane]:
         rank = self.mesh_info.shard.rank
         flat = dict(enumerate(self.flat.holders)) if self.flat is not None else {}
+        is_cut = self.comm_ctx.device.has_streams
         for index, lane in enumerate(self.layout.lanes):
-            yield GradLane(self.layout, lane, self._plain, rank, flat.get(index))
+            target = flat.get(index)
+            yield GradLane(self.layout, lane, self._plain, rank, target, is_cut=is_cut)
         for lane in self.extension_layout.lanes:
-            yield GradLane(self.extension_layout, lane, self._extended, rank, None)
+            yield GradLane(self.extension_layout, lane, self._extended, rank, None, is_cut=is_cut)
 
     def reduce_scatter(self, only: GradBucket | None = None) -> None:
         """Take the full gradients and start reducing them, or accumulate them without a sync."""

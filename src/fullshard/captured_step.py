@@ -1,0 +1,323 @@
+"""`capture`: a whole training step as a CUDA graph.
+
+A step of many small kernels waits for the host that launches them. A graph of the step is launched
+at once: forward with its all-gathers, backward with its reduce-scatters, clipping, the optimizer.
+
+The first calls run eagerly, on the stream that will be captured, and show which sharded modules and
+optimizers take part. A graph is made for each shape of the inputs. What the engine keeps from step
+to step (full parameters, gradient buffers, events) is made anew for a capture and dropped after it,
+so that eager steps, state dicts and graphs share nothing but the shards and the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.runtime.hooks import ModuleHooks, Scheduler, hooks_of
+from fullshard.runtime.trees import map_tensors
+from fullshard.trace import seam
+from fullshard.unit.unit import SHARDED
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PACKAGES = (Path(torch.__file__).parent, Path(__file__).parent)
+
+
+def capture(
+    train_step: Callable[P, R], *, warmup: int = 3, fallback: bool = False, max_graphs: int = 4
+) -> CapturedStep[P, R]:
+    """Return a training step that is replayed as a CUDA graph.
+
+        def train_step(batch):
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = capture(train_step)
+        for batch in batches:
+            loss = step(batch)
+
+    The first `warmup` calls are eager steps. Then the step is captured once for each shape of its
+    inputs; later calls copy their inputs into the graph's, replay it, and return copies of its
+    results. Python code of `train_step` does not run again in a replay.
+
+    Optimizers that take part become `capturable`, and their learning rates tensors: a scheduler,
+    or an assignment to a group's `"lr"`, still takes effect. Eager steps, state dicts and
+    checkpoints may come between replays. When parameters or optimizer state get other memory, as by
+    `optimizer.load_state_dict`, the step is captured again.
+
+    Args:
+        train_step: Forward, backward and update, over modules that are sharded by either API.
+        warmup: The number of eager steps before the first capture, at least one.
+        fallback: Go on with eager steps, after one warning, if the step cannot be captured.
+        max_graphs: The number of graphs that are kept, for different inputs.
+
+    Raises:
+        UnsupportedError: From the returned step, if it cannot be captured: it reads a value of the
+            device on the host, or parameters are offloaded, or there is no CUDA device.
+    """
+    if warmup < 1 or max_graphs < 1:
+        raise ConfigError(
+            "capture: at least one eager step and one graph are expected, found "
+            f"warmup={warmup} and max_graphs={max_graphs}; pass positive numbers."
+        )
+    return CapturedStep(train_step, warmup, fallback, max_graphs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands for a tensor where inputs are compared."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A step for inputs like `signature`: eager until it has been captured."""
+
+    signature: Any
+    num_eager: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    output: Any = None
+
+
+class CapturedStep(Generic[P, R]):
+    """What `capture` returns: call it like the step that it was made of.
+
+    `_hooks` and `_optimizers` are those that took part in eager steps. `_rates` has the learning
+    rates of each optimizer's groups as the tensors that graphs read. `_captured` are the objects
+    whose memory graphs use and that a user may replace.
+    """
+
+    def __init__(
+        self, train_step: Callable[P, R], warmup: int, fallback: bool, max_graphs: int
+    ) -> None:
+        self._step = train_step
+        self._warmup = warmup
+        self._fallback = fallback
+        self._max_graphs = max_graphs
+        self._graphs: list[_Graph] = []
+        self._is_eager = False
+        self._hooks: dict[ModuleHooks, None] = {}
+        self._optimizers: dict[Optimizer, None] = {}
+        self._rates: dict[Optimizer, list[torch.Tensor]] = {}
+        self._captured: list[Any] = []
+        self._stream: Any = None
+        self._pool: Any = None
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs there are."""
+        return sum(each.graph is not None for each in self._graphs)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Replay the step, or run it eagerly while there is no graph for such inputs."""
+        if self._is_eager:
+            return self._step(*args, **kwargs)
+        if self._stream is None:
+            problem = None if torch.cuda.is_available() else "a CUDA device is expected, found none"
+            if problem is not None:
+                return self._refuse(problem, None, args, kwargs)
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        if not self._is_current():
+            self._graphs.clear()
+        tensors: list[torch.Tensor] = []
+        entry = self._find(tensors, args, kwargs)
+        if entry.graph is None:
+            if entry.num_eager < (1 if self.num_graphs else self._warmup):
+                entry.num_eager += 1
+                return self._run_eagerly(args, kwargs)
+            error = self._capture(entry, tensors, args, kwargs)
+            if error is not None:
+                return self._refuse(
+                    f"a step that never waits for the device is expected, found "
+                    f"{_first_line(error)!r}{_place_of(error)}",
+                    error,
+                    args,
+                    kwargs,
+                )
+        return self._replay(entry, tensors)
+
+    def _find(self, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> _Graph:
+        """What there is for such inputs, whose tensors are listed; the latest comes last."""
+
+        def slot(tensor: torch.Tensor) -> Any:
+            tensors.append(tensor)
+            return _Slot(tensor.shape, tensor.dtype)
+
+        signature = map_tensors(slot, (list(args), dict(kwargs)))
+        for entry in self._graphs:
+            if entry.signature == signature:
+                self._graphs.remove(entry)
+                break
+        else:
+            entry = _Graph(signature)
+            del self._graphs[: len(self._graphs) + 1 - self._max_graphs]
+        self._graphs.append(entry)
+        return entry
+
+    # Eager steps
+
+    def _run_eagerly(self, args: Any, kwargs: Any) -> R:
+        """Run the step on the stream of captures, and notice who takes part."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), self._watching():
+            result = self._step(*args, **kwargs)
+        current.wait_stream(self._stream)
+        for optimizer in self._optimizers:
+            self._make_capturable(optimizer)
+        return result
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        def before_forward(module: nn.Module, args: Any) -> None:
+            hooks = hooks_of(module)
+            if hooks is not None:
+                self._hooks[hooks] = None
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._optimizers[optimizer] = None
+
+        handles = (
+            register_module_forward_pre_hook(before_forward),
+            register_optimizer_step_pre_hook(before_step),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _make_capturable(self, optimizer: Optimizer) -> None:
+        """Keep learning rates and counts of steps on the device."""
+        rates = self._rates.setdefault(optimizer, [])
+        for index, group in enumerate(optimizer.param_groups):
+            if "capturable" in group:
+                group["capturable"] = True
+            if index == len(rates):
+                rate = torch.as_tensor(group["lr"], dtype=torch.float32, device="cuda")
+                rates.append(rate.clone())
+        self._follow_rates()
+        for state in optimizer.state.values():
+            count = state.get("step") if isinstance(state, dict) else None
+            if isinstance(count, torch.Tensor) and not count.is_cuda:
+                state["step"] = count.to("cuda", torch.float32)
+
+    def _follow_rates(self) -> None:
+        """Take over learning rates that were assigned since."""
+        for optimizer, rates in self._rates.items():
+            for group, rate in zip(optimizer.param_groups, rates, strict=False):
+                if group["lr"] is not rate:
+                    rate.fill_(group["lr"])
+                    group["lr"] = rate
+
+    # Capture
+
+    @property
+    def _schedulers(self) -> list[Scheduler]:
+        found = (hooks.scheduler for hooks in self._hooks)
+        return list(dict.fromkeys(each for each in found if each is not None))
+
+    def _facts(self) -> list[Any]:
+        """Objects whose memory graphs use, as far as a user may replace them."""
+        found: list[Any] = [u.shard_buffers for each in self._schedulers for u in each.units]
+        for optimizer in self._optimizers:
+            groups = optimizer.param_groups
+            firsts = [group["params"][0] for group in groups if group["params"]]
+            found += [each for p in firsts for each in optimizer.state.get(p, {}).values()]
+        return found
+
+    def _is_current(self) -> bool:
+        if not self.num_graphs:
+            return True
+        facts = self._facts()
+        are_same = len(facts) == len(self._captured)
+        return are_same and all(a is b for a, b in zip(facts, self._captured, strict=True))
+
+    def _capture(
+        self, entry: _Graph, tensors: list[torch.Tensor], args: Any, kwargs: Any
+    ) -> Exception | None:
+        """Make the graph of a step without running it; what went wrong, if something did."""
+        for scheduler in self._schedulers:
+            for unit in scheduler.units:
+                if unit.is_offloaded:
+                    return UnsupportedError(f"the parameters of {unit.name} on the host")
+        entry.inputs = [torch.empty_like(tensor, device="cuda") for tensor in tensors]
+        static = iter(entry.inputs)
+        given, given_by_name = map_tensors(lambda _: next(static), (list(args), dict(kwargs)))
+        graph, failure = torch.cuda.CUDAGraph(), None
+        for scheduler in self._schedulers:
+            scheduler.begin_capture()
+        try:
+            how = {"pool": self._pool, "stream": self._stream}
+            with (
+                seam.silenced(),
+                torch.cuda.graph(graph, capture_error_mode="thread_local", **how),
+            ):
+                try:
+                    entry.output = self._step(*given, **given_by_name)
+                except Exception as error:
+                    failure = error  # the capture has to be ended first
+        except RuntimeError as error:
+            failure = failure or error
+        for scheduler in self._schedulers:
+            scheduler.end_capture(has_failed=failure is not None)
+        if failure is None:
+            entry.graph = graph
+            self._captured = self._facts()
+        return failure
+
+    def _replay(self, entry: _Graph, tensors: list[torch.Tensor]) -> R:
+        assert entry.graph is not None
+        self._follow_rates()
+        for static, tensor in zip(entry.inputs, tensors, strict=True):
+            static.copy_(tensor, non_blocking=True)
+        entry.graph.replay()
+        for scheduler in self._schedulers:
+            for unit in scheduler.units:
+                if unit.state is not SHARDED:  # an eager forward has left it so: it is stale now
+                    torch.autograd.graph.increment_version([each.param for each in unit.params])
+        result: R = map_tensors(lambda tensor: tensor.detach().clone(), entry.output)
+        return result
+
+    def _refuse(self, problem: str, error: Exception | None, args: Any, kwargs: Any) -> R:
+        message = f"capture: {problem}"
+        if not self._fallback:
+            raise UnsupportedError(
+                f"{message}; change that, or pass fallback=True for eager steps."
+            ) from error
+        warnings.warn(f"{message}; steps are eager from now on.", stacklevel=3)
+        self._is_eager = True
+        self._graphs.clear()
+        return self._step(*args, **kwargs)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _place_of(error: Exception) -> str:
+    """The line of the user's program that raised an error."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(package in Path(frame.filename).parents for package in _PACKAGES):
+            return f" at {frame.filename}:{frame.lineno} ({frame.line})"
+    return ""
