@@ -5,7 +5,8 @@ of the same bytes together: as gloo brings them (native), composed of what gloo 
 through memory that ranks on one host share. With `--backend nccl`, native on ranks that share one
 GPU. Every way must deliver the right values before it is timed. Medians, in milliseconds.
 
-The last table has the constants that `CostModel` in `layout/cost.py` takes from such a run.
+The last table says from which size on a parameter is worth a bucket of its own on this machine, as
+`FULLSHARD_OWN_BUCKET_MB` takes it.
 
     python benchmarks/bench_collectives.py [--ranks 2 4] [--backend nccl] [--sizes-kb 64 1024]
 """
@@ -109,14 +110,16 @@ def measure(rank: Rank, sizes_kb: list[int], num_rounds: int) -> list[tuple[str,
 
 
 def constants(rows: Sequence[tuple[str, int, int, float]], way: str) -> list[Any]:
-    """What one more message costs, where bytes cost little, and how fast memory is copied."""
+    """What one more message costs, how fast memory is copied, and when both take as long."""
     seconds = {(what, size, count): spent for what, size, count, spent in rows}
     sizes = sorted({size for _, size, _, _ in rows})
     few, many = NUM_MESSAGES
     more = seconds[f"gather, {way}", sizes[0], many] - seconds[f"gather, {way}", sizes[0], few]
     middle = sizes[len(sizes) // 2]  # the smallest are in caches
     copied = 2 * middle * 1024 / seconds[COPY, middle, 1]
-    return [max(more, 0.0) / (many - few) * 1e6, copied / 1e9]
+    message_s = max(more, 0.0) / (many - few)
+    # Whoever shares a bucket is copied out of it: read and written once.
+    return [message_s * 1e6, copied / 1e9, message_s * copied / 2 / 1e6]
 
 
 def tables_of(
@@ -159,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if name.startswith("gather, "):
                     way = name.removeprefix("gather, ")
                     models.append([f"{num_ranks} ranks, {way}", *constants(rows, way)])
-    columns = ["measured on", "message_s, microseconds", "copy_bytes_per_s, GB/s"]
+    columns = ["measured on", "a message, microseconds", "copies, GB/s", "own bucket from, MB"]
     result.add(Table("Constants of the cost model", columns, models))
     result.write(options.json)
 

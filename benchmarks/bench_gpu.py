@@ -8,7 +8,7 @@ Four modes, each a command of its own:
     python benchmarks/bench_gpu.py ranks     2 and 4 NCCL ranks that share the GPU: step time, and
                                              the share of communication that compute does not hide
     python benchmarks/bench_gpu.py narrow    48 blocks of width 512 in a played world of 8: bound
-                                             by the host
+                                             by the host; and whole steps as CUDA graphs
 
 The unsharded model is the floor: it keeps its parameters and moments in bf16, the sharded ones keep
 float32 and cast. Variants are interleaved, except for `played`, where each runs in a process of its
@@ -52,6 +52,7 @@ from variants import (
     BASE,
     BF16_WIRE,
     BY_UNIT,
+    CAPTURED,
     OURS,
     TORCH_FSDP1,
     TORCH_FSDP2,
@@ -66,7 +67,7 @@ TIMEOUT_S = 900.0
 
 
 BILLION = Task(20, 2048, 32_000, batch=4, length=2048, num_steps=15)
-NARROW = Task(48, 512, 256, batch=1, length=512, num_steps=20, num_warm=4, is_gpt=True)
+NARROW = Task(48, 512, 256, batch=1, length=512, num_steps=20, num_warm=5, is_gpt=True)
 TINY = Task(2, 32, 64, batch=1, length=8, num_steps=2, num_warm=1)
 CHECKED = Task(2, 32, 64, batch=1, length=8, num_steps=3)
 
@@ -122,6 +123,8 @@ def run_world1(options: argparse.Namespace, result: Result) -> None:
 def run_narrow(options: argparse.Namespace, result: Result) -> None:
     check_on_one_rank(options.device)
     task, names = options.task, [UNSHARDED, *variants(with_wrapper_of_torch=True)]
+    if options.device.type == "cuda":
+        names += [name + CAPTURED for name in (UNSHARDED, TORCH_FSDP2, OURS, WRAPPER)]
     for world in options.worlds:
         with quiet_world(world, device=options.device) as rank:
             times = timed_together({name: task.stepping(name, rank) for name in names}, task)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+import fullshard
 from fullshard.testing import Rank
 from measuring import synchronize
 from models import GPT, GPTBlock, GPTSize, Llama, LlamaBlock, tokens_for
-from variants import Sharding, optimizer_for, shard
+from variants import CAPTURED, Sharding, optimizer_for, shard
 
 
 class Stepping:
@@ -20,7 +21,7 @@ class Stepping:
 
     Times, in seconds: `step` is the whole, `compute` forward and backward, `optimizer` the rest; on
     CUDA they are of the device, and `host` is when the calls had returned. On a CPU `host` is
-    `step`.
+    `step`. Of a captured step, all is `compute`.
     """
 
     def __init__(
@@ -34,6 +35,9 @@ class Stepping:
         self.device = how.device
         self.tokens = tokens
         self.loss: Tensor | None = None
+        self._captured: Callable[[Tensor], Tensor] | None = None
+        if variant.endswith(CAPTURED):
+            self._captured = fullshard.capture(self._whole)
 
     def step(self) -> dict[str, float]:
         if self.device.type == "cuda":
@@ -69,12 +73,24 @@ class Stepping:
             "host": host,
         }
 
+    def _whole(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
     def _compute(self) -> None:
+        if self._captured is not None:
+            self.loss = self._captured(self.tokens)
+            return
         loss = self.model(self.tokens)
         loss.backward()
         self.loss = loss.detach()
 
     def _update(self) -> None:
+        if self._captured is not None:
+            return
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -28,6 +28,9 @@ BY_UNIT = "fullshard fully_shard, by_unit"
 BF16_WIRE = "fullshard fully_shard, bf16 wire"
 """As `OURS`, with gradients that travel in bf16 and are added up in float32."""
 
+CAPTURED = ", captured"
+"""Ends the name of a variant whose whole step is replayed as a CUDA graph."""
+
 SHARDED = (TORCH_FSDP2, TORCH_FSDP1, OURS, WRAPPER, FLAT_WRAPPER)
 BASE = TORCH_FSDP2
 """What ratios are relative to."""
@@ -54,14 +57,14 @@ def optimizer_for(variant: str, model: nn.Module, learning_rate: float) -> torch
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, fused=True
     )
-    if variant == BY_UNIT:
+    if variant.removesuffix(CAPTURED) == BY_UNIT:
         optimizer = fullshard.by_unit(optimizer)
     return optimizer
 
 
 def shard(variant: str, model: nn.Module, how: Sharding) -> nn.Module:
     """Shard `model` in the way that `variant` names; what is called in its place is returned."""
-    return _WAYS[variant](model, how)
+    return _WAYS[variant.removesuffix(CAPTURED)](model, how)
 
 
 def _fully_sharded(

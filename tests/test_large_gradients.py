@@ -161,6 +161,7 @@ def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
     with (
         patch("fullshard.runtime.build.device_for", Ordered),
         patch("fullshard.unit.reduce_scatter.SMALLEST_PIECE_PART_BYTES", 256),
+        patch("fullshard.unit.reduce_scatter.NUM_PIECES", 5),
         watched_reduces() as calls,
     ):
         assert_same_training(build, shard, training, oracle=torchs, rtol=0.0, atol=0.0)

@@ -158,7 +158,8 @@ def messages_apart() -> Iterator[None]:
 @contextmanager
 def small_pieces() -> Iterator[None]:
     """A message of several parameters is reduced by pieces."""
-    with patch("fullshard.unit.reduce_scatter.SMALLEST_PIECE_PART_BYTES", 64):
+    module = "fullshard.unit.reduce_scatter"
+    with patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 64), patch(f"{module}.NUM_PIECES", 5):
         yield
 
 
@@ -249,12 +250,6 @@ def by_pieces(order: StreamOrder) -> None:
 def computed_in_bfloat16_by_pieces(order: StreamOrder) -> None:
     with small_pieces():
         train(sharded(policy=BF16_COMPUTE))
-
-
-@scenario(2)
-def sent_in_bfloat16_by_pieces(order: StreamOrder) -> None:
-    with small_pieces():
-        train(sharded(policy=BF16_SENT))
 
 
 @scenario(2, 1)

@@ -222,6 +222,8 @@ def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, v
     [
         ({("sharding", "precision"): "fp16", ("run", "device"): "cpu"}, "fp16 needs a GPU"),
         ({("sharding", "strategy"): "none", ("sharding", "offload"): True}, "--offload"),
+        ({("run", "capture"): "on", ("run", "device"): "cpu"}, "parameters on a GPU"),
+        ({("run", "capture"): "on", ("sharding", "offload"): True}, "found sharding.offload"),
         ({("sharding", "mesh"): "2x4", ("run", "ranks"): 3}, "8 ranks in 2x4"),
         ({("run", "trace_step"): 201}, "one of 200 steps"),
         ({("run", "resume"): True}, "name it with run.out (--out)"),

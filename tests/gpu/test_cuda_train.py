@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,20 @@ VARIANTS = {
     "recomputed": {"sharding": {"precision": "float32", "activation_checkpointing": True}},
     "accumulated": {"optimizer": {"accumulate": 2, "batch": 2}},
     "compiled": {"sharding": {"precision": "float32", "compile": True}},
+    "captured": {"run": {"capture": "on"}},
+    "captured-wrapper": {
+        "sharding": {"precision": "float32", "api": "wrapper"},
+        "optimizer": {"accumulate": 2, "batch": 2},
+        "run": {"capture": "on"},
+    },
+    "captured-compiled": {
+        "sharding": {"precision": "float32", "compile": True},
+        "run": {"capture": "on"},
+    },
     "offloaded": {"sharding": {"precision": "float32", "api": "wrapper", "offload": True}},
 }
 LOWER = {
+    "captured fp16": {"sharding": {"precision": "fp16"}, "run": {"capture": "on"}},
     "bf16": {"sharding": {"precision": "bf16"}},
     "fp16": {"sharding": {"precision": "fp16"}},
     "bf16 wrapper": {"sharding": {"precision": "bf16-reduce", "api": "wrapper"}},
@@ -64,7 +76,7 @@ def test_doors_and_precisions_train_alike(rank: Rank, tmp_path: Path) -> None:
     assert expected[-1] < expected[0] - 0.5
     for name, changes in VARIANTS.items():
         with warnings.catch_warnings():
-            if name == "compiled":
+            if "compiled" in name:
                 warnings.simplefilter("ignore")  # torch's compiler has advice of its own
             found = trained(rank, configured(tmp_path, name, **changes))
         assert found == pytest.approx(expected, rel=2e-3), name
@@ -80,6 +92,18 @@ def test_a_run_resumes_where_it_was(rank: Rank, tmp_path: Path) -> None:
     trained(rank, configured(tmp_path, "parts", optimizer=steady | {"steps": 3}))
     rest = configured(tmp_path, "parts", optimizer=steady, run={"resume": True})
     assert trained(rank, rest) == pytest.approx(whole, rel=1e-4)
+
+
+@on_ranks(2, backend="nccl")
+def test_a_captured_run_resumes_where_it_was(rank: Rank, tmp_path: Path) -> None:
+    captured = {"capture": "on", "save_every": 4}
+    given = {"steps": 12, "lr_end": 1.0}
+    whole = trained(rank, configured(tmp_path, "whole", optimizer=given, run=captured))
+    trained(rank, configured(tmp_path, "parts", optimizer=given | {"steps": 7}, run=captured))
+    rest = configured(tmp_path, "parts", optimizer=given, run=captured | {"resume": True})
+    assert trained(rank, rest) == pytest.approx(whole, rel=1e-4)
+    exposed = [step.exposed_s for step in read_record(Path(rest.run.out)).metrics]
+    assert [math.isnan(each) for each in exposed] == 4 * [False] + 3 * [True] + 4 * [False] + [True]
 
 
 def overlaps(a: Span, b: Span) -> bool:

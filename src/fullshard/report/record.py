@@ -24,7 +24,7 @@ class StepMetrics:
 
     `memory_bytes` is the peak memory of any rank so far: allocated device memory, or the resident
     memory of the process on a CPU. `exposed_s` is the longest time that compute waited for
-    communication on any rank.
+    communication on any rank; NaN for a step that was replayed as a CUDA graph.
     """
 
     step: int

@@ -20,6 +20,7 @@ STRATEGIES = ("full", "grad-op", "none")
 PRECISIONS = ("auto", "float32", "bf16", "bf16-reduce", "fp16")
 TOKENIZERS = ("auto", "bytes", "model")
 DEVICES = ("auto", "cpu", "cuda")
+CAPTURES = ("auto", "on", "off")
 
 _MESH = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 
@@ -148,6 +149,11 @@ class RunSection:
     resume: bool = _key(False, "Resume from the newest checkpoint of the folder.")
     ranks: int = _key(0, "Processes on this machine; 0: one per GPU, or 2 on a CPU.", _NATURAL)
     device: str = _key("auto", "Device to train on.", choices=DEVICES)
+    capture: str = _key(
+        "auto",
+        "Replay whole steps as CUDA graphs; auto does if the GPU waits for the host.",
+        choices=CAPTURES,
+    )
     port: int = _key(0, "Port of the rendezvous; 0: a free one.", _PORT)
     max_restarts: int = _key(2, "How often the ranks are restarted after one has died.", _NATURAL)
     seed: int = _key(0, "Seed of the initial weights and the order of the data.", _NATURAL)
@@ -333,6 +339,13 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield (
             f"{named('sharding', 'precision')}: fp16 needs a GPU, found "
             f"{named('run', 'device')} 'cpu'; choose bf16 or float32."
+        )
+    if run.capture == "on" and (run.device == "cpu" or sharding.offload):
+        other = ("sharding", "offload") if sharding.offload else ("run", "device")
+        yield (
+            f"{named('run', 'capture')}: parameters on a GPU are expected, found "
+            f"{named(*other)} {'true' if sharding.offload else repr(run.device)}; choose auto or "
+            "off."
         )
     if sharding.strategy == "none" and sharding.offload:
         yield (

@@ -100,10 +100,11 @@ class _LiveLines:
 def step_line(metrics: StepMetrics) -> str:
     """Format the metrics of a step as one line."""
     share = metrics.exposed_s / metrics.step_s if metrics.step_s else 0.0
+    # In a replayed step nobody sees compute wait.
+    exposed = "captured" if math.isnan(share) else f"exposed {share:.0%}"
     return (
         f"loss {metrics.loss:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  "
-        f"{metrics.step_s:.2f} s/step  {metrics.memory_bytes / 2**30:.2f} GiB  "
-        f"exposed {share:.0%}"
+        f"{metrics.step_s:.2f} s/step  {metrics.memory_bytes / 2**30:.2f} GiB  {exposed}"
     )
 
 

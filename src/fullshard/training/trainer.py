@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.captured_step import CapturedStep, capture
 from fullshard.comm.placement import full_tensor
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
@@ -38,6 +40,10 @@ from fullshard.training.world import World
 
 # Steps before the traced one: by then the execution order is known and caches are warm.
 _STEPS_BEFORE_TRACE = 8
+# Steps after which it is decided whether to capture the others, and the share of a step's time in
+# which the host must have been busy.
+_STEPS_BEFORE_CAPTURE = 5
+_HOST_BOUND = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,12 @@ class Trainer:
             self._scaler = ShardedGradScaler(device=world.device.type)
         self.step = 0
         self._saved_step = 0
+        self._num_run = 0
+        is_possible = world.device.type == "cuda" and not config.sharding.offload
+        self._may_capture = is_possible and config.run.capture != "off"
+        self._captured: CapturedStep[Any, torch.Tensor] | None = None
+        if config.run.capture == "on":
+            self._captured = capture(self._update)
 
     # State
 
@@ -120,6 +132,7 @@ class Trainer:
                 display.show(metrics)
                 if log is not None:
                     log.add(metrics)
+                self._decide_on_capture(meter.host_share)
             return must_stop
 
         self._parts.model.train()
@@ -127,7 +140,7 @@ class Trainer:
             while self.step < num_steps:
                 is_traced = self.step + 1 == traced_step
                 with self._traced(is_traced):
-                    pending.append(self._one_step(meter, stop))
+                    pending.append(self._one_step(meter, stop, is_traced=is_traced))
                 is_save_due = self._is_save_due()
                 must_stop = finish(0 if is_save_due or is_traced else meter.max_pending)
                 if must_stop:
@@ -144,17 +157,48 @@ class Trainer:
         every = self._config.run.save_every
         return bool(every) and self.step % every == 0 and self.step < self._config.optimizer.steps
 
-    def _one_step(self, meter: Meter, stop: StopRequest) -> PendingStep:
-        section = self._config.optimizer
-        optimizer, batches, scaler = self._parts.optimizer, self._parts.batches, self._scaler
-        lr = learning_rate(self.step, section)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        total, tokens = torch.zeros((), device=self._world.device), 0
-        for _ in range(section.accumulate):
-            inputs, targets = batches.next()
-            tokens += targets.numel()
-            loss = self._loss(inputs, targets) / section.accumulate
+    def _one_step(self, meter: Meter, stop: StopRequest, *, is_traced: bool) -> PendingStep:
+        start = time.perf_counter()
+        lr = learning_rate(self.step, self._config.optimizer)
+        self._set_learning_rate(lr)
+        tensors: list[torch.Tensor] = []
+        for _ in range(self._config.optimizer.accumulate):
+            tensors += self._parts.batches.next()
+        tokens = sum(targets.numel() for targets in tensors[1::2])
+        device = self._world.device
+        if device.type != "cpu":
+            tensors = [each.pin_memory().to(device, non_blocking=True) for each in tensors]
+        captured = None if is_traced else self._captured
+        num_graphs = 0 if captured is None else captured.num_graphs
+        loss_and_norm = (captured or self._update)(*tensors)
+        self.step += 1
+        return meter.start(
+            self.step,
+            lr,
+            tokens,
+            loss_and_norm,
+            must_stop=stop.is_requested,
+            host_s=time.perf_counter() - start,
+            is_replayed=num_graphs > 0,
+        )
+
+    def _set_learning_rate(self, lr: float) -> None:
+        for group in self._parts.optimizer.param_groups:
+            group["capturable"] = self._may_capture
+            rate = group["lr"]
+            if not self._may_capture:
+                group["lr"] = lr
+            elif isinstance(rate, torch.Tensor) and rate.is_cuda:
+                rate.fill_(lr)
+            else:
+                group["lr"] = torch.tensor(lr, device=self._world.device)
+
+    def _update(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Train on micro-batches of inputs and targets; return the loss and the gradient norm."""
+        optimizer, scaler = self._parts.optimizer, self._scaler
+        total = torch.zeros((), device=self._world.device)
+        for inputs, targets in zip(tensors[::2], tensors[1::2], strict=True):
+            loss = self._loss(inputs, targets) / self._config.optimizer.accumulate
             (loss if scaler is None else scaler.scale(loss)).backward()
             total += loss.detach()
         with seam.doing(Activity.OPTIMIZER, "optimizer"):
@@ -167,16 +211,18 @@ class Trainer:
             else:
                 optimizer.step()
             optimizer.zero_grad()
-        self.step += 1
-        return meter.start(self.step, lr, tokens, total, norm, must_stop=stop.is_requested)
+        return torch.stack([total.double(), norm.detach().double()])
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        device = self._world.device
-        if device.type != "cpu":
-            inputs, targets = (each.pin_memory() for each in (inputs, targets))
-        inputs, targets = (each.to(device, non_blocking=True) for each in (inputs, targets))
         logits = self._parts.architecture.logits(self._parts.model, inputs)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def _decide_on_capture(self, host_share: float) -> None:
+        """After a few eager steps, capture the others if the device waited for the host."""
+        self._num_run += 1
+        is_time = self._num_run == _STEPS_BEFORE_CAPTURE and self._captured is None
+        if is_time and self._may_capture and host_share > _HOST_BOUND:
+            self._captured = capture(self._update, warmup=1, fallback=True)
 
     def _clip_grad_norm(self) -> torch.Tensor:
         """Clip the gradients and return their norm before clipping."""
@@ -223,7 +269,11 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step of this rank that may still be running on its device."""
+    """A step of this rank that may still be running on its device.
+
+    `waits` are those of compute for communication; None if nobody saw them. `host_s` is how long
+    the host was busy with it.
+    """
 
     step: int
     lr: float
@@ -231,7 +281,8 @@ class PendingStep:
     loss_and_norm: torch.Tensor
     start: Any
     end: Any
-    waits: list[tuple[Any, Any]]
+    waits: list[tuple[Any, Any]] | None
+    host_s: float
     must_stop: bool
 
 
@@ -239,6 +290,7 @@ class Meter:
     """Measures the steps of this rank, and combines them with those of the other ranks.
 
     On a device with streams, a step is read while the next one runs, so that no stream waits.
+    `host_share` is the share of the last step that was read in which the busiest host was busy.
     """
 
     def __init__(self, world: World) -> None:
@@ -247,6 +299,7 @@ class Meter:
         self._clock = Clock(world.device)
         self.exposure = Exposure(self._clock)
         self._end = self._clock.stamp()
+        self.host_share = 0.0
 
     @property
     def max_pending(self) -> int:
@@ -258,30 +311,34 @@ class Meter:
         step: int,
         lr: float,
         tokens: int,
-        loss: torch.Tensor,
-        norm: torch.Tensor,
+        both: torch.Tensor,
         *,
         must_stop: bool,
+        host_s: float,
+        is_replayed: bool,
     ) -> PendingStep:
-        """Start reading the metrics of a step that has been issued."""
-        both = torch.stack([loss.detach().double(), norm.detach().double()])
+        """Start reading the loss and the norm, and the times, of a step that has been issued."""
         if self._device.type != "cpu":
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             both = host.copy_(both, non_blocking=True)
         start, self._end = self._end, self._clock.stamp()
-        waits = self.exposure.taken()
-        return PendingStep(step, lr, tokens, both, start, self._end, waits, must_stop)
+        taken = self.exposure.taken()
+        waits = None if is_replayed else taken
+        return PendingStep(step, lr, tokens, both, start, self._end, waits, host_s, must_stop)
 
     def finish(self, pending: PendingStep) -> tuple[StepMetrics, bool]:
         """Return the metrics of a step over all ranks, and whether any of them must stop."""
         if self._device.type != "cpu":
             pending.end.synchronize()
         step_s = self._clock.between(pending.start, pending.end)
-        exposed_s = sum(self._clock.between(*wait) for wait in pending.waits)
+        exposed_s = math.nan
+        if pending.waits is not None:
+            exposed_s = sum(self._clock.between(*wait) for wait in pending.waits)
         loss, norm = pending.loss_and_norm.tolist()
-        own = [loss, norm, step_s, exposed_s, self._memory(), pending.must_stop]
+        own = [loss, norm, step_s, exposed_s, self._memory(), pending.host_s, pending.must_stop]
         columns = zip(*self._world.all_gather(own), strict=True)
-        losses, norms, steps_s, waits_s, memory, must_stop = columns
+        losses, norms, steps_s, waits_s, memory, hosts_s, must_stop = columns
+        self.host_share = max(hosts_s) / max(steps_s)
         metrics = StepMetrics(
             step=pending.step,
             loss=sum(losses) / len(losses),

@@ -58,8 +58,9 @@ LARGE_BYTES = 128 << 20
 LARGE_PART_BYTES = 2 << 20
 PIECE_BYTES = 64 << 20
 # The gradients of other parameters are copied into their bucket by about so many pieces, if each
-# rank's part of a piece is large enough (rule 9).
-NUM_PIECES = 5
+# rank's part of a piece is large enough (rule 9). On NCCL two took as long as one, and five longer
+# (benchmarks/bench_gpu.py ranks). What travels in a narrow dtype is small already.
+NUM_PIECES = 2
 SMALLEST_PIECE_PART_BYTES = 1 << 20
 
 
@@ -278,7 +279,7 @@ class GradLane:
         smallest_numel = SMALLEST_PIECE_PART_BYTES // lane.dtypes.wire.itemsize
         for whole in lane.buckets:
             pieces = [whole]
-            if is_cut and whole.kind is BucketKind.SPLIT:
+            if is_cut and whole.kind is BucketKind.SPLIT and not lane.dtypes.sums_on_arrival:
                 piece_numel = max(whole.segment_numel // NUM_PIECES, smallest_numel)
                 pieces = list(whole.cut(piece_numel, lane.dtypes.alignment_numel))
             for piece in pieces:
