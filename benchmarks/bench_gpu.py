@@ -10,10 +10,12 @@ Four modes, each a command of its own:
     python benchmarks/bench_gpu.py narrow    48 blocks of width 512 in a played world of 8: bound
                                              by the host; and whole steps as CUDA graphs
 
-The unsharded model is the floor: it keeps its parameters and moments in bf16, the sharded ones keep
-float32 and cast. Variants are interleaved, except for `played`, where each runs in a process of its
-own so that its memory is its own. Before times are taken, losses are compared: of the variants
-themselves in `world1` and `ranks`, of a small model on one rank in `played` and `narrow`.
+The unsharded model keeps its parameters and moments in bf16, the sharded ones keep float32 and
+cast. `world1` has two unsharded ones that do as well, and the floor: the first one's time and that
+of moving the bytes which float32 parameters cost over bf16 ones, at the speed of a copy. Variants
+are interleaved, except for `played`, where each runs in a process of its own so that its memory is
+its own. Before times are taken, losses are compared: of the variants themselves in `world1` and
+`ranks`, of a small model on one rank in `played` and `narrow`.
 
 `--device cpu --tiny` goes through the same code with gloo and a tiny model.
 """
@@ -26,6 +28,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,15 +47,18 @@ from measuring import (
     medians,
     parser_for,
     result_for,
+    synchronize,
     undisturbed,
     without_known_warnings,
 )
 from stepping import Stepping, Task
 from variants import (
+    AUTOCAST,
     BASE,
     BF16_WIRE,
     BY_UNIT,
     CAPTURED,
+    MASTER,
     OURS,
     TORCH_FSDP1,
     TORCH_FSDP2,
@@ -112,12 +118,39 @@ def timed_together(made: dict[str, Stepping], task: Task) -> dict[str, dict[str,
 def run_world1(options: argparse.Namespace, result: Result) -> None:
     task = options.task
     with one_rank(options.device) as rank:
-        made = {name: task.stepping(name, rank) for name in [UNSHARDED, *variants()]}
+        names = [UNSHARDED, AUTOCAST, MASTER, *variants()]
+        made = {name: task.stepping(name, rank) for name in names}
         losses = {name: stepping.losses(2) for name, stepping in made.items()}
         check_losses(losses, rtol=2e-2)
+        num_params = sum(param.numel() for param in made[UNSHARDED].model.parameters())
         times = timed_together(made, task)
+        moved_s = num_params * MOVED_BYTES / copy_bytes_per_s(options.device)
     result.details["losses"] = losses
-    result.add(Table("One rank: milliseconds", TIME_COLUMNS, time_rows(times)))
+    rows = time_rows(times)
+    floor, base = times[UNSHARDED]["step"] + moved_s, times[BASE]["step"]
+    over = floor / times[UNSHARDED]["step"]
+    rows.append(["floor", floor * 1e3, None, None, None, over, floor / base])
+    result.add(Table("One rank: milliseconds", TIME_COLUMNS, rows))
+
+
+# What float32 parameters cost over bf16 ones, in bytes for each: cast for forward, gradients cast
+# to float32, and an optimizer that reads four and writes three numbers of twice the size.
+MOVED_BYTES = (4 + 2) + (2 + 4) + 7 * 2
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    """How fast memory is read and written, by a copy."""
+    source = torch.empty(2**30 if device.type == "cuda" else 2**20, dtype=torch.uint8).to(device)
+    target = torch.empty_like(source)
+
+    def copied() -> dict[str, float]:
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        return {"seconds": time.perf_counter() - start}
+
+    return 2 * source.numel() / medians([copied() for _ in range(9)])["seconds"]
 
 
 def run_narrow(options: argparse.Namespace, result: Result) -> None:

@@ -16,6 +16,8 @@ import fullshard
 from fullshard import wrap as own_wrap
 
 UNSHARDED = "unsharded"
+AUTOCAST = "unsharded, float32 under autocast"
+MASTER = "unsharded, bf16 with float32 master weights"
 TORCH_FSDP2 = "torch fully_shard"
 TORCH_FSDP1 = "torch wrapper"
 OURS = "fullshard fully_shard"
@@ -52,11 +54,35 @@ class Sharding:
         return {"param_dtype": self.dtype, "reduce_dtype": torch.float32}
 
 
+class MasterWeights(torch.optim.AdamW):
+    """Fused AdamW over float32 copies of a model's bf16 parameters, which follow them."""
+
+    def __init__(self, model: nn.Module, learning_rate: float) -> None:
+        self._held = list(model.parameters())
+        masters = [nn.Parameter(param.detach().float()) for param in self._held]
+        super().__init__(masters, lr=learning_rate, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        masters = self.param_groups[0]["params"]
+        for master, param in zip(masters, self._held, strict=True):
+            master.grad = param.grad.float()
+        super().step()
+        torch._foreach_copy_(self._held, masters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for param in self._held:
+            param.grad = None
+
+
 def optimizer_for(variant: str, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """Fused AdamW over what the library hands out as parameters."""
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, fused=True
     )
+    if variant == MASTER:
+        return MasterWeights(model, learning_rate)
     if variant.removesuffix(CAPTURED) == BY_UNIT:
         optimizer = fullshard.by_unit(optimizer)
     return optimizer
@@ -102,8 +128,22 @@ def _unsharded(model: nn.Module, how: Sharding) -> nn.Module:
     return model.to(how.dtype)
 
 
+def _autocast(model: nn.Module, how: Sharding) -> nn.Module:
+    """The model in float32, computed in the dtype of the others by `torch.autocast`."""
+    forward = model.forward
+
+    def cast_forward(*args: Any) -> Any:
+        with torch.autocast(how.device.type, how.dtype):
+            return forward(*args)
+
+    model.forward = cast_forward
+    return model
+
+
 _WAYS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
     UNSHARDED: _unsharded,
+    AUTOCAST: _autocast,
+    MASTER: _unsharded,
     TORCH_FSDP2: _fully_sharded(torch_fsdp),
     TORCH_FSDP1: _wrapped(torch_fsdp, torch_wrap, use_orig_params=True),
     OURS: _fully_sharded(fullshard),
