@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import DisagreementError, MixedPrecisionPolicy, fully_shard
 from fullshard.testing import Rank, pool
 
-WIDTH = 6
+WIDTH = 8
 LIMIT_S = 30.0  # of which starting the ranks and a loaded machine take the most
 
 
@@ -52,9 +52,10 @@ class Model(nn.Module):
 Change = Callable[[Model, DeviceMesh], None]
 
 
-def shard_all(model: Model, mesh: DeviceMesh, **settings: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **settings)
+def shard_all(model: Model, mesh: DeviceMesh, but: int | None = None, **settings: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        if index != but:
+            fully_shard(block, mesh=mesh, **settings)
     fully_shard(model, mesh=mesh, **settings)
 
 
@@ -100,6 +101,13 @@ def other_policy(model: Model, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
+def other_buckets(model: Model, mesh: DeviceMesh) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("FULLSHARD_OWN_BUCKET_MB", "0")
+        fully_shard(model.blocks[1], mesh=mesh)
+    shard_all(model, mesh, but=1)
+
+
 def other_order(model: Model, mesh: DeviceMesh) -> None:
     model.order = [0, 2, 1]
     shard_all(model, mesh)
@@ -134,7 +142,7 @@ CHANGES: dict[str, Change] = {
     change.__name__: change
     for change in (
         fewer_units, one_unit_less_at_the_end, other_shape, other_dtype, frozen_here, other_name,
-        other_policy, other_order, shorter_way, longer_way, fails_in_a_block,
+        other_policy, other_buckets, other_order, shorter_way, longer_way, fails_in_a_block,
         fails_in_the_last_block, fails_in_the_root,
     )
 }  # fmt: skip
@@ -186,6 +194,7 @@ def everyone(
         ("frozen_here", "blocks.1"),
         ("other_name", "blocks.1"),
         ("other_policy", "blocks.1"),
+        ("other_buckets", "blocks.1"),
         ("other_order", "blocks.2"),
         ("shorter_way", "blocks.2"),
         ("longer_way", "blocks.0"),

@@ -530,7 +530,8 @@ class Unit:
             for p in self.params
         )
         precision = "" if self.policy == MixedPrecisionPolicy() else f" in {self.policy}"
-        return f"[{held}] over {self.mesh_info!r}{precision}"
+        num_buckets = sum(len(lane.buckets) for lane in self.layout.lanes)
+        return f"[{held}] over {self.mesh_info!r}{precision} in {num_buckets} buckets"
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.params)} parameters, {type(self.state).__name__})"
