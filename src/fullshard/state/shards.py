@@ -38,7 +38,7 @@ from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.comm.placement import full_tensor
 from fullshard.errors import CheckpointError, DisagreementError, FullshardError
 from fullshard.layout.split import Box, boxes_of_range, row_chunks, slices
-from fullshard.runtime.hooks import ModuleHooks, hooks_of, hooks_of_unit
+from fullshard.runtime.hooks import ModuleHooks, hooks_below, hooks_of, hooks_of_unit
 from fullshard.runtime.names import clean_name
 from fullshard.unit.flat_param import FlatParamHolder, FlatSlice, flat_name
 from fullshard.unit.param import ParamLocation
@@ -236,8 +236,7 @@ def tensor_shards(model: nn.Module) -> list[TensorShard]:
 
     Gathered parameters are resharded first.
     """
-    all_hooks = (hooks_of(module) for module in model.modules())
-    for hooks in dict.fromkeys(hooks for hooks in all_hooks if hooks is not None):
+    for hooks in hooks_below(model):
         hooks.require_not_computing("save or load")
         for unit in hooks.units:
             unit.reshard_now()
