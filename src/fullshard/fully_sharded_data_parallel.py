@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from fullshard.api import (
     own_precision,
     own_value,
 )
-from fullshard.comm.mesh import MeshInfo, device_of, mesh_info_for_strategy
+from fullshard.comm.mesh import MeshInfo, current_device, mesh_info_for_strategy
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, MisuseError
 from fullshard.framework_attributes import TrainingState, WrapperAttributes, training_state_of
 from fullshard.fully_shard import settings_scope
@@ -408,8 +408,7 @@ def _checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> Sha
                 f"{name}: one of {[str(each) for each in kind]} is expected, found {given!r}; "
                 f"import {kind.__name__} from fullshard."
             )
-    chosen: ShardingStrategy = strategy
-    return chosen
+    return cast(ShardingStrategy, strategy)
 
 
 def _ignored(
@@ -461,9 +460,10 @@ def _compute_device(
             )
         return torch.device(accelerator.type, device_id)
     if device_id is not None:
-        return _indexed(torch.device(device_id))
+        given = torch.device(device_id)
+        return current_device(given.type) if given.index is None else given
     if isinstance(device_mesh, DeviceMesh):
-        return device_of(device_mesh)
+        return current_device(device_mesh.device_type)
     for param in module.parameters():
         if param.device.type not in ("cpu", "meta"):
             return param.device
@@ -472,15 +472,8 @@ def _compute_device(
     types = {device.type for device in devices_of(group)} if group is not None else set()
     # A group that is written in Python does not tell.
     if accelerator is not None and (accelerator.type in types or (group and not types)):
-        return _indexed(accelerator)
+        return current_device(accelerator.type)
     return torch.device("cpu")
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """The device with its number: the current one, unless one is given."""
-    if device.type == "cpu" or ":" in str(device):
-        return device
-    return torch.device(device.type, torch.get_device_module(device.type).current_device())
 
 
 # Wrapping by a policy
