@@ -559,8 +559,6 @@ def _materialize(
     ignored: Collection[nn.Parameter],
 ) -> None:
     """Give what is on meta memory and values; parameters that were tied stay tied."""
-    if not any(_meta_states(inner, ignored) for inner in own):
-        return
     ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for inner in own:
         for name, param in inner._parameters.items():
