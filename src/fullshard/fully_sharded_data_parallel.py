@@ -13,26 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard import api
 from fullshard._torch import broadcast_coalesced, devices_of
+from fullshard.api import *  # noqa: F403
 from fullshard.api import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
     own_precision,
     own_value,
 )
@@ -61,27 +52,13 @@ from fullshard.unit.settings import UnitSettings
 from fullshard.wrap import Chosen, CustomPolicy, ModuleWrapPolicy, choose, wrap_chosen
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
     "CustomPolicy",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "ModuleWrapPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "TrainingState",
 ]
+__all__ += api.__all__
 
 
 class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
@@ -346,18 +323,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
     summon_full_params = staticmethod(summon.summon_full_params)
     set_state_dict_type = staticmethod(module_state.set_settings)
     get_state_dict_type = staticmethod(module_state.settings_of)
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """Choose what state dicts hold inside a scope."""
-        return module_state.settings_scope(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
+    state_dict_type = staticmethod(module_state.settings_scope)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As of any module, but what does not fit is refused before anything is written."""

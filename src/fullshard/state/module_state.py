@@ -145,11 +145,16 @@ def set_settings(
 
 
 @contextmanager
-def settings_scope(module: nn.Module, *given: Any) -> Iterator[None]:
+def settings_scope(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
     """Change the settings inside a scope; each wrapper gets its own ones back at the end."""
     before = [(wrapper, own_settings(wrapper)) for wrapper in wrappers_of(module)]
     try:
-        set_settings(module, *given)
+        set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
         yield
     finally:
         for wrapper, settings in before:
