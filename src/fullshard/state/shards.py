@@ -37,11 +37,11 @@ from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.comm.placement import full_tensor
 from fullshard.errors import CheckpointError, DisagreementError, FullshardError
+from fullshard.layout.plan import Slot
 from fullshard.layout.split import Box, boxes_of_range, row_chunks, slices
 from fullshard.runtime.hooks import ModuleHooks, hooks_below, hooks_of, hooks_of_unit
 from fullshard.runtime.names import clean_name
 from fullshard.unit.flat_param import FlatParamHolder, FlatSlice, flat_name
-from fullshard.unit.param import ParamLocation
 from fullshard.unit.unit import Unit
 
 _T = TypeVar("_T")
@@ -128,19 +128,15 @@ class FlatShard(TensorShard):
 
     Attributes:
         lane: The lane that the parameter belongs to.
-        locations: The modules that use the parameter.
-        index: The position among the parameters of the wrapper.
-        start: Where the parameter begins in the gathered lane.
+        param: The parameter as its unit knows it.
+        slot: Where it lies in the bucket of the lane.
         elements: The elements of the flattened parameter that this rank holds.
-        offset: Where those begin in the shard buffer of the lane.
     """
 
     lane: FlatLane
-    locations: Sequence[ParamLocation]
-    index: int
-    start: int
+    param: FlatSlice
+    slot: Slot
     elements: range
-    offset: int
 
     @property
     def is_writer(self) -> bool:
@@ -159,11 +155,12 @@ class FlatShard(TensorShard):
 
     def view_of(self, full: torch.Tensor) -> torch.Tensor:
         """The parameter in its shape, as a view of the gathered lane."""
-        return full[self.start : self.start + self.shape.numel()].view(self.shape)
+        return full[self.slot.offset : self.slot.offset + self.slot.numel].view(self.shape)
 
     def slice_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """This rank's elements, as a view of a tensor arranged like the shard buffer."""
-        return buffer[self.offset : self.offset + len(self.elements)]
+        begin = self.lane.bucket.shard_offset(self.slot, self.lane.mesh_info.shard.rank)
+        return buffer[begin : begin + len(self.elements)]
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor that has the parameter's shape."""
@@ -192,26 +189,17 @@ class FlatLane:
         holders = [] if unit.flat is None else unit.flat.holders
         self.holder: FlatParamHolder | None = holders[index] if holders else None
         self.is_flat = self.holder is not None
-        (bucket,) = unit.layout.lanes[index].buckets
-        self.numel: int = max((slot.offset + slot.numel for slot in bucket.slots), default=0)
-        self.shard_numel: int = bucket.segment_numel
+        (self.bucket,) = unit.layout.lanes[index].buckets
+        slots = self.bucket.slots
+        self.numel: int = max((slot.offset + slot.numel for slot in slots), default=0)
+        self.shard_numel: int = self.bucket.segment_numel
         self.shards: list[FlatShard] = []
-        rank = self.mesh_info.shard.rank
-        for slot in bucket.slots:
+        for slot in slots:
             param = unit.params[slot.param_index]
             assert isinstance(param, FlatSlice)
-            shard = FlatShard(
-                names=(),  # `lanes_of` knows the model
-                tensor=param.param,
-                shape=param.shape,
-                lane=self,
-                locations=param.locations,
-                index=slot.param_index,
-                start=slot.offset,
-                elements=param.split.elements(rank),
-                offset=bucket.shard_offset(slot, rank),
-            )
-            self.shards.append(shard)
+            own = param.split.elements(self.mesh_info.shard.rank)
+            # `lanes_of`, which knows the model, adds the names.
+            self.shards.append(FlatShard((), param.param, param.shape, self, param, slot, own))
 
     def shard_buffer(self) -> torch.Tensor:
         """This rank's values: the memory that is trained."""
@@ -270,8 +258,9 @@ def walk(model: nn.Module, lanes: Sequence[FlatLane]) -> Iterator[tuple[str, Nam
     shards_at: dict[nn.Module, dict[str, FlatShard]] = {}
     for lane in lanes:
         lanes_at.setdefault(lane.wrapper, []).append(lane)
-    for shard in sorted((s for lane in lanes for s in lane.shards), key=lambda s: s.index):
-        for place in shard.locations:
+    shards = (shard for lane in lanes for shard in lane.shards)
+    for shard in sorted(shards, key=lambda shard: shard.slot.param_index):
+        for place in shard.param.locations:
             shards_at.setdefault(place.module, {})[place.name] = shard
     flat_params = {lane.holder.param for lane in lanes if lane.holder is not None}
     for path, module in model.named_modules(remove_duplicate=False):
