@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard._torch import (
     RemoteDevice,
@@ -35,10 +35,10 @@ from fullshard._torch import (
 )
 from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis, MeshInfo
-from fullshard.comm.placement import full_tensor
+from fullshard.comm.placement import as_dtensor, full_tensor, place
 from fullshard.errors import CheckpointError, DisagreementError, FullshardError
 from fullshard.layout.plan import Slot
-from fullshard.layout.split import Box, boxes_of_range, row_chunks, slices
+from fullshard.layout.split import Box, Split, boxes_of_range, row_chunks, slices
 from fullshard.runtime.hooks import ModuleHooks, hooks_below, hooks_of, hooks_of_unit
 from fullshard.runtime.names import clean_name
 from fullshard.unit.flat_param import FlatParamHolder, FlatSlice, flat_name
@@ -260,8 +260,8 @@ def walk(model: nn.Module, lanes: Sequence[FlatLane]) -> Iterator[tuple[str, Nam
         lanes_at.setdefault(lane.wrapper, []).append(lane)
     shards = (shard for lane in lanes for shard in lane.shards)
     for shard in sorted(shards, key=lambda shard: shard.slot.param_index):
-        for place in shard.param.locations:
-            shards_at.setdefault(place.module, {})[place.name] = shard
+        for location in shard.param.locations:
+            shards_at.setdefault(location.module, {})[location.name] = shard
     flat_params = {lane.holder.param for lane in lanes if lane.holder is not None}
     for path, module in model.named_modules(remove_duplicate=False):
         before = clean_name(f"{path}.") if path else ""
@@ -405,23 +405,11 @@ class StateForm:
         if not self.is_sharded or not lane.is_sharded or full.dim() == 0:
             return _compact(full, device)
         axis = lane.mesh_info.shard
-        boxes = row_chunks(full.shape, axis.size)
-        own = boxes[axis.rank] if axis.rank < len(boxes) else Box((full.size(0),), (0,))
-        local = full[own.offsets[0] : own.offsets[0] + own.sizes[0]]
+        rows = Split(tuple(full.shape), 0, axis.size).rows(axis.rank)
+        local = _compact(full[rows.start : rows.stop], device)
         if not self.use_dtensor:
-            return sharded_tensor(_compact(local, device), boxes, full.shape, axis)
-        mesh = lane.mesh_info.mesh
-        placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        made = DTensor.from_local(
-            _compact(local, full.device),
-            mesh,
-            placements,
-            run_check=False,
-            shape=full.shape,
-            stride=full.contiguous().stride(),
-        )
-        # Afterwards: from_local moves its argument to the mesh's device.
-        return made.cpu() if self.to_cpu else made
+            return sharded_tensor(local, row_chunks(full.shape, axis.size), full.shape, axis)
+        return as_dtensor(local, place("", full, 0, lane.mesh_info).shard_spec)
 
 
 def _compact(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -436,13 +424,13 @@ def sharded_tensor(
     kind = local.device.type
     num_devices = torch.get_device_module(kind).device_count()
 
-    def place(rank: int, global_rank: int) -> RemoteDevice:
+    def placed(rank: int, global_rank: int) -> RemoteDevice:
         # Only the type of another rank's device is ever used; this is its usual number.
         index = local.device.index if rank == axis.rank else global_rank % num_devices
         return RemoteDevice(f"rank:{global_rank}/{kind if kind == 'cpu' else f'{kind}:{index}'}")
 
     metadata = [
-        ShardMetadata(list(box.offsets), list(box.sizes), place(rank, global_rank))
+        ShardMetadata(list(box.offsets), list(box.sizes), placed(rank, global_rank))
         for rank, (box, global_rank) in enumerate(zip(boxes, axis.global_ranks(), strict=False))
     ]
     own = metadata[axis.rank : axis.rank + 1]
