@@ -16,7 +16,15 @@ from fullshard.api import MixedPrecision, ShardingStrategy
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.models.architecture import Architecture
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
-from fullshard.plan import Sharding, Work, plan_memory, readable, saved_activation_bytes
+from fullshard.plan import (
+    ParameterShape,
+    Sharding,
+    UnitShapes,
+    Work,
+    plan_memory,
+    readable,
+    saved_activation_bytes,
+)
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, fake_world, on_ranks
 from fullshard.training.config import (
@@ -318,11 +326,11 @@ def test_a_plan_without_units_or_ranks_is_refused():
         Sharding(num_shards=0)
 
 
-def test_parameters_on_meta_are_planned_as_others_are():
+def test_shapes_are_planned_as_tensors_are():
     weight, bias = torch.empty(6, 4, requires_grad=True), torch.empty(3, dtype=torch.bfloat16)
-    shapes = [nn.Parameter(each.to("meta"), each.requires_grad) for each in (weight, bias)]
+    shapes = ParameterShape("weight", (6, 4)), ParameterShape("bias", (3,), torch.bfloat16, False)
     sharding = Sharding(num_shards=2)
-    plan = plan_memory([shapes], sharding)
+    plan = plan_memory([UnitShapes("root", shapes)], sharding)
     assert plan == plan_memory([[weight, bias]], sharding)
     assert plan.num_trainable == 24
 

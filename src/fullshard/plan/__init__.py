@@ -1,11 +1,21 @@
 """How much memory a run will need, without a process group or a device."""
 
 from fullshard.plan.activations import saved_activation_bytes
-from fullshard.plan.memory import MemoryPlan, Sharding, Work, plan_memory, readable
+from fullshard.plan.memory import (
+    MemoryPlan,
+    ParameterShape,
+    Sharding,
+    UnitShapes,
+    Work,
+    plan_memory,
+    readable,
+)
 
 __all__ = [
     "MemoryPlan",
+    "ParameterShape",
     "Sharding",
+    "UnitShapes",
     "Work",
     "plan_memory",
     "readable",

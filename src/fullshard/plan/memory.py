@@ -30,6 +30,30 @@ _MOMENTS = 2
 _KEEPS_FULL = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """A full parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    is_trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShapes:
+    """The parameters of a unit, where there are no tensors to take shapes from."""
+
+    name: str
+    parameters: tuple[ParameterShape, ...]
+
+    def on_meta(self) -> list[torch.Tensor]:
+        return [
+            torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=p.is_trainable)
+            for p in self.parameters
+        ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
     """How units are sharded: over `num_replicas` groups of `num_shards` ranks each.
@@ -170,21 +194,22 @@ class MemoryPlan:
 
 
 def plan_memory(
-    units: Sequence[Sequence[torch.Tensor]],
+    units: Sequence[Sequence[torch.Tensor] | UnitShapes],
     sharding: Sharding,
     work: Work | None = None,
 ) -> MemoryPlan:
     """Return what a rank will hold when it trains these units with AdamW.
 
     Args:
-        units: The full parameters of each unit, on any device, also on meta. Units are in the
+        units: The full parameters of each unit, on any device, or their shapes. Units are in the
             order in which they run, the root last, as `fullshard.wrap` chooses them.
         sharding: How they are sharded.
         work: Activations and logits; without it, parameters alone are planned.
     """
     if not units:
         raise ConfigError("plan_memory: at least the root unit is expected, found none.")
-    *inner, root = every = [_UnitBytes.of(sharding.layout(unit), sharding) for unit in units]
+    tensors = [unit.on_meta() if isinstance(unit, UnitShapes) else unit for unit in units]
+    *inner, root = every = [_UnitBytes.of(sharding.layout(unit), sharding) for unit in tensors]
     # The root and the two neighbours that are largest together (rule 3), one being gathered.
     alone = [unit.full + unit.gathered for unit in inner]
     pairs = [max(a.full + b.arriving, b.full + a.arriving) for a, b in pairwise(inner)]
@@ -194,7 +219,7 @@ def plan_memory(
     alone = [max(unit.gradients, unit.sent + unit.received) for unit in inner]
     pairs = [a.gradients + b.sent + b.received for a, b in pairwise(inner)]
     messages = root.gradients + max([root.copied + root.received, *alone, *pairs])
-    params = [param for unit in units for param in unit]
+    params = [param for unit in tensors for param in unit]
     return MemoryPlan(
         sharding=sharding,
         num_parameters=sum(param.numel() for param in params),
