@@ -82,10 +82,7 @@ def weights(acc: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
     if acc.is_fsdp2 or acc.state.fsdp_plugin.state_dict_type == StateDictType.FULL_STATE_DICT:
         return acc.get_state_dict(model) or {}
     with FullyShardedDataParallel.summon_full_params(model):
-        return {
-            name.replace("_checkpoint_wrapped_module.", ""): param.detach().clone()
-            for name, param in model.named_parameters()
-        }
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def train(version: int, precision: str = "no", **settings: Any) -> Any:

@@ -75,10 +75,7 @@ def strategy(kind: str, settings: dict[str, Any], fabric: bool) -> Any:
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         with FullyShardedDataParallel.summon_full_params(model):
-            return {
-                name.replace("_checkpoint_wrapped_module.", ""): param.detach().clone()
-                for name, param in model.named_parameters()
-            }
+            return {name: param.detach().clone() for name, param in model.named_parameters()}
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
