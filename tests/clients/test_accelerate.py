@@ -60,7 +60,6 @@ def test_states_are_interchangeable_with_torchs_and_load_on_one_rank(
     ours: Run, theirs: Run, tmp_path: Path, saved_by: str, loaded_by: str
 ) -> None:
     saved = {"torch": theirs, "fullshard": ours}[saved_by]
-    # torch's wrapper cannot load an optimizer's flat state on one rank, where it shards nothing.
     variants = ["fsdp2", "fsdp2_full", "fsdp1", "fsdp1_flat"]
     for variant in variants:
         shutil.copytree(saved.folder / variant, tmp_path / variant)
