@@ -5,6 +5,7 @@ PYTHON ?= python3
 PINNED := 2.13.0
 TORCH ?= $(PINNED)
 VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
+EXTRA := dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH ?= build/benchmarks
@@ -18,7 +19,7 @@ TESTS ?= tests
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo test check bench clean
+.PHONY: env demo test test-clients check bench clean
 
 env: $(STAMP)
 
@@ -30,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --no-compile torch==$(TORCH)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	echo torch==$(TORCH) >> $(VENV)/constraints.txt
-	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt -e '.[dev]'
+	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt -e '.[$(EXTRA)]'
 	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python3*/site-packages/torch \
 		$(VENV)/lib/python3*/site-packages/sympy
 	touch $@
@@ -40,6 +41,13 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
+
+# Frameworks on fullshard beside torch's FSDP, in an environment of its own. A file starts its
+# programs once, so the tests of a file stay together.
+test-clients:
+	$(MAKE) env VENV=.venv-clients EXTRA=clients
+	.venv-clients/bin/python -m pytest --numprocesses 2 --dist loadfile tests/clients \
+		tests/test_frameworks.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -60,4 +68,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_checkpoint.py --ranks 2 --blocks 18 --json $(BENCH)/checkpoint.json
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

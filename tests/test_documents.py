@@ -174,7 +174,7 @@ def check_command(words: list[str]) -> None:
     if program == "fullshard":
         parse_as_click(command, arguments)
     elif program == "make":
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         assert set(arguments) <= set(targets)
     elif program == "torchrun":
         from torch.distributed.run import get_args_parser
@@ -186,6 +186,13 @@ def check_command(words: list[str]) -> None:
             assert importlib.util.find_spec(asked.training_script) is not None
         else:
             assert asked.training_script == "train.py" or (ROOT / asked.training_script).is_file()
+    elif program == "accelerate":
+        from accelerate.commands.launch import launch_command_parser
+
+        assert arguments[0] == "launch"
+        asked = launch_command_parser().parse_args(arguments[1:])
+        assert asked.module
+        assert importlib.util.find_spec(asked.training_script) is not None
     elif program == "pip":
         wanted = re.fullmatch(r"fullshard(?:\[([\w,]+)\])?", arguments[-1])
         assert wanted is not None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import SGD
 
 from fullshard import LifecycleError, StateDictType
@@ -420,3 +421,15 @@ def test_in_mixed_precision_on_a_hybrid_mesh_the_kept_dtype_is_shown(rank: Rank)
                 if found.grad is not None:
                     assert found.grad.shape == param.shape
                     assert found.grad.dtype == torch.bfloat16
+
+
+@on_ranks(2)
+def test_summoned_names_keep_what_other_wrappers_add(rank: Rank) -> None:
+    names = []
+    for api in (OURS, TORCH):
+        model = wrapped(api)
+        model.module.inner.module[1] = checkpoint_wrapper(model.module.inner.module[1])
+        with api.FSDP.summon_full_params(model):
+            names.append([name for name, _ in model.named_parameters()])
+    assert names[0] == names[1]
+    assert "inner.1._checkpoint_wrapped_module.weight" in names[0]

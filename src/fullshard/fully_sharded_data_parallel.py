@@ -245,14 +245,14 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; inside `summon_full_params` the names are those of the model."""
+        """As of any module; inside `summon_full_params` without what wrapping adds to names."""
         for name, param in super().named_parameters(*args, **kwargs):
-            yield clean_name(name) if self._is_summoned else name, param
+            yield name.replace(f"{WRAPPED}.", "") if self._is_summoned else name, param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As of any module; inside `summon_full_params` the names are those of the model."""
+        """As of any module; inside `summon_full_params` without what wrapping adds to names."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield clean_name(name) if self._is_summoned else name, buffer
+            yield name.replace(f"{WRAPPED}.", "") if self._is_summoned else name, buffer
 
     # Training
 

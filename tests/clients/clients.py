@@ -1,0 +1,57 @@
+"""Programs of frameworks, run on ranks of their own with torch's FSDP and with fullshard."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROGRAMS = Path(__file__).parent / "programs"
+LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a program: where it wrote, and what it printed."""
+
+    folder: Path
+    printed: str
+
+    def found(self, case: str) -> Any:
+        """What a case returned."""
+        found = torch.load(self.folder / f"{case}.pt", weights_only=False)
+        assert not isinstance(found, str), f"{case} failed:\n{found}"
+        return found
+
+    def error(self, case: str) -> str:
+        """The traceback of a case that failed."""
+        found = torch.load(self.folder / f"{case}.pt", weights_only=False)
+        assert isinstance(found, str), f"{case} did not fail"
+        return found
+
+
+def run(program: str, folder: Path, *cases: str, on: str, num_ranks: int = 2) -> Run:
+    """Run cases of a program on torch's FSDP (`on="torch"`) or on fullshard."""
+    folder.mkdir(parents=True, exist_ok=True)
+    through = {"torch": (), "fullshard": ("-m", "fullshard.dropin")}[on]
+    done = subprocess.run(
+        [*LAUNCH, str(num_ranks), *through, str(PROGRAMS / program), str(folder), *cases],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout
+    assert (folder / "library").read_text().startswith(on), "the program ran on another library"
+    return Run(folder, done.stdout)
+
+
+def assert_same(ours: Any, theirs: Any, **tolerances: float) -> None:
+    """Compare what two runs found: the same keys and dtypes, and close values."""
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **tolerances)

@@ -1,0 +1,52 @@
+"""Lightning's strategies train, save and load on fullshard what they do on torch's FSDP."""
+
+import pytest
+
+from tests.clients.clients import Run, assert_same, run
+
+PROGRAM = "lightning_strategies.py"
+VARIANTS = (
+    "fabric_fsdp",
+    "fabric_fsdp_bf16",
+    "fabric_fsdp_checkpointed",
+    "fabric_fsdp_flat",
+    "fabric_model_parallel",
+    "fabric_model_parallel_full",
+    "trainer_fsdp",
+    "trainer_fsdp_bf16",
+    "trainer_model_parallel",
+)
+# torch's wrapper ends the process when it makes a full state dict without a GPU.
+WITHOUT_TORCH = {"fabric_fsdp_full": "fabric_fsdp", "trainer_fsdp_full": "trainer_fsdp"}
+
+
+def cases(*variants: str) -> list[str]:
+    return [*variants, *(f"resume_{variant}" for variant in variants)]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(PROGRAM, tmp_path_factory.mktemp("torch"), *cases(*VARIANTS), on="torch")
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    variants = (*VARIANTS, *WITHOUT_TORCH)
+    return run(PROGRAM, tmp_path_factory.mktemp("ours"), *cases(*variants), on="fullshard")
+
+
+@pytest.mark.parametrize("case", cases(*VARIANTS))
+def test_losses_norms_and_weights_are_torchs(ours: Run, theirs: Run, case: str) -> None:
+    assert_same(ours.found(case), theirs.found(case))
+
+
+@pytest.mark.parametrize("variant", WITHOUT_TORCH)
+def test_full_state_dicts_of_the_wrapper_change_no_loss(ours: Run, variant: str) -> None:
+    expected = WITHOUT_TORCH[variant]
+    assert_same(ours.found(variant), ours.found(expected))
+    assert_same(ours.found(f"resume_{variant}"), ours.found(f"resume_{expected}"))
+
+
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if each.startswith("fabric")])
+def test_a_loaded_state_goes_on_as_if_it_had_not_been_interrupted(ours: Run, variant: str) -> None:
+    assert_same(ours.found(f"resume_{variant}"), ours.found(variant)["then"])

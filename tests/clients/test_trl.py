@@ -1,0 +1,36 @@
+"""TRL's supervised fine-tuning gives on fullshard what it gives on torch's FSDP."""
+
+import pytest
+
+from tests.clients.clients import Run, assert_same, run
+
+PROGRAM = "trl_sft.py"
+CASES = [
+    f"{prefix}{variant}"
+    for prefix in ("", "resume_")
+    for variant in ("fsdp2", "fsdp2_lora", "fsdp1", "fsdp1_lora")
+]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(PROGRAM, tmp_path_factory.mktemp("torch"), *CASES, on="torch")
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(PROGRAM, tmp_path_factory.mktemp("ours"), *CASES, on="fullshard")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_norms_and_saved_weights_are_torchs(ours: Run, theirs: Run, case: str) -> None:
+    found = ours.found(case)
+    assert found["units"] > 1
+    assert_same(found, theirs.found(case))
+
+
+@pytest.mark.parametrize("variant", ["fsdp2", "fsdp2_lora"])
+def test_a_resumed_run_ends_as_if_it_had_not_been_interrupted(ours: Run, variant: str) -> None:
+    found = ours.found(variant)
+    assert any(saved for saved in found["saved"].values())
+    assert_same(ours.found(f"resume_{variant}"), found)
