@@ -1,29 +1,7 @@
 """Fully sharded data parallel training for PyTorch."""
 
-from fullshard.api import (
-    AllGather,
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ReduceScatter,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    ShardPlacementResult,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fullshard import api
+from fullshard.api import *  # noqa: F403
 from fullshard.auto_shard import auto_shard, explain
 from fullshard.captured_step import capture
 from fullshard.errors import (
@@ -50,36 +28,14 @@ __version__ = "0.1.0"
 follow_import()
 
 __all__ = [
-    "AllGather",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
     "ConfigError",
-    "DataParallelMeshDims",
     "DisagreementError",
     "FSDPModule",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
     "LifecycleError",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ReduceScatter",
-    "ShardPlacementResult",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "TopologyError",
     "UnshardHandle",
     "auto_shard",
@@ -90,3 +46,4 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+__all__ += api.__all__

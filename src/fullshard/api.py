@@ -20,6 +20,32 @@ from torch.distributed.tensor import Shard
 from fullshard._torch import BatchNormBase
 from fullshard.errors import ConfigError
 
+# They can also be imported from `fullshard`, and from the wrapper's module as in torch.
+__all__ = [
+    "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ReduceScatter",
+    "ShardPlacementResult",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -12,7 +11,7 @@ from torch import nn
 
 from fullshard.comm.mesh import default_mesh
 from fullshard.errors import ConfigError, MisuseError
-from fullshard.fully_shard import FSDPModule, fully_shard
+from fullshard.fully_shard import FSDPModule, ShardOptions, fully_shard
 from fullshard.plan import readable
 from fullshard.plan.memory import table
 from fullshard.runtime.hooks import hooks_of
@@ -20,7 +19,7 @@ from fullshard.wrap import Chosen, RepeatedBlocks, choose, has_forward, name_of
 
 __all__ = ["Explanation", "UnitSummary", "auto_shard", "explain"]
 
-_OPTIONS = tuple(inspect.signature(fully_shard).parameters)[1:]
+_OPTIONS = tuple(ShardOptions.__annotations__)
 
 
 def auto_shard(model: nn.Module, policy: Any = None, **options: Any) -> FSDPModule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -23,13 +23,12 @@ from fullshard.api import (
     own_precision,
 )
 from fullshard.comm.collectives import (
-    CustomCollectives,
     ProcessGroupAllGather,
+    ProcessGroupMemory,
     ProcessGroupReduceScatter,
-    is_ours,
-    symmetric_all_gather,
+    SymmetricAllGather,
 )
-from fullshard.comm.mesh import default_mesh, device_of, mesh_info_of
+from fullshard.comm.mesh import current_device, default_mesh, mesh_info_of
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
 from fullshard.framework_attributes import FSDPState, state_of
 from fullshard.runtime.build import build_hooks, reshard_of, share
@@ -51,32 +50,24 @@ from fullshard.unit.unit import Unit
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-) -> FSDPModule: ...
+class ShardOptions(TypedDict, total=False):
+    """The options of `fully_shard`, which explains them."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
 
 
 @overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-) -> list[FSDPModule]: ...
+def fully_shard(module: nn.Module, **options: Unpack[ShardOptions]) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: list[nn.Module], **options: Unpack[ShardOptions]) -> list[FSDPModule]: ...
 
 
 def fully_shard(
@@ -127,7 +118,7 @@ def fully_shard(
     request = ShardRequest(
         modules=modules,
         mesh_info=mesh_info_of(mesh, dp_mesh_dims),
-        device=device_of(mesh),
+        device=current_device(mesh.device_type),
         policy=own_precision(MixedPrecisionPolicy, mp_policy),
         offload=own_offload(offload_policy),
         settings=UnitSettings(reshard_after_forward),
@@ -464,7 +455,7 @@ class FSDPModule(ShardedModule):
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """All-gather in symmetric memory; needs GPUs on which NCCL can register it."""
         for unit in self._units_without("set_symm_mem_for_comm"):
-            gather = symmetric_all_gather(unit.name, unit.mesh_info, backend)
+            gather = SymmetricAllGather(unit.name, unit.mesh_info, backend)
             unit.comm.customize(all_gather=gather)
 
     def set_separate_reduce_scatter_group(
@@ -501,8 +492,8 @@ class FSDPModule(ShardedModule):
         """The units, which must not have custom collectives."""
         units = self._units(recurse=False)
         for unit in units:
-            current = unit.comm.current
-            if isinstance(current, CustomCollectives) and not all(map(is_ours, current.replaced)):
+            own = (unit.comm.current.custom_all_gather, unit.comm.current.custom_reduce_scatter)
+            if not all(isinstance(each, ProcessGroupMemory | None) for each in own):
                 raise MisuseError(
                     f"{unit.name}: {what} must come without custom collectives, found them set; "
                     "choose one of the two."

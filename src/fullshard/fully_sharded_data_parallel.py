@@ -6,37 +6,28 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard import api
 from fullshard._torch import broadcast_coalesced, devices_of
+from fullshard.api import *  # noqa: F403
 from fullshard.api import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
     own_precision,
     own_value,
 )
-from fullshard.comm.mesh import MeshInfo, device_of, mesh_info_for_strategy
+from fullshard.comm.mesh import MeshInfo, current_device, mesh_info_for_strategy
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, MisuseError
 from fullshard.framework_attributes import TrainingState, WrapperAttributes, training_state_of
 from fullshard.fully_shard import settings_scope
@@ -61,27 +52,13 @@ from fullshard.unit.settings import UnitSettings
 from fullshard.wrap import Chosen, CustomPolicy, ModuleWrapPolicy, choose, wrap_chosen
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
     "CustomPolicy",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "ModuleWrapPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "TrainingState",
 ]
+__all__ += api.__all__
 
 
 class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
@@ -346,18 +323,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
     summon_full_params = staticmethod(summon.summon_full_params)
     set_state_dict_type = staticmethod(module_state.set_settings)
     get_state_dict_type = staticmethod(module_state.settings_of)
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """Choose what state dicts hold inside a scope."""
-        return module_state.settings_scope(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
+    state_dict_type = staticmethod(module_state.settings_scope)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As of any module, but what does not fit is refused before anything is written."""
@@ -408,8 +374,7 @@ def _checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> Sha
                 f"{name}: one of {[str(each) for each in kind]} is expected, found {given!r}; "
                 f"import {kind.__name__} from fullshard."
             )
-    chosen: ShardingStrategy = strategy
-    return chosen
+    return cast(ShardingStrategy, strategy)
 
 
 def _ignored(
@@ -461,9 +426,10 @@ def _compute_device(
             )
         return torch.device(accelerator.type, device_id)
     if device_id is not None:
-        return _indexed(torch.device(device_id))
+        given = torch.device(device_id)
+        return current_device(given.type) if given.index is None else given
     if isinstance(device_mesh, DeviceMesh):
-        return device_of(device_mesh)
+        return current_device(device_mesh.device_type)
     for param in module.parameters():
         if param.device.type not in ("cpu", "meta"):
             return param.device
@@ -472,15 +438,8 @@ def _compute_device(
     types = {device.type for device in devices_of(group)} if group is not None else set()
     # A group that is written in Python does not tell.
     if accelerator is not None and (accelerator.type in types or (group and not types)):
-        return _indexed(accelerator)
+        return current_device(accelerator.type)
     return torch.device("cpu")
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """The device with its number: the current one, unless one is given."""
-    if device.type == "cpu" or ":" in str(device):
-        return device
-    return torch.device(device.type, torch.get_device_module(device.type).current_device())
 
 
 # Wrapping by a policy
@@ -566,8 +525,6 @@ def _materialize(
     ignored: Collection[nn.Parameter],
 ) -> None:
     """Give what is on meta memory and values; parameters that were tied stay tied."""
-    if not any(_meta_states(inner, ignored) for inner in own):
-        return
     ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for inner in own:
         for name, param in inner._parameters.items():

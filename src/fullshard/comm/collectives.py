@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from fullshard import _torch
 from fullshard._torch import (
     AllgatherOptions,
     all_gather_coalesced,
@@ -237,11 +236,6 @@ class CustomCollectives(Collectives):
         self.custom_reduce_scatter = reduce
         self.averages = default.averages
 
-    @property
-    def replaced(self) -> list[AllGather | ReduceScatter]:
-        both = (self.custom_all_gather, self.custom_reduce_scatter)
-        return [comm for comm in both if comm is not None]
-
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         comm = self.custom_all_gather
         if comm is None:
@@ -324,7 +318,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # Collectives in memory of a particular kind, behind the interface that users' own have
 
 
-class _ProcessGroupMemory:
+class ProcessGroupMemory:
     """Buffers from the backend's own allocator where it has one."""
 
     def __init__(self, group: Group | None) -> None:
@@ -342,7 +336,7 @@ class _ProcessGroupMemory:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class ProcessGroupAllGather(_ProcessGroupMemory, AllGather):
+class ProcessGroupAllGather(ProcessGroupMemory, AllGather):
     """All-gathers in memory of the process group."""
 
     def __call__(
@@ -356,7 +350,7 @@ class ProcessGroupAllGather(_ProcessGroupMemory, AllGather):
         collectives.all_gather([output_tensor], [input_tensor], group).wait()
 
 
-class ProcessGroupReduceScatter(_ProcessGroupMemory, ReduceScatter):
+class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
     """Reduce-scatters in memory of the process group."""
 
     def __call__(
@@ -375,12 +369,26 @@ class ProcessGroupReduceScatter(_ProcessGroupMemory, ReduceScatter):
 class SymmetricAllGather(ProcessGroupAllGather):
     """All-gathers in symmetric memory, from a device's pool of it."""
 
+    def __init__(self, name: str, mesh_info: MeshInfo, backend: Literal["NCCL"]) -> None:
+        if mesh_info.device_type != "cuda" or not torch.cuda.is_available():
+            raise UnsupportedError(
+                f"{name}: symmetric memory needs CUDA devices, found a mesh of "
+                f"{mesh_info.device_type}; leave set_symm_mem_for_comm out."
+            )
+        super().__init__(mesh_info.shard.group)
+        try:
+            _torch.symmetric_memory.set_backend(backend)
+            dist.barrier(group=mesh_info.shard.group)  # a rendezvous needs a live communicator
+        except (RuntimeError, ValueError) as error:
+            raise UnsupportedError(
+                f"{name}: symmetric memory needs GPUs and a NCCL that support it, found that "
+                f"backend {backend!r} cannot be set ({error}); leave set_symm_mem_for_comm out."
+            ) from error
+
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        from fullshard._torch import symmetric_memory
-
-        with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
+        with torch.cuda.use_mem_pool(_torch.symmetric_memory.get_mem_pool(device)):
             return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -390,37 +398,8 @@ class SymmetricAllGather(ProcessGroupAllGather):
         group: Group,
         async_op: bool = False,
     ) -> None:
-        from fullshard._torch import symmetric_memory
-
-        symmetric_memory.rendezvous(output_tensor, group=group.group_name)
+        _torch.symmetric_memory.rendezvous(output_tensor, group=group.group_name)
         super().__call__(output_tensor, input_tensor, group)
-
-
-def is_ours(comm: AllGather | ReduceScatter) -> bool:
-    """Whether a collective was chosen by a setting rather than given by the user."""
-    return isinstance(comm, _ProcessGroupMemory)
-
-
-def symmetric_all_gather(
-    name: str, mesh_info: MeshInfo, backend: Literal["NCCL"]
-) -> SymmetricAllGather:
-    """An all-gather in symmetric memory, or an error that says why there is none here."""
-    if mesh_info.device_type != "cuda" or not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"{name}: symmetric memory needs CUDA devices, found a mesh of "
-            f"{mesh_info.device_type}; leave set_symm_mem_for_comm out."
-        )
-    from fullshard._torch import symmetric_memory
-
-    try:
-        symmetric_memory.set_backend(backend)
-        dist.barrier(group=mesh_info.shard.group)  # a rendezvous needs a live communicator
-    except (RuntimeError, ValueError) as error:
-        raise UnsupportedError(
-            f"{name}: symmetric memory needs GPUs and a NCCL that support it, found that backend "
-            f"{backend!r} cannot be set ({error}); leave set_symm_mem_for_comm out."
-        ) from error
-    return SymmetricAllGather(mesh_info.shard.group)
 
 
 # The end of a process that has used gloo
@@ -437,10 +416,3 @@ def pause_at_exit() -> None:
     for that: "terminate called without an active exception".
     """
     atexit.register(time.sleep, _PAUSE_S)
-
-
-def leave(status: int) -> NoReturn:
-    """End a process that has nothing left to do, whatever its threads do."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

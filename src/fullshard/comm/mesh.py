@@ -181,12 +181,11 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank: the current one of the mesh's type."""
-    if mesh.device_type == "cpu":
+def current_device(device_type: str) -> torch.device:
+    """The device of this rank: the current one of a type."""
+    if device_type == "cpu":
         return torch.device("cpu")
-    module = torch.get_device_module(mesh.device_type)
-    return torch.device(mesh.device_type, module.current_device())
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def _of_plain_mesh(mesh: DeviceMesh) -> MeshInfo:

@@ -21,8 +21,9 @@ from fullshard._torch import (
 )
 from fullshard.api import DataParallelMeshDims
 from fullshard.comm.collectives import all_gather_flat
-from fullshard.comm.mesh import Axis, MeshInfo, device_of, joined_axes
+from fullshard.comm.mesh import Axis, MeshInfo, current_device, joined_axes
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
+from fullshard.layout.split import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,31 +169,25 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     if any(each.is_partial() for each in placements):
         summed = [Replicate() if each.is_partial() else each for each in placements]
         return full_tensor(dtensor.redistribute(placements=summed))
-    local = _arrived(local_tensor(dtensor)).detach().to(device_of(mesh))
+    local = _arrived(local_tensor(dtensor)).detach().to(current_device(mesh.device_type))
     for dim, full_size in enumerate(dtensor.shape):
         sizes, axes = [full_size], _axes_in_order(dtensor, dim)
         for axis in axes:
-            sizes.append(_chunk_sizes(sizes[-1], mesh.size(axis))[mesh.get_local_rank(axis)])
+            cut = Split((sizes[-1],), 0, mesh.size(axis))
+            sizes.append(len(cut.rows(mesh.get_local_rank(axis))))
         if sizes[-1] != local.size(dim):
             raise TopologyError(
                 f"full_tensor: size {sizes[-1]} of dim {dim} expected for {placements} on a mesh "
                 f"of {tuple(mesh.shape)}, found {local.size(dim)}; cut dims as torch.chunk does."
             )
         for axis, size in reversed(list(zip(axes, sizes, strict=False))):  # the last cut first
-            chunk_sizes = _chunk_sizes(size, mesh.size(axis))
-            padded = local.new_zeros([*local.shape[:dim], chunk_sizes[0], *local.shape[dim + 1 :]])
+            cut = Split((size,), 0, mesh.size(axis))
+            padded = local.new_zeros([*local.shape[:dim], cut.chunk_rows, *local.shape[dim + 1 :]])
             padded.narrow(dim, 0, local.size(dim)).copy_(local)
             gathered = all_gather_flat(padded.view(-1), Axis(mesh.get_group(axis)))
-            chunks = gathered.view(mesh.size(axis), *padded.shape)
-            parts = [chunk.narrow(dim, 0, n) for chunk, n in zip(chunks, chunk_sizes, strict=True)]
-            local = torch.cat(parts, dim)
+            chunks = enumerate(gathered.view(mesh.size(axis), *padded.shape))
+            local = torch.cat([each.narrow(dim, 0, len(cut.rows(n))) for n, each in chunks], dim)
     return local
-
-
-def _chunk_sizes(size: int, num_chunks: int) -> list[int]:
-    """The sizes of the parts that `torch.chunk` would make, the missing ones too."""
-    longest = -(-size // num_chunks)
-    return [min(max(size - index * longest, 0), longest) for index in range(num_chunks)]
 
 
 def _axes_in_order(dtensor: DTensor, dim: int) -> list[int]:

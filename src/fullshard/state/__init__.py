@@ -30,15 +30,11 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = {
-    "checkpoint": ("Handle", "Loaded", "load", "save", "save_async"),
-    "safetensors": ("LoadedWeights", "export_safetensors", "load_safetensors"),
-    "store": ("Problem", "checkpoints", "latest", "prune", "verify"),
-}
-
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    # Each of these modules imports the one before it.
+    for module in ("store", "checkpoint", "safetensors") if name in __all__ else ():
+        found = importlib.import_module(f"{__name__}.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import random
 import re
 import sys
@@ -33,13 +32,7 @@ from fullshard.state.dcp import INDEX, MODEL, OPTIMIZER, Entry, append_entry, en
 from fullshard.state.optim_state import OptimParam, optim_params, saved_options
 from fullshard.state.rank_group import RankGroup
 from fullshard.state.shards import LocalPart, TensorShard, tensor_shards
-from fullshard.state.store import (
-    Manifest,
-    StoredBlock,
-    StoredCheckpoint,
-    StoredOptimizer,
-    StoredTensor,
-)
+from fullshard.state.store import Manifest, StoredCheckpoint
 
 _RANDOM = "random state"
 
@@ -291,7 +284,7 @@ class _Writer:
                 raise ConfigError(f"save: {name} must be a number of at least 1, found {number!r}.")
         choose, words = selection(only)
 
-        def added() -> tuple[dict[str, str], list[dict[str, Any]] | None, _Values]:
+        def added() -> tuple[dict[str, str], list[Any] | None, _Values]:
             shards = tensor_shards(model)
             chosen = [shard for shard in shards if choose(shard)]
             for shard in chosen:
@@ -313,19 +306,19 @@ class _Writer:
             for key, (value, is_trained) in some.items()
             if is_trained == wanted
         }
-        for (name, state), value in values.items() if ranks.is_first else ():
-            if isinstance(value, torch.Tensor):  # written whole, so that torch's tools find it
+        plain: dict[str, dict[str, Any]] = {}
+        for (name, state), value in values.items():
+            if not isinstance(value, torch.Tensor):
+                plain.setdefault(name, {})[state] = value
+            elif ranks.is_first:  # written whole, so that torch's tools find it
                 whole = [LocalPart(Box.whole(value.shape), value)]
                 source = TensorSource.of_parts(value.shape, value.dtype, whole)
                 self.sources[f"{OPTIMIZER}{name}.{state}"] = source
-        stored = ranks.run(
-            subject, lambda: None if groups is None else _stored_optimizer(groups, values)
-        )
         self.draft = replace(
             self.draft,
             num_ranks=ranks.size,
             aliases=aliases,
-            optimizer=stored,
+            optimizer=None if groups is None else {"param_groups": groups, "values": plain},
             selection=words,
             extra=tuple(extra),
         )
@@ -346,10 +339,13 @@ class _Writer:
         shards: Sequence[TensorShard],
         choose: Callable[[TensorShard], bool],
         ranks: RankGroup,
-    ) -> tuple[list[dict[str, Any]], _Values]:
-        """Add state that is sharded; return parameter groups, and state that is not sharded."""
+    ) -> tuple[list[Any], _Values]:
+        """Add state that is sharded; return parameter groups, and state that is not sharded.
+
+        What is no tensor is returned as JSON holds it.
+        """
         values: _Values = {}
-        groups = []
+        groups: list[Any] = []
         params = optim_params([group["params"] for group in optimizer.param_groups], shards)
         for group, its_params in zip(optimizer.param_groups, params, strict=True):
             names = []
@@ -368,9 +364,12 @@ class _Writer:
                         if isinstance(value, torch.Tensor):
                             # A DTensor without dims is replicated. An optimizer counts on in place.
                             value = to_local(value).detach().to("cpu", copy=True)
+                        else:
+                            value = _as_json(f"{shard.name}.{state}", value)
                         is_trained = bool(shard.local_parts(shard.tensor))
                         values[shard.name, state] = (value, is_trained)
-            groups.append({**group, "params": names})
+            subject = f"param_groups[{len(groups)}]"
+            groups.append(_as_json(subject, {**group, "params": names})["value"])
         return groups, values
 
     def copy_to_host(self) -> None:
@@ -414,8 +413,7 @@ class _Writer:
             with path.open("xb") as file:
                 for key, box in boxes[number :: len(self.file_names)]:
                     found[key].add(box, self.sources[key].read(box), file, path)
-                file.flush()
-                os.fsync(file.fileno())
+            store.sync(path)
 
         numbers, under_way = range(len(self.file_names)), list[Future[None]]()
         with ThreadPoolExecutor(self.num_threads) as threads:
@@ -485,7 +483,7 @@ class _Written:
         total = store.checksum(self.shape, box, values)
         self.boxes.append((box, total, append_entry(file, path, values)))
 
-    def stored(self, key: str) -> StoredTensor:
+    def stored(self, key: str) -> store.StoredTensor:
         """What a manifest says of it; all ranks have written their boxes."""
         self.boxes.sort(key=lambda each: each[0].offsets)
         boxes = [box for box, _, _ in self.boxes]
@@ -494,13 +492,13 @@ class _Written:
                 f"{key}: the parts of all ranks must cover shape {self.shape} once, found {boxes}; "
                 "nothing was written. Save on all ranks of the model's mesh."
             )
-        blocks = [
-            StoredBlock(b.offsets, b.sizes, store.as_text(total)) for b, total, _ in self.boxes
-        ]
-        whole = store.as_text(store.joined(total for _, total, _ in self.boxes))
-        return StoredTensor(
-            self.shape, str(self.dtype).removeprefix("torch."), whole, tuple(blocks)
+        blocks = tuple(
+            store.StoredBlock(b.offsets, b.sizes, store.as_text(total))
+            for b, total, _ in self.boxes
         )
+        whole = store.as_text(store.joined(total for _, total, _ in self.boxes))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return store.StoredTensor(self.shape, dtype, whole, blocks)
 
 
 def _is_like(value: Any, param: torch.Tensor) -> bool:
@@ -511,17 +509,6 @@ def _is_like(value: Any, param: torch.Tensor) -> bool:
         and isinstance(value, DTensor) == isinstance(param, DTensor)
         and value.shape == param.shape
     )
-
-
-def _stored_optimizer(
-    groups: Sequence[dict[str, Any]], values: Mapping[tuple[str, str], Any]
-) -> StoredOptimizer:
-    plain: dict[str, dict[str, Any]] = {}
-    for (name, state), value in values.items():
-        if not isinstance(value, torch.Tensor):
-            plain.setdefault(name, {})[state] = _as_json(f"{name}.{state}", value)
-    encoded = [_as_json(f"param_groups[{n}]", group)["value"] for n, group in enumerate(groups)]
-    return {"param_groups": encoded, "values": plain}
 
 
 def _as_json(subject: str, value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._torch import version_of
 from fullshard.errors import LifecycleError
-from fullshard.runtime.hooks import ModuleHooks, hooks_of
+from fullshard.runtime.build import join
+from fullshard.runtime.hooks import units_below
 from fullshard.runtime.names import clean_name
 from fullshard.unit.param import shard_device
 
@@ -21,12 +22,11 @@ def give_memory(model: nn.Module) -> None:
 
     Parameters stay the objects that they are, so ties and optimizers hold.
     """
-    for hooks in _all_hooks(model):
-        for unit in hooks.units:
-            device, _ = shard_device(unit.offload, unit.comm_ctx.device.torch_device)
-            for sharded_param in unit.params:
-                _allocate(sharded_param.param, device)
-            unit.refresh()  # one unit at a time: its shards move to their buffer
+    for unit in units_below(model):
+        device, _ = shard_device(unit.offload, unit.comm_ctx.device.torch_device)
+        for sharded_param in unit.params:
+            _allocate(sharded_param.param, device)
+        unit.refresh()  # one unit at a time: its shards move to their buffer
     device = device_of(model)
     made: dict[torch.Tensor, torch.Tensor] = {}  # some modules share a buffer
     for module in model.modules():
@@ -42,8 +42,8 @@ def give_memory(model: nn.Module) -> None:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device for what no unit manages: where units compute, or where there is memory."""
-    for hooks in _all_hooks(model):
-        return hooks.units[0].comm_ctx.device.torch_device
+    for unit in units_below(model):
+        return unit.comm_ctx.device.torch_device
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             return tensor.device
@@ -56,11 +56,6 @@ def _allocate(param: nn.Parameter, device: torch.device) -> None:
     if param.is_meta:
         made = torch.empty_like(param, device=device)
         torch.utils.swap_tensors(param, nn.Parameter(made, requires_grad=param.requires_grad))
-
-
-def _all_hooks(model: nn.Module) -> Iterator[ModuleHooks]:
-    found = (hooks_of(module) for module in model.modules())
-    yield from dict.fromkeys(hooks for hooks in found if hooks is not None)
 
 
 def recreate_buffers(
@@ -95,7 +90,7 @@ def recreate_buffers(
                 found = own.get(name)
                 is_same = found is made[buffer] and version_of(found) == versions[name]
                 if found is None or found.is_meta or is_same:
-                    unknown.append(_name(path, name))
+                    unknown.append(clean_name(join(path, name)))
                 else:
                     own[name] = found.to(device)
         if unknown:
@@ -108,7 +103,7 @@ def recreate_buffers(
         for path, buffers in lost.items():
             modules[path]._buffers.update(buffers)
         raise
-    return tuple(_name(path, name) for path, buffers in lost.items() for name in buffers)
+    return tuple(clean_name(join(path, n)) for path, buffers in lost.items() for n in buffers)
 
 
 def _compute_of(
@@ -136,7 +131,3 @@ def _compute_of(
         if callable(initialise):
             return partial(initialise, module)
     return lambda: None
-
-
-def _name(path: str, name: str) -> str:
-    return clean_name(f"{path}.{name}" if path else name)

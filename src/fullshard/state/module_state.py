@@ -123,17 +123,14 @@ def set_settings(
             f"{state_dict_type!r}; import StateDictType from fullshard."
         )
     before = settings_of(module)
-    wanted = _CONFIGS[state_dict_type]
-    given: Sequence[Any] = (state_dict_config, optim_state_dict_config)
-    configs: list[Any] = [
-        cls() if each is None else own_value(cls, each)
-        for each, cls in zip(given, wanted, strict=True)
-    ]
-    for each, cls in zip(configs, wanted, strict=True):
-        if type(each) is not cls:
+    given = (state_dict_config, optim_state_dict_config)
+    configs: list[Any] = []
+    for cls, config in zip(_CONFIGS[state_dict_type], given, strict=True):
+        configs.append(cls() if config is None else own_value(cls, config))
+        if type(configs[-1]) is not cls:
             raise LifecycleError(
                 f"state_dict_type: {state_dict_type} goes with a {cls.__name__}, found "
-                f"{type(each).__name__}; pass a {cls.__name__}."
+                f"{type(config).__name__}; pass a {cls.__name__}."
             )
     is_sharded = state_dict_type is StateDictType.SHARDED_STATE_DICT
     for wrapper in wrappers_of(module):
@@ -145,11 +142,16 @@ def set_settings(
 
 
 @contextmanager
-def settings_scope(module: nn.Module, *given: Any) -> Iterator[None]:
+def settings_scope(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
     """Change the settings inside a scope; each wrapper gets its own ones back at the end."""
     before = [(wrapper, own_settings(wrapper)) for wrapper in wrappers_of(module)]
     try:
-        set_settings(module, *given)
+        set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
         yield
     finally:
         for wrapper, settings in before:
@@ -360,7 +362,7 @@ class _DryRun:
         for lane in lanes:
             owner = lane.wrapper.get_submodule(WRAPPED)
             places[lane] = [ParamLocation(owner, flat_name(lane.index))]
-            places |= {shard: shard.locations for shard in lane.shards}
+            places |= {shard: shard.param.locations for shard in lane.shards}
         modules = [*inside.modules(), *(p.module for each in places.values() for p in each)]
         with _unchanged(modules):
             shown: dict[FlatLane | FlatShard, nn.Parameter] = {}
@@ -442,7 +444,7 @@ def _write(lane: FlatLane, values: dict[FlatLane | FlatShard, Any]) -> None:
         if full is None and shard not in values:
             continue
         value = full_tensor_of(values[shard]) if full is None else shard.view_of(full)
-        place = shard.locations[0]
+        place = shard.param.locations[0]
         registered = place.module._parameters.get(place.name)
         if lane.unit.is_summoned and registered is not None and registered.shape == shard.shape:
             registered.copy_(value)  # it is written back from there

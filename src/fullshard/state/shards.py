@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard._torch import (
     RemoteDevice,
@@ -35,13 +35,13 @@ from fullshard._torch import (
 )
 from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis, MeshInfo
-from fullshard.comm.placement import full_tensor
+from fullshard.comm.placement import as_dtensor, full_tensor, place
 from fullshard.errors import CheckpointError, DisagreementError, FullshardError
-from fullshard.layout.split import Box, boxes_of_range, row_chunks, slices
-from fullshard.runtime.hooks import ModuleHooks, hooks_of, hooks_of_unit
+from fullshard.layout.plan import Slot
+from fullshard.layout.split import Box, Split, boxes_of_range, row_chunks, slices
+from fullshard.runtime.hooks import ModuleHooks, hooks_below, hooks_of, hooks_of_unit
 from fullshard.runtime.names import clean_name
 from fullshard.unit.flat_param import FlatParamHolder, FlatSlice, flat_name
-from fullshard.unit.param import ParamLocation
 from fullshard.unit.unit import Unit
 
 _T = TypeVar("_T")
@@ -128,19 +128,15 @@ class FlatShard(TensorShard):
 
     Attributes:
         lane: The lane that the parameter belongs to.
-        locations: The modules that use the parameter.
-        index: The position among the parameters of the wrapper.
-        start: Where the parameter begins in the gathered lane.
+        param: The parameter as its unit knows it.
+        slot: Where it lies in the bucket of the lane.
         elements: The elements of the flattened parameter that this rank holds.
-        offset: Where those begin in the shard buffer of the lane.
     """
 
     lane: FlatLane
-    locations: Sequence[ParamLocation]
-    index: int
-    start: int
+    param: FlatSlice
+    slot: Slot
     elements: range
-    offset: int
 
     @property
     def is_writer(self) -> bool:
@@ -159,11 +155,12 @@ class FlatShard(TensorShard):
 
     def view_of(self, full: torch.Tensor) -> torch.Tensor:
         """The parameter in its shape, as a view of the gathered lane."""
-        return full[self.start : self.start + self.shape.numel()].view(self.shape)
+        return full[self.slot.offset : self.slot.offset + self.slot.numel].view(self.shape)
 
     def slice_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """This rank's elements, as a view of a tensor arranged like the shard buffer."""
-        return buffer[self.offset : self.offset + len(self.elements)]
+        begin = self.lane.bucket.shard_offset(self.slot, self.lane.mesh_info.shard.rank)
+        return buffer[begin : begin + len(self.elements)]
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor that has the parameter's shape."""
@@ -192,26 +189,17 @@ class FlatLane:
         holders = [] if unit.flat is None else unit.flat.holders
         self.holder: FlatParamHolder | None = holders[index] if holders else None
         self.is_flat = self.holder is not None
-        (bucket,) = unit.layout.lanes[index].buckets
-        self.numel: int = max((slot.offset + slot.numel for slot in bucket.slots), default=0)
-        self.shard_numel: int = bucket.segment_numel
+        (self.bucket,) = unit.layout.lanes[index].buckets
+        slots = self.bucket.slots
+        self.numel: int = max((slot.offset + slot.numel for slot in slots), default=0)
+        self.shard_numel: int = self.bucket.segment_numel
         self.shards: list[FlatShard] = []
-        rank = self.mesh_info.shard.rank
-        for slot in bucket.slots:
+        for slot in slots:
             param = unit.params[slot.param_index]
             assert isinstance(param, FlatSlice)
-            shard = FlatShard(
-                names=(),  # `lanes_of` knows the model
-                tensor=param.param,
-                shape=param.shape,
-                lane=self,
-                locations=param.locations,
-                index=slot.param_index,
-                start=slot.offset,
-                elements=param.split.elements(rank),
-                offset=bucket.shard_offset(slot, rank),
-            )
-            self.shards.append(shard)
+            own = param.split.elements(self.mesh_info.shard.rank)
+            # `lanes_of`, which knows the model, adds the names.
+            self.shards.append(FlatShard((), param.param, param.shape, self, param, slot, own))
 
     def shard_buffer(self) -> torch.Tensor:
         """This rank's values: the memory that is trained."""
@@ -236,8 +224,7 @@ def tensor_shards(model: nn.Module) -> list[TensorShard]:
 
     Gathered parameters are resharded first.
     """
-    all_hooks = (hooks_of(module) for module in model.modules())
-    for hooks in dict.fromkeys(hooks for hooks in all_hooks if hooks is not None):
+    for hooks in hooks_below(model):
         hooks.require_not_computing("save or load")
         for unit in hooks.units:
             unit.reshard_now()
@@ -271,9 +258,10 @@ def walk(model: nn.Module, lanes: Sequence[FlatLane]) -> Iterator[tuple[str, Nam
     shards_at: dict[nn.Module, dict[str, FlatShard]] = {}
     for lane in lanes:
         lanes_at.setdefault(lane.wrapper, []).append(lane)
-    for shard in sorted((s for lane in lanes for s in lane.shards), key=lambda s: s.index):
-        for place in shard.locations:
-            shards_at.setdefault(place.module, {})[place.name] = shard
+    shards = (shard for lane in lanes for shard in lane.shards)
+    for shard in sorted(shards, key=lambda shard: shard.slot.param_index):
+        for location in shard.param.locations:
+            shards_at.setdefault(location.module, {})[location.name] = shard
     flat_params = {lane.holder.param for lane in lanes if lane.holder is not None}
     for path, module in model.named_modules(remove_duplicate=False):
         before = clean_name(f"{path}.") if path else ""
@@ -417,23 +405,11 @@ class StateForm:
         if not self.is_sharded or not lane.is_sharded or full.dim() == 0:
             return _compact(full, device)
         axis = lane.mesh_info.shard
-        boxes = row_chunks(full.shape, axis.size)
-        own = boxes[axis.rank] if axis.rank < len(boxes) else Box((full.size(0),), (0,))
-        local = full[own.offsets[0] : own.offsets[0] + own.sizes[0]]
+        rows = Split(tuple(full.shape), 0, axis.size).rows(axis.rank)
+        local = _compact(full[rows.start : rows.stop], device)
         if not self.use_dtensor:
-            return sharded_tensor(_compact(local, device), boxes, full.shape, axis)
-        mesh = lane.mesh_info.mesh
-        placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        made = DTensor.from_local(
-            _compact(local, full.device),
-            mesh,
-            placements,
-            run_check=False,
-            shape=full.shape,
-            stride=full.contiguous().stride(),
-        )
-        # Afterwards: from_local moves its argument to the mesh's device.
-        return made.cpu() if self.to_cpu else made
+            return sharded_tensor(local, row_chunks(full.shape, axis.size), full.shape, axis)
+        return as_dtensor(local, place("", full, 0, lane.mesh_info).shard_spec)
 
 
 def _compact(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -448,13 +424,13 @@ def sharded_tensor(
     kind = local.device.type
     num_devices = torch.get_device_module(kind).device_count()
 
-    def place(rank: int, global_rank: int) -> RemoteDevice:
+    def placed(rank: int, global_rank: int) -> RemoteDevice:
         # Only the type of another rank's device is ever used; this is its usual number.
         index = local.device.index if rank == axis.rank else global_rank % num_devices
         return RemoteDevice(f"rank:{global_rank}/{kind if kind == 'cpu' else f'{kind}:{index}'}")
 
     metadata = [
-        ShardMetadata(list(box.offsets), list(box.sizes), place(rank, global_rank))
+        ShardMetadata(list(box.offsets), list(box.sizes), placed(rank, global_rank))
         for rank, (box, global_rank) in enumerate(zip(boxes, axis.global_ranks(), strict=False))
     ]
     own = metadata[axis.rank : axis.rank + 1]

@@ -315,10 +315,8 @@ def begin(path: Path) -> Path:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file that is on disk when this returns."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    sync(path)
 
 
 def sync(path: Path) -> None:
@@ -623,21 +621,18 @@ def verify(
         except CheckpointError as error:
             problems.append(Problem(name, str(error).removeprefix(f"{folder / name}: ")))
     keys = sorted({*stored.keys, *(manifest.tensors if manifest else ())})[index::num_shares]
-    sizes = {key: _num_bytes(stored, key) for key in keys}
+    known = {key: stored.info(key) for key in keys if key in stored}
+    sizes = {key: prod(info.shape) * info.dtype.itemsize for key, info in known.items()}
     num_done = 0
     for key in keys:
         try:
             problems.extend(Problem(key, what) for what in _tensor_problems(stored, key))
         except CheckpointError as error:
             problems.append(Problem(key, str(error).removeprefix(f"{key}: ")))
-        num_done += sizes[key]
+        num_done += sizes.get(key, 0)
         if progress is not None:
             progress(num_done, sum(sizes.values()))
     return problems
-
-
-def _num_bytes(stored: StoredCheckpoint, key: str) -> int:
-    return prod(stored.shape(key)) * stored.dtype(key).itemsize if key in stored else 0
 
 
 def _tensor_problems(stored: StoredCheckpoint, key: str) -> Iterator[str]:

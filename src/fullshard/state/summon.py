@@ -120,7 +120,7 @@ def _summoned(lane: FlatLane, options: _Options) -> Iterator[None]:
     shards = [] if options.rank0_only and not is_first_rank(lane.wrapper) else lane.shards
     full = full.cpu() if options.offload_to_cpu else full
     before = [(shard, shard.tensor.data, shard.tensor.grad) for shard in shards]
-    places = [(place, place.get()) for shard in shards for place in shard.locations]
+    places = [(place, place.get()) for shard in shards for place in shard.param.locations]
     modules = {place.module for place, _ in places}
     if lane.holder is not None and shards:
         modules.add(lane.holder.location.module)
@@ -135,13 +135,13 @@ def _summoned(lane: FlatLane, options: _Options) -> Iterator[None]:
                 shown[shard] = nn.Parameter(view, requires_grad=shard.is_trainable)
             else:
                 _set(shard.tensor, view, grads.get(shard), options)
-            for place in shard.locations:
+            for place in shard.param.locations:
                 place.module.__dict__.pop(place.name, None)
                 place.module._parameters[place.name] = shown[shard]
         yield
     finally:
         for shard, param in shown.items():  # a user may have registered another parameter
-            place = shard.locations[0]
+            place = shard.param.locations[0]
             found = place.module._parameters.get(place.name)
             shown[shard] = param if found is None else found
         written = {shard: (param.data, param.grad) for shard, param in shown.items()}

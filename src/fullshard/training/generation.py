@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
-from fullshard.comm.collectives import leave
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, TopologyError
 from fullshard.models.sampling import sample
 from fullshard.state.checkpoint import load
@@ -36,7 +35,7 @@ from fullshard.training.control import StatusFolder, wants_tracebacks
 from fullshard.training.launcher import local_launch, prepare_environment
 from fullshard.training.output import RunFolder
 from fullshard.training.sharding import architecture_for, build_sharded_model
-from fullshard.training.world import World, best_device, joined, require_devices
+from fullshard.training.world import World, best_device, joined, leave, require_devices
 
 _REQUEST, _TEXT = "request.json", "text.json"
 

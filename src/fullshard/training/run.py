@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.comm.collectives import leave
 from fullshard.errors import FullshardError
 from fullshard.models.architecture import Architecture
 from fullshard.models.sampling import sample
@@ -34,7 +33,7 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.output import MetricsLog, RunFolder
 from fullshard.training.sharding import architecture_for, build_sharded_model
 from fullshard.training.trainer import Parts, Trainer
-from fullshard.training.world import World, joined
+from fullshard.training.world import World, joined, leave
 
 STOPPED = 130
 INVALID = 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -76,3 +78,10 @@ def joined(asked_device: str) -> Iterator[World]:
     yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
     # Skipped after an error: the rank exits, and must not wait for ranks that wait for it.
     dist.destroy_process_group()
+
+
+def leave(status: int) -> NoReturn:
+    """End a process that has nothing left to do, whatever its threads do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
