@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
 from fullshard.comm.collectives import CollectiveWork, ShmCollectives
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.test_large_gradients import ordered_and_small
 
@@ -33,16 +34,14 @@ class Model(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.middle = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.num_calls = 0
 
     def logits(self, x: Tensor) -> Tensor:
         """With weights of both, from where a graph may not show them."""
         return F.linear(x, self.embed.weight) + self.head(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.num_calls += 1
         x = torch.tanh(self.middle(self.embed(tokens)))
-        if self.way == "tied by hand" or (self.way == "tied later" and self.num_calls > 2):
+        if self.way == "tied by hand":
             return self.logits(x)
         if self.way == "detached":
             return self.head(x) + F.linear(x, self.embed.weight.detach())
@@ -71,7 +70,6 @@ def shard(rank: Rank, model: Model) -> None:
 WAYS = (
     "untied",
     "tied by hand",
-    "tied later",
     "detached",
     "checkpointed",
     "checkpointed, reentrant",
@@ -92,6 +90,40 @@ def test_whoever_reads_a_large_parameter_finds_it(rank: Rank, way: str) -> None:
         )
 
 
+@on_ranks(2)
+def test_a_module_that_is_called_in_another_way_later_finds_its_parameters(rank: Rank) -> None:
+    def grads() -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = Model()
+        shard(rank, model)
+        for way in ("untied", "untied", "tied by hand", "detached", "untied"):
+            model.way = way
+            model(batch(torch.Generator().manual_seed(rank.rank))).square().sum().backward()
+        return [param.grad.to_local() for param in model.parameters()]
+
+    expected = grads()
+    with ordered_and_small():
+        for found, wanted in zip(grads(), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_used_outside_of_its_module_stays(rank: Rank) -> None:
+    def grads() -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = Model()
+        shard(rank, model)
+        for _ in range(3):
+            out = model(batch(torch.Generator().manual_seed(rank.rank)))
+            (out @ model.embed.weight).square().sum().backward()
+        return [param.grad.to_local() for param in model.parameters()]
+
+    expected = grads()
+    with ordered_and_small():
+        for found, wanted in zip(grads(), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
 @contextmanager
 def watched_gathers() -> Iterator[list[int]]:
     """The elements of every full bucket that is gathered."""
@@ -106,42 +138,35 @@ def watched_gathers() -> Iterator[list[int]]:
         yield found
 
 
+@pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize("reshard_after_forward", [None, True])
 @on_ranks(2)
-def test_an_embedding_is_neither_kept_for_backward_nor_gathered_again(
-    rank: Rank, reshard_after_forward: bool | None
+def test_an_embedding_is_not_gathered_again_for_backward(
+    rank: Rank, reshard_after_forward: bool | None, is_apart: bool
 ) -> None:
     with ordered_and_small(), watched_gathers() as gathered:
         model: Any = Model()
-        fully_shard(model.middle, mesh=rank.mesh())
+        for module in (model.middle, model.embed)[: 1 + is_apart]:
+            fully_shard(module, mesh=rank.mesh())
         fully_shard(model, mesh=rank.mesh(), reshard_after_forward=reshard_after_forward)
         tokens = batch(torch.Generator())
         model(tokens).sum().backward()
         gathered.clear()
-        loss = model(tokens).sum()
-        # Of the two, the head alone is there, if the root stays unsharded.
-        full = [each.untyped_storage().size() > 0 for each in model.parameters()]
-        loss.backward()
-    is_kept = reshard_after_forward is None
-    assert gathered.count(LARGE) == (2 if is_kept else 3)
-    assert isinstance(model.embed.weight, torch.distributed.tensor.DTensor)
-    assert len(full) == 4
+        model(tokens).sum().backward()
+    assert gathered.count(LARGE) == 2  # the root ran last: backward begins with what it had
 
 
 @on_ranks(2)
-def test_a_large_parameter_is_freed_when_its_gradient_is_there(rank: Rank) -> None:
-    seen: list[list[bool]] = []
+def test_large_parameters_are_freed_when_backward_does_not_read_them_any_more(rank: Rank) -> None:
+    seen: list[dict[str, bool]] = []
     with ordered_and_small():
         model: Any = Model()
-        fully_shard(model, mesh=rank.mesh())
-        units = {unit.name: unit for unit in model._get_fsdp_state()._hooks.units}
+        shard(rank, model)
+        units = hooks_of(model).units
         for _ in range(2):
-            out = torch.tanh(model.middle(model.embed.weight.to_local()[:1])) if False else None
-            del out
-            x = model(batch(torch.Generator()))
-            handle = model.middle.weight.register_hook(
-                lambda _: seen.append([unit.is_unsharded for unit in units.values()])
+            model.middle.register_full_backward_hook(
+                lambda *_: seen.append({unit.name: unit.is_unsharded for unit in units})
             )
-            x.sum().backward()
-            handle.remove()
-    assert seen[-1] == [True, False, False]
+            model(batch(torch.Generator())).sum().backward()
+    assert seen[-1]["head.weight"] is False
+    assert seen[-1]["embed.weight"] is False

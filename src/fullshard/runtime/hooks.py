@@ -179,8 +179,7 @@ class ModuleHooks:
     calls in backward, `_open` those in forward, `_awaited` those of a list of modules that backward
     has not reached yet (weakly: a graph that is dropped takes its calls with it), `_ran` the
     modules that ran in the current forward. `handles` are those of the forward hooks, in pairs.
-    `readers` says of large units who reads them in backward, and `_confirmed` are those that nobody
-    reads, also outside of the modules (rule 15).
+    `readers` says of large units who reads them in backward (rule 15).
     """
 
     def __init__(
@@ -206,7 +205,6 @@ class ModuleHooks:
         self._awaited: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
         self._ran: set[nn.Module] = set()
         self.readers: dict[Unit, Readers] = {}
-        self._confirmed: set[Unit] = set()
         self.handles: list[RemovableHandle] = []
         for unit in units:
             unit.on_grads_ready = self._grads_ready
@@ -322,8 +320,6 @@ class ModuleHooks:
             if after is None:
                 # Without gradients no backward will want the root, and users want their shards.
                 after = not self.is_root or not torch.is_grad_enabled()
-            if unit in self._confirmed and unit.is_unsharded and not unit.is_saved:
-                unit.is_unread = after = True
             if after is False:
                 continue
             is_last = self.scheduler is not None and self.scheduler.expects_no_all_gather
@@ -355,19 +351,21 @@ class ModuleHooks:
         scheduler.enter_backward()
         self._awaited.discard(call)
         self.active.add(call)
-        for unit, readers in self.readers.items():
-            if readers is Readers.NONE and unit not in self._confirmed:
-                # Whoever uses it outside of its modules has done so by now.
-                self.readers[unit] = Readers.SEEN if unit.is_saved else Readers.NONE
-                self._confirmed.update([] if unit.is_saved else [unit])
         if self.is_unsharded_in_backward:
-            scheduler.unshard(self, for_backward=True)
+            scheduler.unshard_for_backward(self)
             for unit in self.reads:
                 unit.wait()
         if self.request.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             scheduler.prefetch_backward(call)
         if seam.observers:
             seam.begin(Activity.BACKWARD, self.name)
+
+    def drop_unread(self) -> None:
+        """Reshard large units that the backward to come does not read."""
+        for unit, readers in self.readers.items():
+            unit.is_unread = readers is Readers.NONE and not unit.is_saved
+            if unit.is_unread and unit.settings.reshard_after_backward:
+                unit.reshard()
 
     @untraced
     def post_backward(self, call: ModuleCall) -> None:
@@ -619,10 +617,15 @@ class Scheduler:
         """Whether this forward, as far as the last one tells, starts no further module."""
         return bool(self._order) and len(self.started) == len(self._order)
 
-    def unshard(self, member: ModuleHooks, *, for_backward: bool = False) -> None:
+    def unshard_for_backward(self, member: ModuleHooks) -> None:
+        """Issue the all-gathers of what the backward of a module reads."""
+        member.drop_unread()
+        self.unshard(member, [unit for unit in member.reads if not unit.is_unread])
+
+    def unshard(self, member: ModuleHooks, units: Sequence[Unit] | None = None) -> None:
         """Issue the all-gathers that a module needs, in forward or in backward."""
-        for unit in member.reads:
-            if unit.state is not UNSHARDED and not (for_backward and unit.is_unread):
+        for unit in member.reads if units is None else units:
+            if unit.state is not UNSHARDED:
                 if self._unchecked:
                     self._agree(f"gather in {self.phase}", member)
                 unit.unshard()
@@ -665,7 +668,7 @@ class Scheduler:
             others = [call.previous]
         for other in others:
             if other.is_unsharded_in_backward:
-                self.unshard(other, for_backward=True)
+                self.unshard_for_backward(other)
 
     def reduce_scatter(self, unit: Unit, member: ModuleHooks) -> None:
         if self._unchecked and unit.settings.requires_gradient_sync:

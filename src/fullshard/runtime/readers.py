@@ -2,8 +2,7 @@
 
 The backward of an embedding needs its indices and not its weight: a weight that nothing else uses
 need not be there in backward. What autograd has saved is seen by its references (`Unit.is_saved`);
-what activation checkpointing will read again is not, but is in the graph, or hidden behind a node
-of reentrant checkpointing.
+what activation checkpointing will read again is not, but its nodes are in the graph.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fullshard._torch import saves_through_hooks
 from fullshard.runtime.trees import map_tensors
 from fullshard.unit.unit import Unit
 
@@ -49,6 +49,8 @@ def readers_of(unit: Unit, output: Any) -> Readers:
                 continue
             if getattr(following, "variable", None) is full:
                 readers.add(node.name())
+                if node.name() == _READS_INDICES_ONLY and saves_through_hooks(node):
+                    return Readers.HIDDEN  # a recomputation would run the embedding again
             elif following not in nodes:
                 nodes[following] = None
                 waiting.append(following)
