@@ -48,6 +48,8 @@ def ordered_and_small() -> Iterator[None]:
         patch("fullshard.runtime.build.device_for", Ordered),
         patch(f"{lanes}.LARGE_BYTES", 1024),
         patch(f"{lanes}.LARGE_PART_BYTES", 128),
+        patch("fullshard.runtime.build.LARGE_BYTES", 1024),
+        patch("fullshard.runtime.build.LARGE_SEGMENT_BYTES", 128),
         patch(f"{lanes}.PIECE_BYTES", 512),
         patch.object(CostModel, "of_device", lambda _: free),
     ):

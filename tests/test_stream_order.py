@@ -170,6 +170,8 @@ def large_from_1_kib() -> Iterator[None]:
         messages_apart(),
         patch(f"{lanes}.LARGE_BYTES", 1024),
         patch(f"{lanes}.LARGE_PART_BYTES", 128),
+        patch("fullshard.runtime.build.LARGE_BYTES", 1024),
+        patch("fullshard.runtime.build.LARGE_SEGMENT_BYTES", 128),
         patch(f"{lanes}.PIECE_BYTES", 512),
     ):
         yield
@@ -586,6 +588,29 @@ def large_gradients(order: StreamOrder) -> None:
         train(sharded())
 
 
+class WithVocabulary(nn.Module):
+    """An embedding that backward does not read, and a head that it reads first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+@scenario(2)
+def large_parameters_that_backward_does_not_read(order: StreamOrder) -> None:
+    with large_from_1_kib():
+        model = sharded(WithVocabulary(), policy=BF16_COMPUTE)
+        optimizer = sgd(model)
+        for _ in range(3):
+            model(torch.arange(6)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @scenario(2, 1)
 def large_gradients_reduced_in_bfloat16(order: StreamOrder) -> None:
     with large_from_1_kib():
@@ -649,7 +674,8 @@ def extensions(order: StreamOrder) -> None:
 
 @scenario(2)
 def kept_storage(order: StreamOrder) -> None:
-    model = sharded(policy=BF16_COMPUTE)
+    with messages_apart():
+        model = sharded(policy=BF16_COMPUTE)
     model.set_keep_unsharded_storage(True)
     train(model)
 

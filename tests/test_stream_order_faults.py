@@ -410,4 +410,4 @@ def test_a_buffer_that_is_allocated_twice_is_found_where_nobody_waited() -> None
         buffer._storage.resize_(buffer.num_bytes)
 
     fault = patch.object(ResizableBuffer, "allocate", allocate)
-    assert SCENARIOS["large gradients of replicas"].order(fault=fault).races
+    assert SCENARIOS["kept storage"].order(fault=fault).races

@@ -424,23 +424,24 @@ class FSDPModule(ShardedModule):
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:
         """Call `hook(reduced)` on the unit's reduced gradients before they are assigned."""
-        unit = self._only_unit("set_all_reduce_hook")
-        if stream is not None and not unit.mesh_info.replicate.is_single:
-            raise ConfigError(
-                f"{unit.name}: stream must be left out on a mesh with a replicate axis, found "
-                f"{stream}; the hook runs on the stream of the all-reduce."
-            )
-        unit.comm.all_reduce_hook, unit.comm.all_reduce_stream = hook, stream
+        for unit in self._units_of_one_mesh("set_all_reduce_hook"):
+            if stream is not None and not unit.mesh_info.replicate.is_single:
+                raise ConfigError(
+                    f"{unit.name}: stream must be left out on a mesh with a replicate axis, found "
+                    f"{stream}; the hook runs on the stream of the all-reduce."
+                )
+            unit.comm.all_reduce_hook, unit.comm.all_reduce_stream = hook, stream
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather this unit through a custom collective, in memory that it allocates."""
-        self._only_unit("set_custom_all_gather").comm.customize(all_gather=comm)
+        for unit in self._units_of_one_mesh("set_custom_all_gather"):
+            unit.comm.customize(all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this unit through a custom collective, in memory that it allocates."""
-        unit = self._only_unit("set_custom_reduce_scatter")
-        require_no_wire_dtype("set_custom_reduce_scatter", unit.name, unit.layout)
-        unit.comm.customize(reduce_scatter=comm)
+        for unit in self._units_of_one_mesh("set_custom_reduce_scatter"):
+            require_no_wire_dtype("set_custom_reduce_scatter", unit.name, unit.layout)
+            unit.comm.customize(reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate in memory that the process group's backend allocates, if it can."""
@@ -476,15 +477,16 @@ class FSDPModule(ShardedModule):
     def _units(self, recurse: bool) -> list[Unit]:
         return units_below(cast(nn.Module, self)) if recurse else require_hooks(self).units
 
-    def _only_unit(self, what: str) -> Unit:
+    def _units_of_one_mesh(self, what: str) -> list[Unit]:
         own = require_hooks(self).units
         units = [unit for unit in own if unit.params] or own[:1]
-        if len(units) > 1:
+        num_meshes = len({unit.mesh_info for unit in units})
+        if num_meshes > 1:
             raise ConfigError(
-                f"{units[0].name}: {what} needs parameters on one mesh, found {len(units)} meshes; "
+                f"{units[0].name}: {what} needs parameters on one mesh, found {num_meshes} meshes; "
                 "leave parameters with a mesh of their own to another fully_shard call."
             )
-        return units[0]
+        return units
 
     def _units_without(self, what: str) -> list[Unit]:
         """The units, which must not have custom collectives."""

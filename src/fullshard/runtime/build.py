@@ -42,6 +42,11 @@ from fullshard.unit.flat_param import (
 from fullshard.unit.param import DTensorParam, ParamLocation, ShardedParam, shard_device
 from fullshard.unit.unit import Unit
 
+# A parameter of this size, of which each rank has this much, is a unit for itself: as large as an
+# embedding, and large enough for latency not to count.
+LARGE_BYTES = 64_000_000
+LARGE_SEGMENT_BYTES = 2_000_000
+
 # An original parameter to shard: its name, and everywhere it is registered.
 _Found = dict[nn.Parameter, tuple[str, list[ParamLocation]]]
 
@@ -132,10 +137,15 @@ def _make_units(request: ShardRequest, found: _Found) -> list[Unit]:
     name = ", ".join(type(module).__name__ for module in request.modules)
     comm_ctx = CommContext(device_for(request.device))
     policy, offload, settings = request.policy, request.offload, request.settings
-    units = [
-        Unit(name, params, mesh_info, policy, offload, comm_ctx, settings, flat)
-        for mesh_info, params in by_mesh.items()
-    ]
+    units = []
+    for mesh_info, params in by_mesh.items():
+        large = [p for p in params if flat is None and _is_large(p, mesh_info, policy, comm_ctx)]
+        rest = [param for param in params if param not in large]
+        alone = [[param] for param in large]
+        for each in alone if large and not rest else [rest, *alone]:
+            unit = Unit(name, each, mesh_info, policy, offload, comm_ctx, settings, flat)
+            unit.stands_alone = each is not rest
+            units.append(unit)
     for unit in units:
         # A parameter's own mesh has its own size.
         unit.set(reshard_after_forward=reshard_of(unit, unit.settings.reshard_after_forward))
@@ -143,6 +153,22 @@ def _make_units(request: ShardRequest, found: _Found) -> list[Unit]:
         param.register(param.shard)
         record_replacement(original, param, rank)
     return units
+
+
+def _is_large(
+    param: ShardedParam, mesh_info: MeshInfo, policy: MixedPrecisionPolicy, comm_ctx: CommContext
+) -> bool:
+    """Whether a parameter is gathered, freed and reduced by itself (rule 15)."""
+    dtype = policy.param_dtype if param.dtype.is_floating_point else None
+    num_bytes = param.split.numel * (dtype or param.dtype).itemsize
+    return (
+        comm_ctx.device.has_streams
+        and not mesh_info.shard.is_single
+        and num_bytes >= max(LARGE_BYTES, LARGE_SEGMENT_BYTES * mesh_info.shard.size)
+        and param.full_spec is None
+        and param.extension is None
+        and len(param.locations) == 1
+    )
 
 
 def _flat_param(
@@ -328,7 +354,9 @@ def _set_names(tops: Sequence[ModuleHooks], members: Sequence[ModuleHooks]) -> N
         own = ", ".join(path for path in paths if path)
         hooks.name = own or type(hooks.modules[0]).__name__.removeprefix("FSDP")
         for unit in hooks.units:
-            unit.name = hooks.name
             for param in unit.params:
                 location = param.locations[0]
                 param.name = clean_name(join(names.get(location.module, ""), location.name))
+            unit.name = (
+                unit.params[0].name if unit.is_large and len(hooks.units) > 1 else hooks.name
+            )

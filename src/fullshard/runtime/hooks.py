@@ -37,12 +37,12 @@ from fullshard.api import BackwardPrefetch, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.mesh import MeshInfo
 from fullshard.errors import DisagreementError, LifecycleError, MisuseError
+from fullshard.runtime.readers import Readers, readers_of
 from fullshard.runtime.trees import map_tensors
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.context import CommContext
 from fullshard.unit.flat_param import ParamForm
-from fullshard.unit.reduce_scatter import GradBucket
 from fullshard.unit.settings import UnitSettings
 from fullshard.unit.unit import UNSHARDED, Unit
 
@@ -179,6 +179,7 @@ class ModuleHooks:
     calls in backward, `_open` those in forward, `_awaited` those of a list of modules that backward
     has not reached yet (weakly: a graph that is dropped takes its calls with it), `_ran` the
     modules that ran in the current forward. `handles` are those of the forward hooks, in pairs.
+    `readers` says of large units who reads them in backward (rule 15).
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class ModuleHooks:
         self._open: list[ModuleCall] = []
         self._awaited: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
         self._ran: set[nn.Module] = set()
+        self.readers: dict[Unit, Readers] = {}
         self.handles: list[RemovableHandle] = []
         for unit in units:
             unit.on_grads_ready = self._grads_ready
@@ -275,10 +277,8 @@ class ModuleHooks:
             scheduler.prefetch_forward(self)
         if torch.is_grad_enabled():
             for unit in self.units:
-                if not call.num_inputs:
+                if unit.is_large or not call.num_inputs:
                     unit.listen()
-                else:
-                    unit.listen_for_large()
         self._open.append(call)
         if seam.observers:
             seam.begin(Activity.FORWARD, self.name)
@@ -290,8 +290,12 @@ class ModuleHooks:
         call = self._open.pop()
         if seam.observers:
             seam.end(Activity.FORWARD, self.name)
-        if torch.is_grad_enabled() and call.hook_outputs(output) and len(self.modules) > 1:
-            self._awaited.add(call)
+        if torch.is_grad_enabled() and call.hook_outputs(output):
+            if len(self.modules) > 1:
+                self._awaited.add(call)
+            for unit in self.units:
+                if unit.is_large and unit not in self.readers:
+                    self.readers[unit] = readers_of(unit, output)
         finished = scheduler.finished
         if in_backward():
             before = finished[: -1 - finished[::-1].index(self)] if self in finished else []
@@ -348,13 +352,20 @@ class ModuleHooks:
         self._awaited.discard(call)
         self.active.add(call)
         if self.is_unsharded_in_backward:
-            scheduler.unshard(self)
+            scheduler.unshard_for_backward(self)
             for unit in self.reads:
                 unit.wait()
         if self.request.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             scheduler.prefetch_backward(call)
         if seam.observers:
             seam.begin(Activity.BACKWARD, self.name)
+
+    def drop_unread(self) -> None:
+        """Reshard large units that the backward to come does not read."""
+        for unit, readers in self.readers.items():
+            unit.is_unread = readers is Readers.NONE and not unit.is_saved
+            if unit.is_unread and unit.settings.reshard_after_backward:
+                unit.reshard()
 
     @untraced
     def post_backward(self, call: ModuleCall) -> None:
@@ -368,19 +379,23 @@ class ModuleHooks:
             self.finish_backward([call])
 
     @untraced
-    def _grads_ready(self, unit: Unit, only: GradBucket | None) -> None:
-        """All gradients of a unit are there, or one that is a large bucket by itself."""
+    def _grads_ready(self, unit: Unit) -> None:
+        """All gradients of a unit are there."""
         scheduler = self.ensure_scheduler()
         scheduler.enter_backward()
         # With no input to wait for, nothing is left to be computed once the gradients are there;
         # but inputs may be out of sight, and then a frozen weight is still read for theirs.
         waits = unit.has_frozen or any(call.num_inputs for call in self.active)
-        if only is None and len(self.units) == 1 and not waits:
+        if len(self.units) == 1 and not waits:
             calls = list(self.active)
             self._leave(calls)
             self.finish_backward(calls)
-        else:
-            scheduler.reduce_scatter(unit, self, only)
+            return
+        is_seen = self.readers.get(unit, Readers.HIDDEN) is not Readers.HIDDEN
+        is_done = is_seen and not self._open and not unit.is_saved
+        if is_done and unit.settings.reshard_after_backward:
+            unit.reshard()  # whoever read it has done so
+        scheduler.reduce_scatter(unit, self)
 
     def _leave(self, calls: Iterable[ModuleCall]) -> None:
         """Nothing more is computed in backward for these calls."""
@@ -568,6 +583,7 @@ class Scheduler:
         self.post_optim_event = None
         for unit in self.units:
             unit.refresh()
+            unit.is_unread = False
             unit.grads.release_unused_buffers()
 
     def start(self, member: ModuleHooks) -> None:
@@ -601,9 +617,14 @@ class Scheduler:
         """Whether this forward, as far as the last one tells, starts no further module."""
         return bool(self._order) and len(self.started) == len(self._order)
 
-    def unshard(self, member: ModuleHooks) -> None:
+    def unshard_for_backward(self, member: ModuleHooks) -> None:
+        """Issue the all-gathers of what the backward of a module reads."""
+        member.drop_unread()
+        self.unshard(member, [unit for unit in member.reads if not unit.is_unread])
+
+    def unshard(self, member: ModuleHooks, units: Sequence[Unit] | None = None) -> None:
         """Issue the all-gathers that a module needs, in forward or in backward."""
-        for unit in member.reads:
+        for unit in member.reads if units is None else units:
             if unit.state is not UNSHARDED:
                 if self._unchecked:
                     self._agree(f"gather in {self.phase}", member)
@@ -647,14 +668,12 @@ class Scheduler:
             others = [call.previous]
         for other in others:
             if other.is_unsharded_in_backward:
-                self.unshard(other)
+                self.unshard_for_backward(other)
 
-    def reduce_scatter(
-        self, unit: Unit, member: ModuleHooks, only: GradBucket | None = None
-    ) -> None:
+    def reduce_scatter(self, unit: Unit, member: ModuleHooks) -> None:
         if self._unchecked and unit.settings.requires_gradient_sync:
             self._agree("reduce", member)
-        unit.reduce_scatter(only)
+        unit.reduce_scatter()
 
     def end_backward(self) -> None:
         """Settle what backward left open, and make every gradient visible."""

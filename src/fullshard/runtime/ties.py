@@ -121,4 +121,5 @@ def settle_ties(tops: Sequence[ModuleHooks]) -> None:
 def _can_take(unit: Unit, other: Unit) -> bool:
     """Whether a parameter of another unit could be one of this."""
     forms = [None if each.flat is None else each.flat.form for each in (unit, other)]
-    return unit.mesh_info is other.mesh_info and forms[0] is forms[1]
+    is_alike = unit.mesh_info is other.mesh_info and forms[0] is forms[1]
+    return is_alike and not unit.is_large

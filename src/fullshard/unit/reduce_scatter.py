@@ -52,8 +52,8 @@ GradTarget = ShardedParam | FlatParamHolder
 GradSlot = tuple[GradTarget, int]
 """What receives a gradient, and where in a bucket's sums it begins."""
 
-# A bucket as large as those of embeddings is worth a collective of its own before the rest of its
-# unit, if each rank's part is large enough for latency not to count (rule 9).
+# A gradient as large as those of embeddings is cast and reduced by pieces that are cut anywhere, if
+# each rank's part is large enough for latency not to count (rule 9).
 LARGE_BYTES = 128 << 20
 LARGE_PART_BYTES = 2 << 20
 PIECE_BYTES = 64 << 20
@@ -188,7 +188,6 @@ class GradBucket:
         # a part of, without its knowing.
         is_flat_param = any(isinstance(param.split, FlatSplit) for param in self.params)
         self.is_always_reduced = is_flat_param and lane.is_trainable
-        # One parameter's, and worth reducing before the others arrive.
         num_bytes = self.num_bytes
         self.is_large = (
             bucket.kind is BucketKind.IN_PLACE
@@ -671,8 +670,8 @@ class InFlightReduceScatter:
 class UnitGrads:
     """The full gradients of a unit's parameters, and what became of them.
 
-    `large` has the parameters whose gradient is a large bucket by itself. `was_reduced` says
-    whether the backward under way has taken some gradients already. `_created` are the targets
+    `was_reduced` says whether the backward under way has taken some gradients already. `_created`
+    are the targets
     that it gave a `.grad`; `_host_events` are copies of gradients to the host that nobody has
     waited for. `_shown` are the gradients that parameters of a wrapper show while more than that is
     kept unreduced, with their versions, and whether they are mere placeholders.
@@ -680,7 +679,6 @@ class UnitGrads:
 
     def __init__(self, mesh_info: MeshInfo, offload: OffloadPolicy, device: Any) -> None:
         self.was_reduced = False
-        self.large: dict[ShardedParam, GradBucket] = {}
         self.mesh_info = mesh_info
         shards_device, self._pin_memory = shard_device(offload, device.torch_device)
         self.to_host = shards_device != device.torch_device
@@ -693,8 +691,6 @@ class UnitGrads:
     def follow_lanes(self, lanes: list[GradLane]) -> None:
         """Follow a new plan of the unit from the next reduce-scatter on."""
         self._lanes = lanes
-        buckets = [bucket for lane in lanes for bucket in lane.buckets]
-        self.large = {bucket.params[0]: bucket for bucket in buckets if bucket.is_large}
 
     # Accumulation without communication
 
@@ -761,17 +757,17 @@ class UnitGrads:
         comm: UnitComm,
         settings: UnitSettings,
         comm_ctx: CommContext,
-        only: GradBucket | None = None,
+        *,
+        is_large: bool,
     ) -> None:
-        """Take the full gradients and start reducing them; with `only`, those of one bucket."""
+        """Take the full gradients and start reducing them."""
         if self._shown:
             self._drop_zeroed([p for lane in self._lanes for b in lane.buckets for p in b.params])
             self._hide()
         self.was_reduced = True
         lanes = []
         for plan in self._lanes:
-            buckets = plan.buckets if only is None else [b for b in plan.buckets if b is only]
-            taken = [self._collect(bucket, settings) for bucket in buckets]
+            taken = [self._collect(bucket, settings) for bucket in plan.buckets]
             present = [bucket for bucket in taken if bucket is not None]
             if present:
                 plan.follow_grads(grad for bucket in present for grad in bucket.grads)
@@ -781,10 +777,10 @@ class UnitGrads:
         if not lanes:
             return
         num_bytes = sum(bucket.plan.num_bytes for lane in lanes for bucket in lane.buckets)
-        if only is None:
-            comm_ctx.limit_reduce_scatters(settings.reduce_scatter_max_input_buffers)
-        else:
+        if is_large:
             comm_ctx.make_room_for(num_bytes)
+        else:
+            comm_ctx.limit_reduce_scatters(settings.reduce_scatter_max_input_buffers)
         in_flight = InFlightReduceScatter(unit, lanes, comm, settings, comm_ctx, self, num_bytes)
         in_flight.start()
         comm_ctx.add_reduce_scatter(in_flight)

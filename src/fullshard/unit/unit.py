@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard._torch import disable_torch_function, version_of
+from fullshard._torch import (
+    disable_torch_function,
+    storage_references,
+    tensor_references,
+    version_of,
+)
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
@@ -24,7 +29,7 @@ from fullshard.unit.context import AddressRanges, CommContext
 from fullshard.unit.extensions import Extension
 from fullshard.unit.flat_param import FlatParams
 from fullshard.unit.param import ShardBuffers, ShardedParam, shard_device
-from fullshard.unit.reduce_scatter import GradBucket, GradLane, UnitGrads
+from fullshard.unit.reduce_scatter import GradLane, UnitGrads
 from fullshard.unit.settings import UnitComm, UnitSettings
 
 # What a unit may be; each state carries what exists only in it.
@@ -113,11 +118,11 @@ class Unit:
     """The parameters of one wrapper, or of one `fully_shard` call that share a mesh.
 
     Owns shard buffers, full buffer and gradients, and changes `state` when told to; `hooks.py`
-    says when. `flat` is there for the parameters of a wrapper. `is_held` says that a state dict may
-    hold the shards, `is_summoned` that `summon_full_params` shows the full parameters.
-    `on_grads_ready` is called once every trainable parameter has its gradient, and earlier for a
-    parameter whose gradient is a large bucket by itself; `_arrived` are those of which a unit
-    that listens has seen the gradient.
+    says when. `flat` is there for the parameters of a wrapper. `stands_alone` says that it was made
+    for a single large parameter (rule 15), and `is_unread` that the backward to come does not read
+    it. `is_held` says that a state dict may hold the shards, `is_summoned` that
+    `summon_full_params` shows the full parameters. `on_grads_ready` is called once every trainable
+    parameter of a unit that listens has its gradient; `_arrived` are those that have.
     """
 
     name: str
@@ -128,11 +133,12 @@ class Unit:
     comm_ctx: CommContext
     settings: UnitSettings
     flat: FlatParams | None = None
+    stands_alone: bool = False
+    is_unread: bool = False
     state: State = SHARDED
     is_held: bool = False
     is_summoned: bool = False
     _is_listening: bool = False
-    _listens_for_last: bool = False
     _num_trainable: int = 0
     _is_training_followed: bool = False
     _all_gather: UnitAllGather | None = None
@@ -143,9 +149,10 @@ class Unit:
         default = collectives_for(axis.group, device.torch_device)
         self.comm = UnitComm(default, default, axis)
         self.grads = UnitGrads(self.mesh_info, self.offload, device)
-        self.on_grads_ready: Callable[[Unit, GradBucket | None], None] = lambda *_: None
+        self.on_grads_ready: Callable[[Unit], None] = lambda *_: None
         self._arrived: set[ShardedParam] = set()
         self._versions: list[int] = []
+        self._references = (0, 0)
         self.replan()
 
     # Plan and shard buffers
@@ -153,6 +160,11 @@ class Unit:
     @property
     def is_unsharded(self) -> bool:
         return self.state is UNSHARDED
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a single large parameter, also after ties were settled."""
+        return self.stands_alone and len(self.params) == 1
 
     @property
     def is_offloaded(self) -> bool:
@@ -382,12 +394,30 @@ class Unit:
         if registration is None:
             registration = self._registration = Registration(self.params)
             self._is_training_followed = False
+            self._references = self._full_references()
         if not self._is_training_followed:
             self._num_trainable = registration.follow_requires_grad()
             self._is_training_followed = True
             self._hook_fulls()
         registration.register_fulls()
         self.state = UNSHARDED
+
+    def _full_references(self) -> tuple[int, int]:
+        """How often the full parameter of a large unit, and its memory, are held."""
+        full = self.params[0].full if self.is_large else None
+        if full is None:
+            return 0, 0
+        return tensor_references(full), storage_references(full.untyped_storage())
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether autograd, or anyone else, holds the full parameter of a large unit to read it.
+
+        Its `AccumulateGrad` holds it once, to write to `grad`.
+        """
+        held, held_memory = self._full_references()
+        before, before_memory = self._references
+        return held > before + 1 or held_memory > before_memory
 
     def reshard(self, subgroup: Axis | None = None) -> None:
         """Register the shards; memory is freed once another all-gather is issued (rule 3)."""
@@ -450,13 +480,7 @@ class Unit:
 
     def listen(self) -> None:
         """Count every gradient from now on: nothing else says when the last one is there."""
-        if not self._listens_for_last:
-            self._listens_for_last = self._is_listening = True
-            self._hook_fulls()
-
-    def listen_for_large(self) -> None:
-        """Count gradients if some are large enough not to wait for the others (rule 9)."""
-        if self.comm_ctx.device.has_streams and self.grads.large and not self._is_listening:
+        if not self._is_listening:
             self._is_listening = True
             self._hook_fulls()
 
@@ -477,12 +501,8 @@ class Unit:
 
     def grad_arrived(self, param: ShardedParam) -> None:
         self._arrived.add(param)
-        if self._listens_for_last and len(self._arrived) == self._num_trainable:
-            self.on_grads_ready(self, None)
-        elif self.settings.requires_gradient_sync and self.comm_ctx.device.has_streams:
-            bucket = self.grads.large.get(param)
-            if bucket is not None:
-                self.on_grads_ready(self, bucket)
+        if len(self._arrived) == self._num_trainable:
+            self.on_grads_ready(self)
 
     @property
     def has_full_grads(self) -> bool:
@@ -505,15 +525,16 @@ class Unit:
         for lane in self.extension_layout.lanes:
             yield GradLane(self.extension_layout, lane, self._extended, rank, None, is_cut=is_cut)
 
-    def reduce_scatter(self, only: GradBucket | None = None) -> None:
+    def reduce_scatter(self) -> None:
         """Take the full gradients and start reducing them, or accumulate them without a sync."""
-        if only is None:
-            self._arrived.clear()
+        self._arrived.clear()
         with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT:
             if not self.settings.requires_gradient_sync:
                 self.grads.accumulate(self.params, is_flat=self.flat is not None)
             else:
-                self.grads.reduce_scatter(self.name, self.comm, self.settings, self.comm_ctx, only)
+                comm, settings, comm_ctx = self.comm, self.settings, self.comm_ctx
+                is_large = self.is_large
+                self.grads.reduce_scatter(self.name, comm, settings, comm_ctx, is_large=is_large)
 
     def set(self, **changes: Any) -> None:
         self.settings = replace(self.settings, **changes)
