@@ -185,8 +185,9 @@ def played_tables(world: int, found: dict[str, dict[str, float]]) -> list[Table]
         spent = [row[key] * 1e3 for key in ("step", "busy", "host")]
         times.append([name, *spent, row["step"] / base["step"]])
         held: list[Any] = []
-        for key in ("allocated", "reserved"):
-            held += [row[key] / GIB, row[key] / base[key] if base[key] else None]
+        for key in ("allocated", "reserved", "gathered"):
+            is_known = bool(row[key] and base[key])
+            held += [row[key] / GIB, row[key] / base[key]] if is_known else [None, None]
         memory.append([name, *held])
     return [
         Table(
@@ -195,8 +196,8 @@ def played_tables(world: int, found: dict[str, dict[str, float]]) -> list[Table]
             times,
         ),
         Table(
-            f"Played world of {world}: peak memory, GiB",
-            ["variant", "allocated", "ratio", "reserved", "ratio"],
+            f"Played world of {world}: peak memory, and what a step gathers, GiB",
+            ["variant", "allocated", "ratio", "reserved", "ratio", "gathered", "ratio"],
             memory,
         ),
     ]
@@ -205,7 +206,9 @@ def played_tables(world: int, found: dict[str, dict[str, float]]) -> list[Table]
 def _in_own_process(options: argparse.Namespace, *arguments: str) -> dict[str, float]:
     command = [sys.executable, str(Path(__file__)), "played", "--device", str(options.device)]
     command += [*arguments, *(["--tiny"] if options.tiny else [])]
-    command += ["--batch", str(options.task.batch), "--steps", str(options.task.num_steps)]
+    task = options.task
+    command += ["--batch", str(task.batch), "--steps", str(task.num_steps)]
+    command += ["--vocabulary", str(task.vocabulary)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, env=environment, timeout=TIMEOUT_S
@@ -227,7 +230,10 @@ def play_one(options: argparse.Namespace) -> dict[str, float]:
         gc.collect()
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
+        group: Any = rank.mesh().get_group()
+        before = group.gathered_bytes
         found = medians([stepping.step() for _ in range(task.num_steps)])
+        found["gathered"] = (group.gathered_bytes - before) / task.num_steps
         found["allocated"] = torch.cuda.max_memory_allocated() if is_cuda else 0
         found["reserved"] = torch.cuda.max_memory_reserved() if is_cuda else 0
         found["busy"] = busy_during(stepping.step).busy_us / 1e6 if is_cuda else found["step"]
@@ -308,12 +314,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--batch", type=int)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--vocabulary", type=int, help="of the model")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     task, run = MODES[options.mode]
     task = TINY if options.tiny else task
     options.task = replace(
-        task, batch=options.batch or task.batch, num_steps=options.steps or task.num_steps
+        task,
+        batch=options.batch or task.batch,
+        num_steps=options.steps or task.num_steps,
+        vocabulary=options.vocabulary or task.vocabulary,
     )
     options.worlds = options.worlds or ([8] if options.mode == "narrow" else [8, 64])
     with without_known_warnings():

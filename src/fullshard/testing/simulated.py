@@ -79,12 +79,16 @@ def _simulated(
 
 
 class _QuietGroup(dist.ProcessGroup):
-    """A process group whose collectives are done when they are called."""
+    """A process group whose collectives are done when they are called.
+
+    `gathered_bytes` counts what all-gathers would have delivered.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         # The one constructor that a subclass may call; torch's stubs lack it.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._finished = _torch.finished_work()
+        self.gathered_bytes = 0
 
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks for
         return QUIET
@@ -95,6 +99,7 @@ class _QuietGroup(dist.ProcessGroup):
     def _all_gather(
         self, out: torch.Tensor, own: torch.Tensor, options: object = None
     ) -> dist.Work:
+        self.gathered_bytes += out.nbytes
         if _is_delivered(own):
             out.view(self.size(), -1).copy_(own.reshape(1, -1))
         return self._finished
