@@ -265,6 +265,8 @@ class CapturedStep(Generic[P, R]):
         static = iter(entry.inputs)
         given, given_by_name = map_tensors(lambda _: next(static), (list(args), dict(kwargs)))
         graph, failure = torch.cuda.CUDAGraph(), None
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random_state = generator.clone_state()
         for scheduler in self._schedulers:
             scheduler.begin_capture()
         try:
@@ -284,6 +286,9 @@ class CapturedStep(Generic[P, R]):
         if failure is None:
             entry.graph = graph
             self._captured = self._facts()
+        else:  # a capture that fails leaves the generator in a state that only captures can use
+            generator.graphsafe_set_state(random_state)
+            self._graphs.clear()  # they would go on with the other one
         return failure
 
     def _replay(self, entry: _Graph, tensors: list[torch.Tensor]) -> R:

@@ -245,6 +245,7 @@ def test_a_step_that_cannot_be_captured_is_named_and_leaves_the_model_usable(ran
     found = [refused(each) for each in given[:2]]
     with pytest.raises(UnsupportedError, match=r"test_cuda_capture\.py.*loss\.item\(\)"):
         refused(given[2])
+    assert torch.rand(4, device=rank.device).unique().numel() == 4  # the generator, too
     found += [captured.step(each) for each in given[2:]]
     assert torch.equal(torch.stack(found), torch.stack(expected))
     relaxed = capture(partial(step, fallen), warmup=2, fallback=True)

@@ -652,6 +652,11 @@ class InFlightReduceScatter:
                 buffer.num_reserved -= 1
                 if not is_written:
                     foreach_copy_(grads, lane.outs)
+            if buffer is not None and self.device.has_streams:
+                # Just now they had no gradients and no hooks, or there would be no buffer.
+                for bucket in lane.buckets:
+                    self.unit_grads.assign_made(bucket.targets, buffer.grads)
+                continue
             made = {} if buffer is None else buffer.grads
             for bucket, grad in zip(lane.buckets, grads, strict=True):
                 self._has_followed |= self.unit_grads.assign(grad, bucket.targets, made)
@@ -827,6 +832,15 @@ class UnitGrads:
         if missing:
             targets = [slot for slot in targets if slot[0] not in missing]
         return BucketReduce(plan, grads, targets, partials)
+
+    def assign_made(
+        self, targets: Sequence[GradSlot], made: Mapping[GradTarget, torch.Tensor]
+    ) -> None:
+        """Give targets that have no gradient those that were made for them (rules 7, 8)."""
+        with disable_torch_function():
+            for target, _ in targets:
+                target.param.grad = made[target]
+                self._created.append(target)
 
     def assign(
         self,
