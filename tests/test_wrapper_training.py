@@ -265,12 +265,13 @@ FORWARDS = {
     False: "gather 0, forward 0, gather 1, forward 1, gather 2, forward 2",
     True: "gather 0, gather 1, forward 0, gather 2, forward 1, forward 2",
 }
+# What forward gathered last is still there.
 BACKWARDS = {
-    "BACKWARD_PRE": "gather 2, after 2, gather 1, backward 2, done 2, after 1, gather 0, "
+    "BACKWARD_PRE": "after 2, gather 1, backward 2, done 2, after 1, gather 0, "
     "backward 1, done 1, after 0, backward 0",
-    "BACKWARD_POST": "after 2, gather 2, backward 2, done 2, gather 1, after 1, backward 1, "
+    "BACKWARD_POST": "after 2, backward 2, done 2, gather 1, after 1, backward 1, "
     "done 1, gather 0, after 0, backward 0",
-    None: "after 2, gather 2, backward 2, done 2, after 1, gather 1, backward 1, done 1, after 0, "
+    None: "after 2, backward 2, done 2, after 1, gather 1, backward 1, done 1, after 0, "
     "gather 0, backward 0",
 }
 
