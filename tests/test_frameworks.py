@@ -5,7 +5,7 @@ The short form of `tests/clients`, which `make test-clients` runs with all frame
 
 from pathlib import Path
 
-from tests.clients.clients import assert_same, run
+from tests.clients.clients import PROGRAMS, assert_same, launch, run_in
 
 # accelerate's, and with LoRA the Trainer's.
 VARIANTS = ("fsdp1", "fsdp2", "fsdp2_bf16", "fsdp2_lora")
@@ -13,8 +13,8 @@ VARIANTS = ("fsdp1", "fsdp2", "fsdp2_bf16", "fsdp2_lora")
 
 def test_frameworks_train_and_resume_on_fullshard_as_on_torchs_fsdp(tmp_path: Path) -> None:
     names = [*VARIANTS, *(f"resume_{variant}" for variant in VARIANTS)]
-    theirs = run("short.py", tmp_path / "torch", *names, on="torch")
-    ours = run("short.py", tmp_path / "ours", *names, on="fullshard")
+    printed = launch(tmp_path, str(PROGRAMS / "short.py"), str(tmp_path), *names)
+    theirs, ours = (run_in(tmp_path / on, printed, on=on) for on in ("torch", "fullshard"))
     for name in names:
         assert_same(ours.found(name), theirs.found(name))
     for variant in VARIANTS:

@@ -36,10 +36,16 @@ class Run:
 
 def run(program: str, folder: Path, *cases: str, on: str, num_ranks: int = 2) -> Run:
     """Run cases of a program on torch's FSDP (`on="torch"`) or on fullshard."""
-    folder.mkdir(parents=True, exist_ok=True)
     through = {"torch": (), "fullshard": ("-m", "fullshard.dropin")}[on]
+    printed = launch(folder, *through, str(PROGRAMS / program), str(folder), *cases, num=num_ranks)
+    return run_in(folder, printed, on=on)
+
+
+def launch(folder: Path, *command: str, num: int = 2) -> str:
+    """Run a program that writes to a folder on a number of ranks; what it printed."""
+    folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        [*LAUNCH, str(num_ranks), *through, str(PROGRAMS / program), str(folder), *cases],
+        [*LAUNCH, str(num), *command],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -48,8 +54,13 @@ def run(program: str, folder: Path, *cases: str, on: str, num_ranks: int = 2) ->
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def run_in(folder: Path, printed: str, *, on: str) -> Run:
+    """What was written to a folder by a program that must have run on a library."""
     assert (folder / "library").read_text().startswith(on), "the program ran on another library"
-    return Run(folder, done.stdout)
+    return Run(folder, printed)
 
 
 def assert_same(ours: Any, theirs: Any, **tolerances: float) -> None:

@@ -24,8 +24,9 @@ RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 HANGS_AFTER_S = 120
 
 
-def run(cases: dict[str, Callable[[Path], Any]]) -> None:
-    folder = Path(sys.argv[1])
+def run(cases: dict[str, Callable[[Path], Any]], folder: Path | None = None) -> None:
+    folder = folder or Path(sys.argv[1])
+    folder.mkdir(exist_ok=True)
     (folder / "library").write_text(fully_shard.__module__)
     for name in sys.argv[2:]:
         torch.manual_seed(0)

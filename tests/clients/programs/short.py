@@ -1,8 +1,19 @@
-"""Some cases of the frameworks that are in the environment of developers."""
+"""Some cases of the frameworks that are in the environment of developers, on both libraries.
+
+One start for both, since importing the frameworks takes most of the time.
+"""
+
+import sys
+from pathlib import Path
 
 import accelerate_fsdp
 import cases
 import transformers_trainer
 
+from fullshard import dropin
+
 if __name__ == "__main__":
-    cases.run(transformers_trainer.ALL | accelerate_fsdp.ALL)
+    every = transformers_trainer.ALL | accelerate_fsdp.ALL
+    cases.run(every, Path(sys.argv[1], "torch"))
+    dropin.install()
+    cases.run(every, Path(sys.argv[1], "fullshard"))
