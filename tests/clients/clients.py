@@ -11,7 +11,7 @@ import torch
 
 PROGRAMS = Path(__file__).parent / "programs"
 LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 
 
 @dataclass(frozen=True)
