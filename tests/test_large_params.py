@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,13 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
-from fullshard.comm.collectives import CollectiveWork, ShmCollectives
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from tests.test_large_gradients import ordered_and_small
 
 VOCABULARY, WIDTH = 64, 8
-LARGE = VOCABULARY * WIDTH
 
 
 class Model(nn.Module):
@@ -124,36 +119,28 @@ def test_a_parameter_that_is_used_outside_of_its_module_stays(rank: Rank) -> Non
             torch.testing.assert_close(found, wanted)
 
 
-@contextmanager
-def watched_gathers() -> Iterator[list[int]]:
-    """The elements of every full bucket that is gathered."""
-    found: list[int] = []
-    gather = ShmCollectives.all_gather
-
-    def watched(self: ShmCollectives, outs: Any, *args: Any) -> CollectiveWork:
-        found.extend(out.numel() for out in outs)
-        return gather(self, outs, *args)
-
-    with patch.object(ShmCollectives, "all_gather", watched):
-        yield found
-
-
-@pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize("reshard_after_forward", [None, True])
 @on_ranks(2)
-def test_an_embedding_is_not_gathered_again_for_backward(
-    rank: Rank, reshard_after_forward: bool | None, is_apart: bool
+def test_a_reference_that_one_rank_keeps_changes_no_collective(
+    rank: Rank, reshard_after_forward: bool | None
 ) -> None:
-    with ordered_and_small(), watched_gathers() as gathered:
+    kept: list[Tensor] = []
+
+    def grads() -> list[Tensor]:
+        torch.manual_seed(0)
         model: Any = Model()
-        for module in (model.middle, model.embed)[: 1 + is_apart]:
-            fully_shard(module, mesh=rank.mesh())
+        if rank.rank == 0:
+            model.embed.register_forward_hook(lambda each, *_: kept.append(each.weight.detach()))
+        fully_shard(model.embed, mesh=rank.mesh())
         fully_shard(model, mesh=rank.mesh(), reshard_after_forward=reshard_after_forward)
-        tokens = batch(torch.Generator())
-        model(tokens).sum().backward()
-        gathered.clear()
-        model(tokens).sum().backward()
-    assert gathered.count(LARGE) == 2  # the root ran last: backward begins with what it had
+        for _ in range(3):
+            model(batch(torch.Generator().manual_seed(rank.rank))).square().sum().backward()
+        return [param.grad.to_local() for param in model.parameters()]
+
+    expected = grads()
+    with ordered_and_small():
+        for found, wanted in zip(grads(), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
 
 
 @on_ranks(2)

@@ -361,10 +361,15 @@ class ModuleHooks:
             seam.begin(Activity.BACKWARD, self.name)
 
     def drop_unread(self) -> None:
-        """Reshard large units that the backward to come does not read."""
+        """Reshard large units that are unsharded and that the backward to come does not read.
+
+        Those that are sharded already are gathered: references are seen by this rank alone, and
+        whether there is a collective must not depend on them.
+        """
         for unit, readers in self.readers.items():
-            unit.is_unread = readers is Readers.NONE and not unit.is_saved
-            if unit.is_unread and unit.settings.reshard_after_backward:
+            is_kept = unit.is_unsharded and unit.settings.reshard_after_backward
+            if is_kept and readers is Readers.NONE and not unit.is_saved:
+                unit.is_unread = True
                 unit.reshard()
 
     @untraced

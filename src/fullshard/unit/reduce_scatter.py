@@ -676,10 +676,9 @@ class UnitGrads:
     """The full gradients of a unit's parameters, and what became of them.
 
     `was_reduced` says whether the backward under way has taken some gradients already. `_created`
-    are the targets
-    that it gave a `.grad`; `_host_events` are copies of gradients to the host that nobody has
-    waited for. `_shown` are the gradients that parameters of a wrapper show while more than that is
-    kept unreduced, with their versions, and whether they are mere placeholders.
+    are the targets that it gave a `.grad`; `_host_events` are copies of gradients to the host that
+    nobody has waited for. `_shown` are the gradients that parameters of a wrapper show while more
+    than that is kept unreduced, with their versions, and whether they are mere placeholders.
     """
 
     def __init__(self, mesh_info: MeshInfo, offload: OffloadPolicy, device: Any) -> None:
