@@ -43,14 +43,11 @@ class Ordered(Device):
 @contextmanager
 def ordered_and_small() -> Iterator[None]:
     """Buckets are large from 1 KiB on, and every parameter has one."""
-    lanes, free = "fullshard.unit.reduce_scatter", CostModel(0.0, 0.0)
+    lanes, free = "fullshard.unit.reduce_scatter", CostModel(0.0, 0.0, 1024)
     with (
         patch("fullshard.runtime.build.device_for", Ordered),
-        patch(f"{lanes}.LARGE_BYTES", 1024),
-        patch(f"{lanes}.LARGE_PART_BYTES", 128),
-        patch("fullshard.runtime.build.LARGE_BYTES", 1024),
-        patch("fullshard.runtime.build.LARGE_SEGMENT_BYTES", 128),
         patch(f"{lanes}.PIECE_BYTES", 512),
+        patch(f"{lanes}.SMALLEST_PIECE_PART_BYTES", 64),
         patch.object(CostModel, "of_device", lambda _: free),
     ):
         yield

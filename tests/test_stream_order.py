@@ -150,8 +150,13 @@ def train(
 @contextmanager
 def messages_apart() -> Iterator[None]:
     """Every parameter has a message of its own, which is reduced in place."""
-    free = CostModel(0.0, 0.0)
-    with patch.object(CostModel, "of_device", lambda _: free):
+    with own_buckets(CostModel(0.0, 0.0)):
+        yield
+
+
+@contextmanager
+def own_buckets(cost: CostModel) -> Iterator[None]:
+    with patch.object(CostModel, "of_device", lambda _: cost):
         yield
 
 
@@ -167,12 +172,9 @@ def small_pieces() -> Iterator[None]:
 def large_from_1_kib() -> Iterator[None]:
     lanes = "fullshard.unit.reduce_scatter"
     with (
-        messages_apart(),
-        patch(f"{lanes}.LARGE_BYTES", 1024),
-        patch(f"{lanes}.LARGE_PART_BYTES", 128),
-        patch("fullshard.runtime.build.LARGE_BYTES", 1024),
-        patch("fullshard.runtime.build.LARGE_SEGMENT_BYTES", 128),
+        own_buckets(CostModel(0.0, 0.0, 1024)),
         patch(f"{lanes}.PIECE_BYTES", 512),
+        patch(f"{lanes}.SMALLEST_PIECE_PART_BYTES", 64),
     ):
         yield
 

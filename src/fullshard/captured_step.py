@@ -279,16 +279,18 @@ class CapturedStep(Generic[P, R]):
                     entry.output = self._step(*given, **given_by_name)
                 except Exception as error:
                     failure = error  # the capture has to be ended first
+            entry.graph = graph if failure is None else None
         except RuntimeError as error:
             failure = failure or error
-        for scheduler in self._schedulers:
-            scheduler.end_capture(has_failed=failure is not None)
+        finally:  # also for an interrupt
+            has_failed = entry.graph is None
+            for scheduler in self._schedulers:
+                scheduler.end_capture(has_failed=has_failed)
+            if has_failed:  # the generator is in a state that only captures can use
+                generator.graphsafe_set_state(random_state)
+                self._graphs.clear()  # they would go on with the other one
         if failure is None:
-            entry.graph = graph
             self._captured = self._facts()
-        else:  # a capture that fails leaves the generator in a state that only captures can use
-            generator.graphsafe_set_state(random_state)
-            self._graphs.clear()  # they would go on with the other one
         return failure
 
     def _replay(self, entry: _Graph, tensors: list[torch.Tensor]) -> R:

@@ -94,20 +94,25 @@ class DtypePlan:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """When a parameter is worth a bucket of its own.
+    """When a parameter is worth a bucket of its own, or a unit of its own.
 
     A parameter that shares its bucket is copied out of it after the all-gather. A parameter with
     its own bucket is not, but costs one more collective, whose latency grows with the number of
-    ranks. So it has to be large, and each rank's part of it too.
+    ranks. So it has to be large, and each rank's part of it too. One as large as an embedding is
+    also gathered and freed by itself (rule 15).
     """
 
     own_bucket_bytes: float
     own_segment_bytes: float
+    own_unit_bytes: float = 64e6
 
     def deserves_bucket(self, full_bytes: int, num_ranks: int) -> bool:
         return (
             full_bytes >= self.own_bucket_bytes and full_bytes >= num_ranks * self.own_segment_bytes
         )
+
+    def deserves_unit(self, full_bytes: int, num_ranks: int) -> bool:
+        return full_bytes >= self.own_unit_bytes and self.deserves_bucket(full_bytes, num_ranks)
 
     @classmethod
     def of_device(cls, device_type: str) -> CostModel:

@@ -21,6 +21,7 @@ from fullshard.comm.mesh import MeshInfo, mesh_info_of, subgroup_size
 from fullshard.comm.placement import as_dtensor, place, shard_dim, with_dtype
 from fullshard.device import device_for
 from fullshard.errors import ConfigError, LifecycleError, TopologyError, UnsupportedError
+from fullshard.layout import CostModel
 from fullshard.runtime.hooks import (
     ModuleHooks,
     Scheduler,
@@ -41,11 +42,6 @@ from fullshard.unit.flat_param import (
 )
 from fullshard.unit.param import DTensorParam, ParamLocation, ShardedParam, shard_device
 from fullshard.unit.unit import Unit
-
-# A parameter of this size, of which each rank has this much, is a unit for itself: as large as an
-# embedding, and large enough for latency not to count.
-LARGE_BYTES = 64_000_000
-LARGE_SEGMENT_BYTES = 2_000_000
 
 # An original parameter to shard: its name, and everywhere it is registered.
 _Found = dict[nn.Parameter, tuple[str, list[ParamLocation]]]
@@ -161,10 +157,11 @@ def _is_large(
     """Whether a parameter is gathered, freed and reduced by itself (rule 15)."""
     dtype = policy.param_dtype if param.dtype.is_floating_point else None
     num_bytes = param.split.numel * (dtype or param.dtype).itemsize
+    cost = CostModel.of_device(comm_ctx.device.torch_device.type)
     return (
         comm_ctx.device.has_streams
         and not mesh_info.shard.is_single
-        and num_bytes >= max(LARGE_BYTES, LARGE_SEGMENT_BYTES * mesh_info.shard.size)
+        and cost.deserves_unit(num_bytes, mesh_info.shard.size)
         and param.full_spec is None
         and param.extension is None
         and len(param.locations) == 1

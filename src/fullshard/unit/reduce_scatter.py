@@ -52,15 +52,14 @@ GradTarget = ShardedParam | FlatParamHolder
 GradSlot = tuple[GradTarget, int]
 """What receives a gradient, and where in a bucket's sums it begins."""
 
-# A gradient as large as those of embeddings is cast and reduced by pieces that are cut anywhere, if
-# each rank's part is large enough for latency not to count (rule 9).
-LARGE_BYTES = 128 << 20
-LARGE_PART_BYTES = 2 << 20
+# A gradient that fills two of these pieces, as those of embeddings do, is cast and reduced by pieces
+# that are cut anywhere (rule 9).
 PIECE_BYTES = 64 << 20
-# The gradients of other parameters are copied into their bucket by about so many pieces, if each
-# rank's part of a piece is large enough (rule 9). On NCCL two took as long as one, and five longer
-# (benchmarks/bench_gpu.py ranks). What travels in a narrow dtype is small already.
+# The gradients of other parameters are copied into their bucket by about so many pieces (rule 9).
+# On NCCL two took as long as one, and five longer (benchmarks/bench_gpu.py ranks). What travels in
+# a narrow dtype is small already.
 NUM_PIECES = 2
+# Each rank's part of a piece is at least this large, so that latency does not count.
 SMALLEST_PIECE_PART_BYTES = 1 << 20
 
 
@@ -191,8 +190,8 @@ class GradBucket:
         num_bytes = self.num_bytes
         self.is_large = (
             bucket.kind is BucketKind.IN_PLACE
-            and num_bytes >= LARGE_BYTES
-            and num_bytes // num_ranks >= LARGE_PART_BYTES
+            and num_bytes >= 2 * PIECE_BYTES
+            and num_bytes // num_ranks >= 2 * SMALLEST_PIECE_PART_BYTES
         )
         self._bucket = bucket
         is_flat = bucket.kind is BucketKind.FLAT
@@ -581,7 +580,7 @@ class InFlightReduceScatter:
             bucket.plan.copy_in(bucket.grads, piece)
             yield piece if lane.before == 1.0 else piece.div_(lane.before), out
             return
-        numel = max(PIECE_BYTES // num_ranks, LARGE_PART_BYTES) // wire.itemsize
+        numel = max(PIECE_BYTES // num_ranks, SMALLEST_PIECE_PART_BYTES) // wire.itemsize
         parts = grad.view(num_ranks, -1).split(numel, dim=1)
         for part, sums in zip(parts, out.split(numel), strict=True):
             piece = torch.empty(part.size(), dtype=wire, device=grad.device).copy_(part)
