@@ -159,6 +159,7 @@ def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
     training = Training(batch, steps=3)
     with (
         patch("fullshard.runtime.build.device_for", Ordered),
+        patch("fullshard.unit.reduce_scatter.SMALLEST_PIECE_BYTES", 256),
         patch("fullshard.unit.reduce_scatter.SMALLEST_PIECE_PART_BYTES", 256),
         patch("fullshard.unit.reduce_scatter.NUM_PIECES", 5),
         watched_reduces() as calls,

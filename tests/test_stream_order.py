@@ -164,7 +164,11 @@ def own_buckets(cost: CostModel) -> Iterator[None]:
 def small_pieces() -> Iterator[None]:
     """A message of several parameters is reduced by pieces."""
     module = "fullshard.unit.reduce_scatter"
-    with patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 64), patch(f"{module}.NUM_PIECES", 5):
+    with (
+        patch(f"{module}.SMALLEST_PIECE_BYTES", 64),
+        patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 64),
+        patch(f"{module}.NUM_PIECES", 5),
+    ):
         yield
 
 

@@ -95,6 +95,7 @@ class UnitAllGather:
         self._lanes: list[_LaneViews] = []
         self._copy_to: list[torch.Tensor] = []
         self._copy_from: list[torch.Tensor] = []
+        self._splits: list[tuple[torch.Tensor, list[int], list[torch.Tensor]]] = []
         self._bytes = self._full_buffer.view(0, (self._full_buffer.num_bytes,), torch.uint8)
         # Then nothing arrives in the full buffer itself: it is needed only for the copy-out.
         self._is_all_copied = not self._is_in_shards and len(copied) == len(buckets)
@@ -150,6 +151,14 @@ class UnitAllGather:
             for in_full, in_bucket in permuted_pairs(split, full, segments):
                 self._copy_to.append(in_full)
                 self._copy_from.append(in_bucket)
+            return
+        if not segments.is_cpu:  # one kernel copies them all
+            full = self._full_buffer
+            places = [(slot.full_offset_bytes, slot.numel) for slot in bucket.slots]
+            places.append((bucket.padding_offset_bytes, bucket.padding_numel))
+            places = [(start, numel) for start, numel in places if numel]
+            outs = [full.view(start, (num_ranks, numel), dtype) for start, numel in places]
+            self._splits.append((segments, [numel for _, numel in places], outs))
             return
         # Neighbours of one size are copied together.
         for numel, slots in groupby(bucket.slots, key=lambda slot: slot.numel):
@@ -250,6 +259,9 @@ class UnitAllGather:
                 _allocate(self._full_buffer, comm_ctx)
             if self._copy_to:
                 foreach_copy_(self._copy_to, self._copy_from)
+            for segments, sizes, outs in self._splits:
+                torch.split_with_sizes_copy(segments, sizes, dim=1, out=outs)
+            if self._staging.num_bytes:
                 comm_ctx.free_after_compute(self._staging)
             in_flight.is_copied_out = True
         if self._extensions.params:

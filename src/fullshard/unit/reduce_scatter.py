@@ -59,7 +59,8 @@ PIECE_BYTES = 64 << 20
 # On NCCL two took as long as one, and five longer (benchmarks/bench_gpu.py ranks). What travels in
 # a narrow dtype is small already.
 NUM_PIECES = 2
-# Each rank's part of a piece is at least this large, so that latency does not count.
+# Smaller pieces, or smaller parts of them for each rank, would cost more time than they save memory.
+SMALLEST_PIECE_BYTES = 16 << 20
 SMALLEST_PIECE_PART_BYTES = 1 << 20
 
 
@@ -274,10 +275,11 @@ class GradLane:
         self.dtypes = lane.dtypes
         self.shard_numel = lane.shard_numel
         self.buckets: list[GradBucket] = []
-        smallest_numel = SMALLEST_PIECE_PART_BYTES // lane.dtypes.wire.itemsize
+        smallest = max(SMALLEST_PIECE_PART_BYTES, SMALLEST_PIECE_BYTES // layout.num_ranks)
         for whole in lane.buckets:
             pieces = [whole]
             if is_cut and whole.kind is BucketKind.SPLIT and not lane.dtypes.sums_on_arrival:
+                smallest_numel = smallest // lane.dtypes.wire.itemsize
                 piece_numel = max(whole.segment_numel // NUM_PIECES, smallest_numel)
                 pieces = list(whole.cut(piece_numel, lane.dtypes.alignment_numel))
             for piece in pieces:
