@@ -17,6 +17,8 @@ are interleaved, except for `played`, where each runs in a process of its own so
 its own. Before times are taken, losses are compared: of the variants themselves in `world1` and
 `ranks`, of a small model on one rank in `played` and `narrow`.
 
+Megatron-FSDP is measured beside the others where `megatron_fsdp` can be imported.
+
 `--device cpu --tiny` goes through the same code with gloo and a tiny model.
 """
 
@@ -60,6 +62,7 @@ from variants import (
     CAPTURED,
     MASTER,
     OURS,
+    PEERS,
     TORCH_FSDP1,
     TORCH_FSDP2,
     UNSHARDED,
@@ -82,7 +85,7 @@ def variants(*, with_wrapper_of_torch: bool = False) -> list[str]:
     names = [TORCH_FSDP2, OURS, WRAPPER]
     if with_wrapper_of_torch:
         names.insert(1, TORCH_FSDP1)
-    return [*names, BY_UNIT]
+    return [*names, BY_UNIT, *PEERS]
 
 
 def check_on_one_rank(device: torch.device) -> None:
@@ -270,7 +273,7 @@ def run_ranks(options: argparse.Namespace, result: Result) -> None:
     backend = "nccl" if options.device.type == "cuda" else "gloo"
     for num_ranks in options.ranks:
         ranks = pool(num_ranks, backend)
-        names = [TORCH_FSDP2, OURS, WRAPPER, BF16_WIRE]
+        names = [TORCH_FSDP2, OURS, WRAPPER, BF16_WIRE, *PEERS]
         found = ranks.run(measure_on_ranks, names, options.task, timeout_s=TIMEOUT_S)
         if backend == "nccl":
             ranks.close()  # the next ones need the memory

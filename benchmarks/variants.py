@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import wrap as torch_wrap
 
 import fullshard
@@ -29,6 +30,11 @@ BY_UNIT = "fullshard fully_shard, by_unit"
 
 BF16_WIRE = "fullshard fully_shard, bf16 wire"
 """As `OURS`, with gradients that travel in bf16 and are added up in float32."""
+
+MEGATRON = "Megatron-FSDP"
+"""Where `megatron_fsdp` can be imported (its wheel, `einops` and `packaging` are pure Python)."""
+
+PEERS = [MEGATRON] if find_spec("megatron_fsdp") else []
 
 CAPTURED = ", captured"
 """Ends the name of a variant whose whole step is replayed as a CUDA graph."""
@@ -83,6 +89,10 @@ def optimizer_for(variant: str, model: nn.Module, learning_rate: float) -> torch
     )
     if variant == MASTER:
         return MasterWeights(model, learning_rate)
+    if variant == MEGATRON:
+        from megatron_fsdp import fully_shard_optimizer
+
+        return fully_shard_optimizer(optimizer)
     if variant.removesuffix(CAPTURED) == BY_UNIT:
         optimizer = fullshard.by_unit(optimizer)
     return optimizer
@@ -140,6 +150,23 @@ def _autocast(model: nn.Module, how: Sharding) -> nn.Module:
     return model
 
 
+def _megatron(model: nn.Module, how: Sharding) -> nn.Module:
+    """The same dtypes as the others: float32 kept and reduced, computed in bf16."""
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
+
+    kept = {"main_params_dtype": torch.float32, "main_grads_dtype": torch.float32}
+    mesh = init_device_mesh(how.device.type, (how.mesh.size(), 1), mesh_dim_names=("dp", "tp"))
+    sharded: nn.Module = fully_shard_model(
+        model.to(how.dtype),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[how.unit_class],
+        mixed_precision_policy=MixedPrecisionPolicy(**kept),
+    )
+    return sharded
+
+
 _WAYS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
     UNSHARDED: _unsharded,
     AUTOCAST: _autocast,
@@ -151,4 +178,5 @@ _WAYS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
     BF16_WIRE: _fully_sharded(fullshard, wire_dtype=torch.bfloat16),
     WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=True),
     FLAT_WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=False),
+    MEGATRON: _megatron,
 }

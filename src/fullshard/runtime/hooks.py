@@ -371,6 +371,7 @@ class ModuleHooks:
             if is_kept and readers is Readers.NONE and not unit.is_saved:
                 unit.is_unread = True
                 unit.reshard()
+                unit.comm_ctx.free_now(unit)  # the peak may come before another all-gather
 
     @untraced
     def post_backward(self, call: ModuleCall) -> None:
@@ -400,6 +401,7 @@ class ModuleHooks:
         is_done = is_seen and not self._open and not unit.is_saved
         if is_done and unit.settings.reshard_after_backward:
             unit.reshard()  # whoever read it has done so
+            unit.comm_ctx.free_now(unit)  # before its gradient is cast
         scheduler.reduce_scatter(unit, self)
 
     def _leave(self, calls: Iterable[ModuleCall]) -> None:

@@ -38,8 +38,9 @@ POLL_S = 0.2
 STACKS_WAIT_S = 2.0
 CLOSE_WAIT_S = 15.0
 SHOWN_OUTPUT_CHARS = 4000
-# A gloo process group has three threads, which wake up a hundred times a second.
+# A gloo process group has three threads, one of which wakes up a hundred times a second.
 MAX_GROUPS = 8
+MAX_SHARED_RANKS = 8
 SIZE_ARGUMENT = "on_num_ranks"
 
 
@@ -139,22 +140,40 @@ class RankPool:
             self._processes.collect(subject, START_TIMEOUT_S, GRACE_S, print_output=False)
         return self._processes
 
+    def kill_idle(self) -> None:
+        """End the ranks, if no call is under way; a later `run` starts new ones."""
+        if self._busy.acquire(blocking=False):
+            try:
+                self._kill()
+            finally:
+                self._busy.release()
+
     def _kill(self) -> None:
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.kill()
 
 
-_shared_pools: dict[tuple[int, str], RankPool] = {}  # for the tests of this process
+_shared_pools: dict[tuple[int, str], RankPool] = {}  # of this process; the latest comes last
 
 
 def pool(num_ranks: int, backend: str = "gloo") -> RankPool:
-    """The shared pool of this size and backend; it closes when this process exits."""
+    """The shared pool of this size and backend.
+
+    Its ranks end with this process, or when pools that were used since have many ranks.
+    """
     key = (num_ranks, backend)
-    if key not in _shared_pools:
-        _shared_pools[key] = RankPool(num_ranks, backend)
-        atexit.register(_shared_pools[key].close)
-    return _shared_pools[key]
+    found = _shared_pools.pop(key, None)
+    if found is None:
+        found = RankPool(num_ranks, backend)
+        atexit.register(found.close)
+    _shared_pools[key] = found
+    num_shared = 0
+    for each in reversed(_shared_pools.values()):
+        num_shared += each.num_ranks
+        if num_shared > MAX_SHARED_RANKS and each is not found:
+            each.kill_idle()
+    return found
 
 
 def on_ranks(

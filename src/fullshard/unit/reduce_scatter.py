@@ -52,14 +52,14 @@ GradTarget = ShardedParam | FlatParamHolder
 GradSlot = tuple[GradTarget, int]
 """What receives a gradient, and where in a bucket's sums it begins."""
 
-# A gradient that fills two of these pieces, as those of embeddings do, is cast and reduced by pieces
-# that are cut anywhere (rule 9).
+# A gradient that fills two of these pieces, as those of embeddings do, is cast and reduced by
+# pieces that are cut anywhere (rule 9).
 PIECE_BYTES = 64 << 20
 # The gradients of other parameters are copied into their bucket by about so many pieces (rule 9).
 # On NCCL two took as long as one, and five longer (benchmarks/bench_gpu.py ranks). What travels in
 # a narrow dtype is small already.
 NUM_PIECES = 2
-# Smaller pieces, or smaller parts of them for each rank, would cost more time than they save memory.
+# Smaller pieces, or smaller parts of them for each rank, cost more time than they save memory.
 SMALLEST_PIECE_BYTES = 16 << 20
 SMALLEST_PIECE_PART_BYTES = 1 << 20
 
@@ -584,11 +584,11 @@ class InFlightReduceScatter:
             return
         numel = max(PIECE_BYTES // num_ranks, SMALLEST_PIECE_PART_BYTES) // wire.itemsize
         parts = grad.view(num_ranks, -1).split(numel, dim=1)
+        memory = torch.empty(parts[0].numel(), dtype=wire, device=grad.device)
         for part, sums in zip(parts, out.split(numel), strict=True):
-            piece = torch.empty(part.size(), dtype=wire, device=grad.device).copy_(part)
-            if lane.before != 1.0:
-                piece.div_(lane.before)
-            yield piece.view(-1), sums
+            piece = memory[: part.numel()]
+            piece.view(part.size()).copy_(part)
+            yield piece if lane.before == 1.0 else piece.div_(lane.before), sums
 
     # After the reduce-scatter
 
