@@ -1,6 +1,5 @@
 """No test passes by not running: a session with a skipped test fails."""
 
-import gc
 import os
 from collections.abc import Generator
 
@@ -26,11 +25,6 @@ def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
     reason = reason.removeprefix("Skipped: ")
     if ALLOWED_SKIP_REASONS.get(report.nodeid) != reason:
         _forbidden_skips.append(f"{report.nodeid}: {reason}")
-
-
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # what was imported stays, so that collections need not visit it
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

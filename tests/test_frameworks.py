@@ -3,18 +3,33 @@
 The short form of `tests/clients`, which `make test-clients` runs with all frameworks.
 """
 
+import os
+import runpy
+import sys
+import warnings
 from pathlib import Path
 
-from tests.clients.clients import PROGRAMS, assert_same, launch, run_in
+from fullshard.testing import Rank, RankPool
+from tests.clients.clients import PROGRAMS, assert_same, run_in, with_resumed
 
 # accelerate's, and with LoRA the Trainer's.
 VARIANTS = ("fsdp1", "fsdp2", "fsdp2_bf16", "fsdp2_lora")
 
 
+def run_short(rank: Rank, folder: Path, names: list[str]) -> None:
+    """Run the program as torchrun does, in a process that has loaded torch."""
+    os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.size), HF_HUB_OFFLINE="1")
+    sys.argv[:] = ["short.py", str(folder), *names]
+    sys.path.insert(0, str(PROGRAMS))
+    warnings.simplefilter("ignore")  # of the frameworks
+    runpy.run_path(str(PROGRAMS / "short.py"), run_name="__main__")
+
+
 def test_frameworks_train_and_resume_on_fullshard_as_on_torchs_fsdp(tmp_path: Path) -> None:
-    names = [*VARIANTS, *(f"resume_{variant}" for variant in VARIANTS)]
-    printed = launch(tmp_path, str(PROGRAMS / "short.py"), str(tmp_path), *names)
-    theirs, ours = (run_in(tmp_path / on, printed, on=on) for on in ("torch", "fullshard"))
+    names = with_resumed(*VARIANTS)
+    with RankPool(2) as ranks:
+        ranks.run(run_short, tmp_path, names)
+    theirs, ours = (run_in(tmp_path / on, "", on=on) for on in ("torch", "fullshard"))
     for name in names:
         assert_same(ours.found(name), theirs.found(name))
     for variant in VARIANTS:

@@ -34,6 +34,11 @@ class Run:
         return found
 
 
+def with_resumed(*variants: str) -> list[str]:
+    """The cases of variants: from the start, and resumed in the middle."""
+    return [*variants, *(f"resume_{variant}" for variant in variants)]
+
+
 def run(program: str, folder: Path, *cases: str, on: str, num_ranks: int = 2) -> Run:
     """Run cases of a program on torch's FSDP (`on="torch"`) or on fullshard."""
     through = {"torch": (), "fullshard": ("-m", "fullshard.dropin")}[on]

@@ -1,5 +1,26 @@
-"""Tests of frameworks are collected only where they are installed, so that none is ever skipped."""
+"""Tests of frameworks are collected only where they are installed, so that none is ever skipped.
+
+A file names its `PROGRAM`, the `CASES` of it that run on both libraries, and those `WITHOUT_TORCH`
+that run on fullshard alone.
+"""
 
 from importlib.util import find_spec
 
+import pytest
+
+from tests.clients.clients import Run, run
+
 collect_ignore_glob = [] if find_spec("torchtitan") else ["test_*.py"]
+
+
+@pytest.fixture(scope="module")
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    module = request.module
+    return run(module.PROGRAM, tmp_path_factory.mktemp("torch"), *module.CASES, on="torch")
+
+
+@pytest.fixture(scope="module")
+def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    module = request.module
+    cases = [*module.CASES, *getattr(module, "WITHOUT_TORCH", ())]
+    return run(module.PROGRAM, tmp_path_factory.mktemp("ours"), *cases, on="fullshard")

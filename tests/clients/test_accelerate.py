@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.clients.clients import Run, assert_same, run
+from tests.clients.clients import Run, assert_same, run, with_resumed
 
 PROGRAM = "accelerate_fsdp.py"
 VARIANTS = (
@@ -22,22 +22,9 @@ VARIANTS = (
     "fsdp1_grad_op",
 )
 # Variants that torch's FSDP cannot run without a GPU, and the variant that has the same result.
-WITHOUT_TORCH = {"fsdp2_offload": "fsdp2", "fsdp1_full": "fsdp1"}
-
-
-def cases(*variants: str) -> list[str]:
-    return [*variants, *(f"resume_{variant}" for variant in variants)]
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(PROGRAM, tmp_path_factory.mktemp("torch"), *cases(*VARIANTS), on="torch")
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    variants = (*VARIANTS, *WITHOUT_TORCH)
-    return run(PROGRAM, tmp_path_factory.mktemp("ours"), *cases(*variants), on="fullshard")
+EQUAL = {"fsdp2_offload": "fsdp2", "fsdp1_full": "fsdp1"}
+CASES = with_resumed(*VARIANTS)
+WITHOUT_TORCH = with_resumed(*EQUAL)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -45,12 +32,12 @@ def test_losses_norms_and_weights_are_torchs(ours: Run, theirs: Run, variant: st
     assert_same(ours.found(variant), theirs.found(variant))
 
 
-@pytest.mark.parametrize("variant", WITHOUT_TORCH)
+@pytest.mark.parametrize("variant", EQUAL)
 def test_what_torch_cannot_do_without_a_gpu_changes_no_loss(ours: Run, variant: str) -> None:
-    assert_same(ours.found(variant), ours.found(WITHOUT_TORCH[variant]))
+    assert_same(ours.found(variant), ours.found(EQUAL[variant]))
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *WITHOUT_TORCH])
+@pytest.mark.parametrize("variant", [*VARIANTS, *EQUAL])
 def test_a_loaded_state_goes_on_as_if_it_had_not_been_interrupted(ours: Run, variant: str) -> None:
     assert_same(ours.found(f"resume_{variant}"), ours.found(variant)["then"])
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.clients.clients import Run, assert_same, run
+from tests.clients.clients import Run, assert_same, with_resumed
 
 PROGRAM = "lightning_strategies.py"
 VARIANTS = (
@@ -17,32 +17,19 @@ VARIANTS = (
     "trainer_model_parallel",
 )
 # torch's wrapper ends the process when it makes a full state dict without a GPU.
-WITHOUT_TORCH = {"fabric_fsdp_full": "fabric_fsdp", "trainer_fsdp_full": "trainer_fsdp"}
+EQUAL = {"fabric_fsdp_full": "fabric_fsdp", "trainer_fsdp_full": "trainer_fsdp"}
+CASES = with_resumed(*VARIANTS)
+WITHOUT_TORCH = with_resumed(*EQUAL)
 
 
-def cases(*variants: str) -> list[str]:
-    return [*variants, *(f"resume_{variant}" for variant in variants)]
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(PROGRAM, tmp_path_factory.mktemp("torch"), *cases(*VARIANTS), on="torch")
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    variants = (*VARIANTS, *WITHOUT_TORCH)
-    return run(PROGRAM, tmp_path_factory.mktemp("ours"), *cases(*variants), on="fullshard")
-
-
-@pytest.mark.parametrize("case", cases(*VARIANTS))
+@pytest.mark.parametrize("case", CASES)
 def test_losses_norms_and_weights_are_torchs(ours: Run, theirs: Run, case: str) -> None:
     assert_same(ours.found(case), theirs.found(case))
 
 
-@pytest.mark.parametrize("variant", WITHOUT_TORCH)
+@pytest.mark.parametrize("variant", EQUAL)
 def test_full_state_dicts_of_the_wrapper_change_no_loss(ours: Run, variant: str) -> None:
-    expected = WITHOUT_TORCH[variant]
+    expected = EQUAL[variant]
     assert_same(ours.found(variant), ours.found(expected))
     assert_same(ours.found(f"resume_{variant}"), ours.found(f"resume_{expected}"))
 

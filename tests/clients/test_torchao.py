@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.clients.clients import Run, assert_same, run
+from tests.clients.clients import Run, assert_same
 
 PROGRAM = "torchao_training.py"
 OPTIMIZERS = ("adam_8bit", "adam_4bit", "adam_fp8")
@@ -14,24 +14,14 @@ WEIGHTS = (
     "float8_after",
     "float8_after_bf16",
 )
+CASES = (*OPTIMIZERS, *WEIGHTS)
 # gloo, and torch's fully_shard with it, does not all-gather float8. A cast after the all-gather has
 # the same result, up to where bfloat16 is cast to first.
-FLOAT8 = {
+WITHOUT_TORCH = {
     "float8": ("float8_after", 1e-6),
     "float8_precomputed": ("float8_after", 1e-6),
     "float8_bf16": ("float8_after_bf16", 2e-2),
 }
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(PROGRAM, tmp_path_factory.mktemp("torch"), *OPTIMIZERS, *WEIGHTS, on="torch")
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    cases = (*OPTIMIZERS, *WEIGHTS, *FLOAT8)
-    return run(PROGRAM, tmp_path_factory.mktemp("ours"), *cases, on="fullshard")
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS)
@@ -49,7 +39,7 @@ def test_quantized_weights_are_as_on_torchs(ours: Run, theirs: Run, case: str) -
     assert_same(ours.found(case), theirs.found(case))
 
 
-@pytest.mark.parametrize("case", FLOAT8)
+@pytest.mark.parametrize("case", WITHOUT_TORCH)
 def test_float8_weights_are_all_gathered(ours: Run, theirs: Run, case: str) -> None:
-    same, tolerance = FLOAT8[case]
+    same, tolerance = WITHOUT_TORCH[case]
     assert_same(ours.found(case), theirs.found(same), rtol=tolerance, atol=tolerance)

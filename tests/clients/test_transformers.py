@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.clients.clients import Run, assert_same, run
+from tests.clients.clients import Run, assert_same, with_resumed
 
 PROGRAM = "transformers_trainer.py"
 VARIANTS = (
@@ -16,38 +16,25 @@ VARIANTS = (
     "fsdp1_lora",
 )
 # torch's wrapper ends the process when it makes a full state dict without a GPU.
-WITHOUT_TORCH = {"fsdp1_full": "fsdp1"}
+EQUAL = {"fsdp1_full": "fsdp1"}
+CASES = with_resumed(*VARIANTS)
+WITHOUT_TORCH = with_resumed(*EQUAL)
 # accelerate does not load the sharded state of an optimizer that has not taken a step.
 WITHOUT_OPTIMIZER = {"fsdp1", "fsdp1_bf16", "fsdp1_lora"}
-RESUMED = [each for each in (*VARIANTS, *WITHOUT_TORCH) if each not in WITHOUT_OPTIMIZER]
+RESUMED = [each for each in (*VARIANTS, *EQUAL) if each not in WITHOUT_OPTIMIZER]
 
 
-def cases(*variants: str) -> list[str]:
-    return [*variants, *(f"resume_{variant}" for variant in variants)]
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(PROGRAM, tmp_path_factory.mktemp("torch"), *cases(*VARIANTS), on="torch")
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    variants = (*VARIANTS, *WITHOUT_TORCH)
-    return run(PROGRAM, tmp_path_factory.mktemp("ours"), *cases(*variants), on="fullshard")
-
-
-@pytest.mark.parametrize("case", cases(*VARIANTS))
+@pytest.mark.parametrize("case", CASES)
 def test_losses_norms_and_saved_weights_are_torchs(ours: Run, theirs: Run, case: str) -> None:
     found = ours.found(case)
     assert found["units"] > 1
     assert_same(found, theirs.found(case))
 
 
-@pytest.mark.parametrize("variant", WITHOUT_TORCH)
+@pytest.mark.parametrize("variant", EQUAL)
 def test_full_state_dicts_of_the_wrapper_change_no_loss(ours: Run, variant: str) -> None:
     found = ours.found(variant)
-    assert_same(found["losses"], ours.found(WITHOUT_TORCH[variant])["losses"])
+    assert_same(found["losses"], ours.found(EQUAL[variant])["losses"])
     assert found["saved"]
 
 

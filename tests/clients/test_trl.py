@@ -2,24 +2,10 @@
 
 import pytest
 
-from tests.clients.clients import Run, assert_same, run
+from tests.clients.clients import Run, assert_same, with_resumed
 
 PROGRAM = "trl_sft.py"
-CASES = [
-    f"{prefix}{variant}"
-    for prefix in ("", "resume_")
-    for variant in ("fsdp2", "fsdp2_lora", "fsdp1", "fsdp1_lora")
-]
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(PROGRAM, tmp_path_factory.mktemp("torch"), *CASES, on="torch")
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(PROGRAM, tmp_path_factory.mktemp("ours"), *CASES, on="fullshard")
+CASES = with_resumed("fsdp2", "fsdp2_lora", "fsdp1", "fsdp1_lora")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,27 +4,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import accelerate_on_cpu
 import cases
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from tiny_trainer import arguments_for, logs, tiny_llama
+from transformers import Trainer, TrainingArguments
 
 STEPS = 6
 
 
 def model(lora: bool) -> Any:
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-    )
-    built = LlamaForCausalLM(config)
+    built = tiny_llama(max_position_embeddings=16)
     if lora:
         return get_peft_model(built, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     return built
@@ -36,46 +26,10 @@ def examples() -> list[dict[str, torch.Tensor]]:
 
 
 def trainer(folder: Path, version: int, lora: bool, **settings: Any) -> Trainer:
-    accelerate_on_cpu.pretend_gpus()
-    fsdp_config = {
-        "version": version,
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "cpu_ram_efficient_loading": False,
-        "sync_module_states": False,
-    }
-    fsdp_config |= settings.pop("fsdp_config", {})
-    if version == 1:
-        fsdp_config.setdefault("use_orig_params", True)
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        fsdp="full_shard auto_wrap",
-        fsdp_config=fsdp_config,
-        max_steps=STEPS,
-        save_steps=STEPS // 2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        report_to=[],
-        disable_tqdm=True,
-        **settings,
-    )
+    given = arguments_for(folder, version, STEPS, settings.pop("fsdp_config", {}))
+    arguments = TrainingArguments(**given, gradient_accumulation_steps=2, **settings)
     torch.manual_seed(0)
     return Trainer(model=model(lora), args=arguments, train_dataset=examples())
-
-
-def logs(run: Trainer) -> dict[str, Any]:
-    """The losses and norms of the steps, and the weights that `save_model` writes."""
-    steps = [entry for entry in run.state.log_history if "loss" in entry]
-    folder = Path(run.args.output_dir) / "saved"
-    run.save_model(str(folder))
-    return {
-        "losses": [entry["loss"] for entry in steps],
-        "norms": [float(entry["grad_norm"]) for entry in steps],
-        "units": cases.num_units(run.model_wrapped),
-        "saved": {file.name: load_file(file) for file in folder.glob("*.safetensors")},
-    }
 
 
 def train(version: int, lora: bool, settings: dict[str, Any]) -> Any:
