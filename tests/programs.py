@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import json
 import os
 import runpy
 import select
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +31,25 @@ def _run(rank: Rank, path: str, arguments: tuple[str, ...], port: int) -> str:
     with contextlib.redirect_stdout(printed):
         runpy.run_path(path, run_name="__main__")
     return printed.getvalue()
+
+
+def outcome_of_forks(before: str, *programs: str) -> str:
+    """What programs print that are run one after another, each in a fork of one new process.
+
+    `before` is run first, once: what all of them import.
+    """
+    source = f"import json, os, sys\n{before}\n" + (
+        "for program in json.loads(sys.argv[1]):\n"
+        "    if os.fork() == 0:\n"
+        "        exec(program, {**globals()})\n"
+        "        sys.stdout.flush()\n"
+        "        os._exit(0)\n"
+        "    assert os.wait()[1] == 0\n"
+    )
+    command = [sys.executable, "-c", source, json.dumps(programs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def free_port() -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import peft
 import pytest
 import tokenizers
 import torch
@@ -31,7 +30,7 @@ TEXT = "def hello(world): return world"
 TOKENS = torch.arange(12)[None] * 7 % 250
 
 
-def llama(size: Any = SMALL, **options: Any) -> transformers.LlamaConfig:
+def llama(size: Any = SMALL, **options: Any) -> Any:
     """The config of a built-in size."""
     return transformers.LlamaConfig(
         vocab_size=size.vocabulary,
@@ -48,7 +47,7 @@ def llama(size: Any = SMALL, **options: Any) -> transformers.LlamaConfig:
     )
 
 
-def gpt2() -> transformers.GPT2Config:
+def gpt2() -> Any:
     return transformers.GPT2Config(
         vocab_size=260, n_embd=24, n_layer=2, n_head=3, n_positions=16, resid_pdrop=0.5
     )
@@ -252,6 +251,8 @@ def test_a_folder_without_transformers_says_what_to_install(
 
 @on_ranks(2)
 def test_adapters_train_as_pefts_own(rank: Rank, folders: dict[str, Path]) -> None:
+    import peft  # takes seconds
+
     for kind, api in (("llama", "fully_shard"), ("tied", "fully_shard"), ("tied", "wrapper")):
         architecture = architecture_of(str(folders[kind]), LORA)
         model = sharded(rank, architecture, api)

@@ -1,7 +1,5 @@
 """`torch.distributed.checkpoint.state_dict` treats wrapped models like unsharded ones."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from torch.optim import Adam, Optimizer
 from fullshard import FullyShardedDataParallel
 from fullshard.testing import Rank, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
+from tests.programs import outcome_of_forks
 from tests.wrapped import full
 
 Pair = tuple[nn.Module, Optimizer]
@@ -132,10 +131,9 @@ def test_what_dcp_saves_of_a_wrapped_model_opens_in_an_unsharded_one(
     assert_same(state["model"], dict(whole))
 
 
-@pytest.mark.parametrize("order", [("fullshard", "helpers"), ("helpers", "fullshard")])
-def test_the_helpers_know_the_wrapper_whichever_is_imported_first(order: tuple[str, str]) -> None:
-    modules = {"fullshard": "fullshard", "helpers": "torch.distributed.checkpoint.state_dict"}
-    program = "".join(f"import {modules[each]}\n" for each in order) + (
+def test_the_helpers_know_the_wrapper_whichever_is_imported_first() -> None:
+    first, second = "import fullshard\n", "import torch.distributed.checkpoint.state_dict\n"
+    check = (
         "from torch.distributed.checkpoint.state_dict import FSDP\n"
         "from torch.distributed.fsdp import FullyShardedDataParallel as Theirs\n"
         "Ours = fullshard.FullyShardedDataParallel\n"
@@ -144,7 +142,5 @@ def test_the_helpers_know_the_wrapper_whichever_is_imported_first(order: tuple[s
         "assert not isinstance(object(), FSDP)\n"
         "print('known')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "known\n", done.stderr
+    programs = (first + second + check, second + first + check)
+    assert outcome_of_forks("import torch.distributed.tensor", *programs) == 2 * "known\n"

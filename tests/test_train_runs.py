@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.report import read_record
@@ -171,6 +170,8 @@ def test_a_folder_of_hugging_face_is_fine_tuned_by_either_api(
     rank: Rank, folder: Path, tmp_path: Path
 ) -> None:
     if rank.rank == 0:
+        from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds
+
         shape = LlamaConfig(
             vocab_size=300,
             hidden_size=32,
