@@ -29,6 +29,7 @@ from torch.optim import Adam
 from wrapped import EQUAL, OURS, TORCH, Package, full
 
 from fullshard.errors import CheckpointError, TopologyError
+from fullshard.state.checkpoint import load, save
 from fullshard.testing import Rank, on_ranks
 
 FORMS = pytest.mark.parametrize("use_orig_params", [True, False])
@@ -446,3 +447,31 @@ def test_torchs_helpers_get_and_set_state(rank: Rank, use_orig_params: bool, is_
         options=options,
     )
     EQUAL.check(train(other, loaded, rank), train(model, optimizer, rank), "losses")
+
+
+# Checkpoints of our own
+
+
+@FORMS
+@on_ranks(4)
+def test_a_checkpoint_loads_into_another_form_and_into_a_plain_model(
+    rank: Rank, use_orig_params: bool, tmp_path: Path
+) -> None:
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+
+    def make(seed: int, use_orig_params: bool) -> tuple[Any, Adam]:
+        block = tower(seed, mesh).blocks[1]
+        model = OURS(block, device_mesh=mesh["dp"], use_orig_params=use_orig_params)
+        return model, adam(model)
+
+    model, optimizer = make(0, use_orig_params)
+    train(model, optimizer, rank)
+    save(tmp_path / "saved", model, optimizer)
+    expected = model.state_dict()
+    losses = train(model, optimizer, rank)
+    other, loaded = make(1, not use_orig_params)
+    load(tmp_path / "saved", other, loaded)
+    EQUAL.check(train(other, loaded, rank), losses, "losses")
+    whole = Block()
+    load(tmp_path / "saved", whole)
+    assert_same(whole.state_dict(), expected)
