@@ -57,7 +57,7 @@ def test_parts_on_ranks_are_clipped_as_the_whole(rank: Rank, dtypes: list[torch.
             sharded, replicated = whole_grads(dtypes), whole_grads(dtypes, seed=1)[:2]
             parts = [with_grad(part_of(grad, rank.rank, rank.size)) for grad in sharded]
             others = [with_grad(grad) for grad in replicated]
-            got = clip_grads([(parts, dist.group.WORLD)], others, max_norm, order, CPU)
+            got = clip_grads([(parts, (dist.group.WORLD,))], others, max_norm, order, CPU)
 
             norm, expected = expected_of(sharded + replicated, max_norm, order)
             largest = max(dtypes, key=lambda dtype: dtype.itemsize)
@@ -81,10 +81,10 @@ def test_parameters_over_different_groups_count_each_over_its_own(rank: Rank) ->
         quarters = [with_grad(part_of(grads[2], rank.rank, 4))]
         alone, whole = with_grad(grads[3]), with_grad(grads[4])
         pairs = [
-            (halves[:1], axis),
-            (quarters, dist.group.WORLD),
-            (halves[1:], axis),
-            ([alone], None),
+            (halves[:1], (axis,)),
+            (quarters, (dist.group.WORLD,)),
+            (halves[1:], (axis,)),
+            ([alone], ()),
         ]
         counter = CommDebugMode()
         with counter:
@@ -104,7 +104,7 @@ def test_a_rank_without_gradients_takes_part_and_warns(rank: Rank) -> None:
     grad = torch.tensor([3.0, 4.0])
     for order, total in ((2.0, 5.0), (1, 7.0), (math.inf, 4.0)):
         param = with_grad(grad.bfloat16() if rank.rank == 0 else None)
-        pairs = [([param, with_grad(None)], dist.group.WORLD)]
+        pairs = [([param, with_grad(None)], (dist.group.WORLD,))]
         if rank.rank == 0:
             norm = clip_grads(pairs, [], 1.0, order, CPU)
             assert norm.dtype == torch.bfloat16
@@ -120,17 +120,17 @@ def test_a_rank_without_gradients_takes_part_and_warns(rank: Rank) -> None:
 def test_without_any_gradients_the_norm_is_zero(rank: Rank) -> None:
     for order in (2.0, 3.5, math.inf):
         with pytest.warns(UserWarning, match="no gradients"):
-            norm = clip_grads([([with_grad(None)], dist.group.WORLD)], [], 1.0, order, CPU)
+            norm = clip_grads([([with_grad(None)], (dist.group.WORLD,))], [], 1.0, order, CPU)
         assert norm.item() == 0.0
         # An empty gradient is one: nothing is unusual about a rank whose part is empty.
-        norm = clip_grads([([with_grad(torch.empty(0))], dist.group.WORLD)], [], 1.0, order, CPU)
+        norm = clip_grads([([with_grad(torch.empty(0))], (dist.group.WORLD,))], [], 1.0, order, CPU)
         assert norm.item() == 0.0
 
 
 @on_ranks(2)
 def test_a_float16_norm_does_not_overflow_on_the_way(rank: Rank) -> None:
     param = with_grad(torch.full((50,), 1e3, dtype=torch.float16))
-    norm = clip_grads([([param], dist.group.WORLD)], [], 1.0, 2.0, CPU)
+    norm = clip_grads([([param], (dist.group.WORLD,))], [], 1.0, 2.0, CPU)
     assert norm.dtype == torch.float16
     assert norm.item() == 1e4
     torch.testing.assert_close(param.grad, torch.full((50,), 0.1, dtype=torch.float16))
@@ -143,7 +143,7 @@ def test_a_norm_that_is_not_finite_reaches_every_rank_as_unsharded(rank: Rank) -
         whole = torch.arange(1.0, 5.0)
         whole[2 * spoiled] = planted
         param = with_grad(whole[2 * rank.rank :][:2])
-        norm = clip_grads([([param], dist.group.WORLD)], [], 1.0, order, CPU)
+        norm = clip_grads([([param], (dist.group.WORLD,))], [], 1.0, order, CPU)
         expected_norm, expected = expected_of([whole], 1.0, order)
         torch.testing.assert_close(norm, expected_norm, equal_nan=True)
         mine = expected[0][2 * rank.rank :][:2]
@@ -153,7 +153,7 @@ def test_a_norm_that_is_not_finite_reaches_every_rank_as_unsharded(rank: Rank) -
 @on_ranks(2)
 def test_a_parameter_that_is_named_twice_counts_and_shrinks_once(rank: Rank) -> None:
     param, other = with_grad(torch.tensor([3.0])), with_grad(torch.tensor([4.0]))
-    pairs = [([param, param], dist.group.WORLD), ([param], dist.group.WORLD)]
+    pairs = [([param, param], (dist.group.WORLD,)), ([param], (dist.group.WORLD,))]
     norm = clip_grads(pairs, [other, param, other], 1.0, 1, CPU)
     assert norm.item() == 10.0  # 3 on each rank and the 4 that both have
     torch.testing.assert_close(param.grad, torch.tensor([0.3]))
@@ -212,7 +212,7 @@ def test_whole_gradients_need_no_process_group():
         torch.testing.assert_close([param.grad for param in params[:-1]], expected)
     # No warning, with which torch's wrapper tells of dtypes that ranks may differ in.
     assert clip_grads([], [with_grad(None)], 1.0, 2.0, CPU).item() == 0.0
-    assert clip_grads([([with_grad(None)], None)], [], 1.0, 2.0, CPU).item() == 0.0
+    assert clip_grads([([with_grad(None)], ())], [], 1.0, 2.0, CPU).item() == 0.0
 
 
 @pytest.mark.parametrize("order", [0, -1, -math.inf, math.nan, "two", None, [2]])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import api
-from fullshard._torch import broadcast_coalesced, devices_of
+from fullshard._torch import broadcast_coalesced, devices_of, to_local
 from fullshard.api import *  # noqa: F403
 from fullshard.api import (
     BackwardPrefetch,
@@ -31,7 +31,7 @@ from fullshard.comm.mesh import MeshInfo, current_device, mesh_info_for_strategy
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, MisuseError
 from fullshard.framework_attributes import TrainingState, WrapperAttributes, training_state_of
 from fullshard.fully_shard import settings_scope
-from fullshard.optim.clip import clip_grads
+from fullshard.optim.clip import Groups, clip_grads
 from fullshard.runtime.build import build_hooks, join, managed_modules
 from fullshard.runtime.hooks import (
     ShardedModule,
@@ -46,7 +46,7 @@ from fullshard.runtime.replaced import replacement_of
 from fullshard.runtime.trees import map_tensors
 from fullshard.state import module_state, optim_state, summon
 from fullshard.state.shards import wrappers_of
-from fullshard.unit.flat_param import FlatParameter, ParamForm
+from fullshard.unit.flat_param import FlatParameter, FlatSlice, ParamForm
 from fullshard.unit.reduce_scatter import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings
 from fullshard.wrap import Chosen, CustomPolicy, ModuleWrapPolicy, choose, wrap_chosen
@@ -269,12 +269,18 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         """
         self._require_root("clip_grad_norm_")
         managed: set[nn.Parameter] = set()
-        sharded: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
+        sharded: list[tuple[Iterable[torch.Tensor], Groups]] = []
         for unit in units_below(self):
-            params = list(dict.fromkeys(member.param for member in unit.params))
+            params = dict.fromkeys(member.param for member in unit.params)
             managed.update(params)
             axis = unit.mesh_info.shard
-            sharded.append((params, None if axis.is_single else axis.group))
+            groups: Groups = () if axis.is_single else (axis.group,)
+            slices = [member for member in unit.params if isinstance(member, FlatSlice)]
+            if not any(member.full_spec for member in slices):
+                sharded.append((params, groups))
+                continue
+            # Each by itself: of a flat parameter, parts may be split over further axes.
+            sharded += [([each.with_own_grad], (*groups, *each.tp_groups)) for each in slices]
         others = [param for param in self.parameters() if param not in managed]
         request = require_hooks(self).request
         total = clip_grads(sharded, others, max_norm, norm_type, request.device)
@@ -579,7 +585,7 @@ def _broadcast_states(
         if replacement_of(state) is None:  # else an inner wrapper that it is tied to has sent it
             if state.device != device:
                 state.data = state.data.to(device)
-            sent.append(state.detach())
+            sent.append(to_local(state.detach()))
     for axis in (mesh_info.shard, mesh_info.replicate):
         if axis.group is not None and not axis.is_single and sent:
             broadcast_coalesced(axis.group, sent, _BUCKET_BYTES, 0)

@@ -23,7 +23,7 @@ from fullshard.api import DataParallelMeshDims
 from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis, MeshInfo, current_device, joined_axes
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
-from fullshard.layout.split import Split
+from fullshard.layout.split import Box, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
         return full_tensor(dtensor.redistribute(placements=summed))
     local = _arrived(local_tensor(dtensor)).detach().to(current_device(mesh.device_type))
     for dim, full_size in enumerate(dtensor.shape):
-        sizes, axes = [full_size], _axes_in_order(dtensor, dim)
+        sizes, axes = [full_size], _axes_in_order(mesh, placements, dim)
         for axis in axes:
             cut = Split((sizes[-1],), 0, mesh.size(axis))
             sizes.append(len(cut.rows(mesh.get_local_rank(axis))))
@@ -190,18 +190,29 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     return local
 
 
-def _axes_in_order(dtensor: DTensor, dim: int) -> list[int]:
+def own_box(spec: DTensorSpec, shape: Sequence[int]) -> Box:
+    """This rank's part of a full tensor that is placed like this."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim in range(len(shape)):
+        for axis in _axes_in_order(spec.mesh, spec.placements, dim):
+            rows = Split((sizes[dim],), 0, spec.mesh.size(axis)).rows(
+                spec.mesh.get_local_rank(axis)
+            )
+            offsets[dim], sizes[dim] = offsets[dim] + rows.start, len(rows)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _axes_in_order(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> list[int]:
     """The axes of the mesh that cut a dim, in the order in which they do."""
     axes: list[int] = []
-    mesh = dtensor.device_mesh
-    for axis, placement in reversed(list(enumerate(dtensor.placements))):
+    for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, StridedShard) and placement.dim == dim:
             # It cuts what axes to its right have cut into `split_factor` pieces already.
             sizes = [prod(mesh.size(each) for each in axes[:num]) for num in range(len(axes) + 1)]
             if placement.split_factor not in sizes:
                 raise UnsupportedError(
                     f"full_tensor: axes to the right of {placement} must cut dim {dim} into "
-                    f"{placement.split_factor} pieces, found {dtensor.placements} on a mesh of "
+                    f"{placement.split_factor} pieces, found {placements} on a mesh of "
                     f"{tuple(mesh.shape)}; redistribute the tensor first."
                 )
             axes.insert(sizes.index(int(placement.split_factor)), axis)

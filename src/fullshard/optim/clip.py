@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,12 @@ from fullshard.errors import ConfigError
 NORM_MARGIN = 1e-6
 
 
+Groups: TypeAlias = tuple[dist.ProcessGroup | None, ...]
+
+
 @torch.no_grad()
 def clip_grads(
-    sharded: Sequence[tuple[Iterable[torch.Tensor], dist.ProcessGroup | None]],
+    sharded: Sequence[tuple[Iterable[torch.Tensor], Groups]],
     replicated: Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float,
@@ -27,10 +31,10 @@ def clip_grads(
 ) -> torch.Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`; return the norm.
 
-    `sharded` has parameters whose gradients are disjoint parts over the ranks of a group (None for
-    an axis of one rank, as in `Axis`); `replicated` has those whose gradients are whole on every
-    rank. A parameter that is given twice counts once. There is one all-reduce per group, on
-    `device`, which ranks without gradients take part in: all ranks of a group must call this.
+    `sharded` has parameters whose gradients are disjoint parts over the ranks of groups, one for
+    each axis of more than one rank; `replicated` has those whose gradients are whole on every rank.
+    A parameter that is given twice counts once. There is one all-reduce per group, on `device`,
+    which ranks without gradients take part in: all ranks of a group must call this.
 
     The norm is computed in float32 or more, and returned on `device` in the largest dtype of this
     rank's gradients.
@@ -46,24 +50,24 @@ def clip_grads(
             "largest magnitude."
         )
     seen: set[torch.Tensor] = set()
-    by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
-    for params, group in (*sharded, (replicated, None)):
-        grads = by_group.setdefault(group, [])
+    by_groups: dict[Groups, list[torch.Tensor]] = {}
+    for params, groups in (*sharded, (replicated, ())):
+        grads = by_groups.setdefault(groups, [])
         for param in params:
             if param.grad is not None and param not in seen:
                 seen.add(param)
                 grads.append(param.grad)
-    total = torch.stack([_measure(by_group[group], order, device, group) for group in by_group])
+    total = torch.stack([_measure(some, order, device, key) for key, some in by_groups.items()])
     norm = total.max() if order == math.inf else total.sum() ** (1.0 / order)
 
-    grads = [grad for some in by_group.values() for grad in some]
+    grads = [grad for some in by_groups.values() for grad in some]
     factor = (limit / (norm + NORM_MARGIN)).clamp(max=1.0)
     # A factor of 1 is multiplied by, too: testing for it would make the host wait for the device.
     for alike in by_kind(grads):
         foreach_mul_(alike, factor.to(alike[0].device, alike[0].dtype))
     if grads:
         return norm.to(functools.reduce(torch.promote_types, (grad.dtype for grad in grads)))
-    if any(group is not None for group in by_group):
+    if any(group is not None for groups in by_groups for group in groups):
         # Ranks with gradients return their dtype, which this rank does not know.
         warnings.warn(
             f"clip_grad_norm_: rank {dist.get_rank()} was called with no gradients; it returns "
@@ -83,9 +87,9 @@ def by_kind(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 
 def _measure(
-    grads: list[torch.Tensor], order: float, device: torch.device, group: dist.ProcessGroup | None
+    grads: list[torch.Tensor], order: float, device: torch.device, groups: Groups
 ) -> torch.Tensor:
-    """The sum of powers, or the largest magnitude, over a group: what norms are combined by.
+    """The sum of powers, or the largest magnitude, over groups: what norms are combined by.
 
     It is computed in float64, so that the total does not depend on how gradients are sharded.
     """
@@ -94,17 +98,18 @@ def _measure(
         # The sum inside a norm does not fit into float16.
         wide = torch.promote_types(alike[0].dtype, torch.float32)
         norms.append(torch.stack(foreach_norm(alike, order, wide)).to(device).double())
-    is_alone = group is None or group.size() == 1
+    several = [group for group in groups if group is not None and group.size() > 1]
     if order != math.inf:
         powers = (torch.cat(norms) ** order).sum()
-        if not is_alone:
+        for group in several:
             dist.all_reduce(powers, group=group)
         return powers
     largest = torch.cat(norms).max()
-    if is_alone:
+    if not several:
         return largest
     # The maximum of a collective may drop a nan, which must reach every rank: send it separately.
     is_nan = largest.isnan()
     sent = torch.stack([largest.masked_fill(is_nan, 0.0), is_nan.double()])
-    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    for group in several:
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
     return sent[0].masked_fill(sent[1] > 0, math.nan)

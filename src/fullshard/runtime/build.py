@@ -20,7 +20,7 @@ from fullshard.comm.agreement import Agreement, UnitPlan
 from fullshard.comm.mesh import MeshInfo, mesh_info_of, subgroup_size
 from fullshard.comm.placement import as_dtensor, place, shard_dim, with_dtype
 from fullshard.device import device_for
-from fullshard.errors import ConfigError, LifecycleError, TopologyError, UnsupportedError
+from fullshard.errors import ConfigError, LifecycleError, TopologyError
 from fullshard.layout import CostModel
 from fullshard.runtime.hooks import (
     ModuleHooks,
@@ -171,15 +171,12 @@ def _is_large(
 def _flat_param(
     request: ShardRequest, name: str, original: nn.Parameter, locations: list[ParamLocation]
 ) -> ShardedParam:
-    if isinstance(original, DTensor):
-        raise UnsupportedError(
-            f"{name}: a wrapper flattens plain parameters, found a DTensor placed "
-            f"{original.placements}; use fully_shard, which shards DTensors along further axes."
-        )
+    is_dtensor = isinstance(original, DTensor)
+    placed = place(name, original, None, request.mesh_info) if is_dtensor else None
     if request.form is ParamForm.ORIG_PARAMS:
-        return OrigParamSlice.of(name, original, locations)
+        return OrigParamSlice.of(name, original, locations, placed)
     places = [location.unregistered() for location in locations]
-    return FlatParamSlice.of(name, original, places)
+    return FlatParamSlice.of(name, original, places, placed)
 
 
 def _dtensor_param(

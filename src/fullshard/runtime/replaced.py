@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fullshard._torch import copy_hooks, local_tensor
 from fullshard.comm.placement import as_dtensor, with_dtype
 from fullshard.errors import LifecycleError
-from fullshard.unit.flat_param import FlatParamSlice, FlatSlice
+from fullshard.unit.flat_param import FlatParamSlice
 from fullshard.unit.param import DTensorParam, ShardedParam
 
 # From originals to (sharded parameter, rank of its shard). Not attributes of the tensors: an
@@ -43,7 +43,7 @@ def record_replacement(original: nn.Parameter, sharded: ShardedParam, rank: int)
         _watch_optimizers()
     if not isinstance(sharded, FlatParamSlice):
         _by_shard[id(shard)] = sharded
-    if not isinstance(sharded, FlatSlice):
+    if shard is not original and not isinstance(sharded, FlatParamSlice):
         for name, value in vars(original).items():
             setattr(shard, name, value)
         copy_hooks(original, shard)

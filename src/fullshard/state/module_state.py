@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
-from fullshard._torch import ShardedTensor
+from fullshard._torch import ShardedTensor, to_local
 from fullshard.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -53,6 +53,7 @@ from fullshard.state.shards import (
     lanes_of,
     on_meta,
     sharded_tensor,
+    tp_groups_of,
     walk,
     wrapper_unit,
     wrappers_of,
@@ -198,13 +199,15 @@ def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadat
             for name in (name for name in names if prefix + name in state):
                 found = state[prefix + name]
                 is_whole = found.shape == names[name].shape
-                values[name] = form.copy(found, lane) if is_whole else found.clone()
+                whole = full_tensor_of(found)
+                values[name] = form.copy(whole, names[name]) if is_whole else whole.clone()
         elif is_local and lane.is_sharded:
             values = {flat_name(lane.index): _local_value(lane, form.to_cpu)} if lane in own else {}
         else:
             full = lane.gather(lane.shard_buffer())
             for shard in lane.shards if is_kept else ():
-                values |= dict.fromkeys(shard.names, form.copy(shard.view_of(full), lane))
+                whole = full_tensor_of(shard.view_of(full))
+                values |= dict.fromkeys(shard.names, form.copy(whole, shard))
         for name in [flat_name(lane.index), *names] if lane in own else names:
             if name in values:
                 state[prefix + name] = values[name]
@@ -323,7 +326,7 @@ def _load_below(wrapper: nn.Module, state: Entries, prefix: str, missing: list[s
         if lane not in values and shard not in values
     ]
     others = [name for name in map(clean_name, dry_run.missing) if name not in flat]
-    _raise_together(wrapper, lost + others, dry_run)
+    _raise_together(wrapper, lanes, lost + others, dry_run)
     for lane in lanes:
         _write(lane, values)
     missing += lost
@@ -417,7 +420,9 @@ def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             live.update(before)
 
 
-def _raise_together(wrapper: nn.Module, missing: list[str], found: _DryRun) -> None:
+def _raise_together(
+    wrapper: nn.Module, lanes: Sequence[FlatLane], missing: list[str], found: _DryRun
+) -> None:
     """Raise on every rank if any of them cannot load, since writing may need all of them."""
     lines = [clean_name(line) for line in found.errors]
     if wrapper.__dict__.get(_STRICT, False):
@@ -433,7 +438,8 @@ def _raise_together(wrapper: nn.Module, missing: list[str], found: _DryRun) -> N
         )
     mesh_info = wrapper_unit(wrapper).mesh_info
     axes = [axis for axis in (mesh_info.shard, mesh_info.replicate) if not axis.is_single]
-    exchange([axis.group for axis in axes], None, problem)
+    groups = dict.fromkeys([axis.group for axis in axes] + tp_groups_of(lanes))
+    exchange(list(groups), None, problem)
 
 
 def _write(lane: FlatLane, values: dict[FlatLane | FlatShard, Any]) -> None:
@@ -447,6 +453,6 @@ def _write(lane: FlatLane, values: dict[FlatLane | FlatShard, Any]) -> None:
         place = shard.param.locations[0]
         registered = place.module._parameters.get(place.name)
         if lane.unit.is_summoned and registered is not None and registered.shape == shard.shape:
-            registered.copy_(value)  # it is written back from there
+            to_local(registered).copy_(shard.local_of(value))  # it is written back from there
         else:
             shard.slice_of(buffer).copy_(shard.cut(value))

@@ -38,6 +38,7 @@ from fullshard.state.shards import (
     lanes_of,
     on_meta,
     shape_of,
+    tp_groups_of,
     wrappers_of,
 )
 
@@ -168,7 +169,8 @@ class _ModelParams:
         }
         self._keys = {tensor: key for key, tensor in reversed(listed)}
         sharded = [lane.mesh_info.shard for lane in self.lanes if lane.is_sharded]
-        self.shard_groups = list(dict.fromkeys(axis.group for axis in sharded))
+        groups = [axis.group for axis in sharded] + tp_groups_of(self.lanes)
+        self.shard_groups = list(dict.fromkeys(groups))
 
     def groups_of(
         self, optim: Optimizer | None, optim_input: OptimInput, *, by_name: bool = False
@@ -393,9 +395,11 @@ def _gathered_states(
                 region = buffer if lane.is_flat else param.flat_shards[0].slice_of(buffer)
                 region.copy_(value.flatten())
         full = lane.gather(buffer)  # only one state of one lane at a time
-        for shard in (shard for param in owners for shard in param.flat_shards if is_kept):
-            saved[shard.name][key] = form.copy(shard.view_of(full), lane)
-        del buffer, full  # before the next ones are allocated
+        for shard in (shard for param in owners for shard in param.flat_shards):
+            whole = full_tensor_of(shard.view_of(full))
+            if is_kept:
+                saved[shard.name][key] = form.copy(whole, shard)
+        del buffer, full, whole  # before the next ones are allocated
     return saved
 
 

@@ -14,14 +14,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard._torch import (
+    DTensorSpec,
     RemoteDevice,
     ShardedTensor,
     ShardedTensorMetadata,
@@ -31,11 +33,12 @@ from fullshard._torch import (
     devices_of,
     sharded_tensor_from_local,
     sharded_tensor_group,
+    spec_of,
     to_local,
 )
 from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis, MeshInfo
-from fullshard.comm.placement import as_dtensor, full_tensor, place
+from fullshard.comm.placement import as_dtensor, full_tensor, own_box, place, with_dtype
 from fullshard.errors import CheckpointError, DisagreementError, FullshardError
 from fullshard.layout.plan import Slot
 from fullshard.layout.split import Box, Split, boxes_of_range, row_chunks, slices
@@ -87,17 +90,19 @@ class TensorShard:
     def is_writer(self) -> bool:
         """Whether this rank writes its parts, which other ranks may hold as well."""
         if isinstance(self.tensor, DTensor):
-            mesh = self.tensor.device_mesh
-            coordinate = mesh.get_coordinate()
-            return coordinate is not None and all(
-                coordinate[axis] == self._writer(mesh.size(axis))
-                for axis, placement in enumerate(self.tensor.placements)
-                if isinstance(placement, Replicate)
-            )
+            return self._writes(spec_of(self.tensor))
         if not dist.is_initialized():
             return True
         # Buffers may differ: rank 0 writes its own.
         return dist.get_rank() == (0 if self.is_buffer else self._writer(dist.get_world_size()))
+
+    def _writes(self, spec: DTensorSpec) -> bool:
+        coordinate = spec.mesh.get_coordinate()
+        return coordinate is not None and all(
+            coordinate[axis] == self._writer(spec.mesh.size(axis))
+            for axis, placement in enumerate(spec.placements)
+            if isinstance(placement, Replicate)
+        )
 
     def _writer(self, num_ranks: int) -> int:
         """Which of the ranks that hold the same part writes it: the work is spread over them."""
@@ -123,8 +128,9 @@ class TensorShard:
 class FlatShard(TensorShard):
     """A parameter of a wrapper, of whose flattened form this rank holds a range of elements.
 
-    With `use_orig_params=False` its `tensor` is the flat parameter, which it has in common with
-    the other parameters of its lane.
+    Of a DTensor (tensor parallelism), what is flattened is its local tensor. With
+    `use_orig_params=False` its `tensor` is the flat parameter, which it has in common with the
+    other parameters of its lane.
 
     Attributes:
         lane: The lane that the parameter belongs to.
@@ -140,31 +146,47 @@ class FlatShard(TensorShard):
 
     @property
     def is_writer(self) -> bool:
-        replicate = self.lane.mesh_info.replicate
-        return replicate.rank == self._writer(replicate.size)
+        replicate, spec = self.lane.mesh_info.replicate, self.param.full_spec
+        is_writer = replicate.rank == self._writer(replicate.size)
+        return is_writer and (spec is None or self._writes(spec))
+
+    @property
+    def own(self) -> Box:
+        """The part of the whole parameter that is flattened."""
+        spec = self.param.full_spec
+        return Box.whole(self.shape) if spec is None else own_box(spec, self.shape)
 
     def local_parts(self, tensor: torch.Tensor) -> list[LocalPart]:
         flat = tensor.detach().reshape(-1)
         if self.lane.is_flat:
             flat = self.slice_of(flat)
-        found, begin = [], 0
-        for box in boxes_of_range(self.shape, self.elements):
-            found.append(LocalPart(box, flat[begin : begin + box.numel].view(box.sizes)))
+        found, begin, own = [], 0, self.own
+        for box in boxes_of_range(own.sizes, self.elements):
+            values = flat[begin : begin + box.numel].view(box.sizes)
+            offsets = tuple(map(add, own.offsets, box.offsets))
+            found.append(LocalPart(Box(offsets, box.sizes), values))
             begin += box.numel
         return found
 
     def view_of(self, full: torch.Tensor) -> torch.Tensor:
-        """The parameter in its shape, as a view of the gathered lane."""
-        return full[self.slot.offset : self.slot.offset + self.slot.numel].view(self.shape)
+        """The parameter as a module sees it, as a view of the gathered lane."""
+        view = full[self.slot.offset : self.slot.offset + self.slot.numel]
+        view, spec = view.view(self.param.split.shape), self.param.full_spec
+        return view if spec is None else as_dtensor(view, with_dtype(spec, view.dtype))
 
     def slice_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """This rank's elements, as a view of a tensor arranged like the shard buffer."""
         begin = self.lane.bucket.shard_offset(self.slot, self.lane.mesh_info.shard.rank)
         return buffer[begin : begin + len(self.elements)]
 
+    def local_of(self, full: torch.Tensor) -> torch.Tensor:
+        """What is flattened of a tensor that has the parameter's shape, or is placed like it."""
+        is_cut = isinstance(full, DTensor) or self.param.full_spec is None
+        return to_local(full) if is_cut else full[slices(self.own, Box.whole(self.shape))]
+
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a tensor that has the parameter's shape."""
-        return full.reshape(-1)[self.elements.start : self.elements.stop]
+        """This rank's elements of a tensor that has the parameter's shape, or is placed like it."""
+        return self.local_of(full).reshape(-1)[self.elements.start : self.elements.stop]
 
 
 class FlatLane:
@@ -334,6 +356,12 @@ def _lanes_of_unit(wrapper: nn.Module, unit: Unit) -> list[FlatLane]:
     return [FlatLane(wrapper, unit, index) for index in range(len(unit.layout.lanes))]
 
 
+def tp_groups_of(lanes: Sequence[FlatLane]) -> list[dist.ProcessGroup | None]:
+    """The process groups over which parameters are parts of DTensors."""
+    groups = (g for lane in lanes for shard in lane.shards for g in shard.param.tp_groups)
+    return list(dict.fromkeys(groups))
+
+
 def _with_names(model: nn.Module, lanes: list[FlatLane]) -> list[FlatLane]:
     names = _grouped(model, lanes)
     for shard in (shard for lane in lanes for shard in lane.shards):
@@ -395,21 +423,28 @@ class StateForm:
     use_dtensor: bool = False
     to_cpu: bool = False
 
-    def copy(self, full: torch.Tensor, lane: FlatLane) -> StateValue:
-        """A full tensor of a lane in this form, in memory of its own.
+    def copy(self, full: torch.Tensor, shard: FlatShard) -> StateValue:
+        """A full tensor of a parameter in this form, in memory of its own.
 
         Sharded tensors are split along the first dim like `torch.chunk` does it: a `DTensor` on
-        the wrapper's mesh, or a `ShardedTensor` over the ranks of its shard axis.
+        the wrapper's mesh, or a `ShardedTensor` over the ranks of its shard axis. A parameter that
+        is a `DTensor` itself is one on the mesh of all axes, split along its own axes after that.
         """
+        lane = shard.lane
         device = torch.device("cpu") if self.to_cpu else full.device
         if not self.is_sharded or not lane.is_sharded or full.dim() == 0:
             return _compact(full, device)
         axis = lane.mesh_info.shard
-        rows = Split(tuple(full.shape), 0, axis.size).rows(axis.rank)
-        local = _compact(full[rows.start : rows.stop], device)
         if not self.use_dtensor:
+            rows = Split(tuple(full.shape), 0, axis.size).rows(axis.rank)
+            local = _compact(full[rows.start : rows.stop], device)
             return sharded_tensor(local, row_chunks(full.shape, axis.size), full.shape, axis)
-        return as_dtensor(local, place("", full, 0, lane.mesh_info).shard_spec)
+        spec = shard.param.placed or place("", full, None, lane.mesh_info).shard_spec
+        placements = list(spec.placements)
+        placements[lane.mesh_info.mesh.ndim - 1] = Shard(0)
+        spec = with_dtype(DTensorSpec(spec.mesh, tuple(placements), spec.tensor_meta), full.dtype)
+        local = full[slices(own_box(spec, full.shape), Box.whole(full.shape))]
+        return as_dtensor(_compact(local, device), spec)
 
 
 def _compact(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard._torch import in_backward
 from fullshard.errors import ConfigError, LifecycleError, MisuseError, UnsupportedError
@@ -131,8 +132,10 @@ def _summoned(lane: FlatLane, options: _Options) -> Iterator[None]:
             lane.holder.unregister()
         for shard in shards:
             view, shown[shard] = shard.view_of(full), shard.tensor
-            if lane.is_flat:
+            if lane.is_flat or isinstance(view, DTensor):
                 shown[shard] = nn.Parameter(view, requires_grad=shard.is_trainable)
+                if shard in grads:
+                    set_grad(shown[shard], grads[shard])
             else:
                 _set(shard.tensor, view, grads.get(shard), options)
             for place in shard.param.locations:
@@ -144,7 +147,7 @@ def _summoned(lane: FlatLane, options: _Options) -> Iterator[None]:
             place = shard.param.locations[0]
             found = place.module._parameters.get(place.name)
             shown[shard] = param if found is None else found
-        written = {shard: (param.data, param.grad) for shard, param in shown.items()}
+        written = {shard: (param.detach(), param.grad) for shard, param in shown.items()}
         for shard, data, grad in before if not lane.is_flat else ():
             _set(shard.tensor, data, grad, options)
         for place, _ in places:

@@ -13,10 +13,13 @@ from enum import Enum
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from fullshard._torch import DTensorSpec
 from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis
+from fullshard.comm.placement import Placed
 from fullshard.errors import LifecycleError
 from fullshard.layout import FlatSplit, UnitLayout
 from fullshard.unit.param import ParamLocation, ShardBuffers, ShardedParam, same_memory
@@ -67,25 +70,57 @@ class FlatParamHolder:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlatSlice(ShardedParam):
-    """A parameter of a wrapper. `whole` is its value while it is not cut yet."""
+    """A parameter of a wrapper. `whole` is its value while it is not cut yet.
+
+    Of a DTensor (tensor parallelism) that is its local tensor, and `placed` says where it is on the
+    mesh of all axes; with `full_spec`, modules see a DTensor again.
+    """
 
     split: FlatSplit
     whole: torch.Tensor | None
+    placed: DTensorSpec | None = None
 
     @classmethod
-    def of(cls, name: str, original: nn.Parameter, locations: Sequence[ParamLocation]) -> FlatSlice:
+    def of(
+        cls,
+        name: str,
+        original: nn.Parameter,
+        locations: Sequence[ParamLocation],
+        placed: Placed | None,
+    ) -> FlatSlice:
         """Take an original parameter, which is cut when its unit is planned."""
-        shape = tuple(original.shape)
-        whole = original.detach()
+        whole = original.detach() if placed is None else placed.local
+        shape = tuple(whole.shape)
         original._fsdp_flattened = True  # type: ignore[attr-defined]
+        if placed is not None:
+            original = nn.Parameter(whole, original.requires_grad)
         return cls(
             name=name,
             locations=list(locations),
             split=FlatSplit(shape, 0, prod(shape), 1),
             shard=original,
             local=whole,
+            full_spec=None if placed is None else placed.full_spec,
             whole=whole,
+            placed=None if placed is None else placed.shard_spec,
         )
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.split.shape if self.full_spec is None else self.full_spec.shape)
+
+    @property
+    def tp_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over which what is flattened is a part of a DTensor."""
+        if self.full_spec is None:
+            return ()
+        mesh, pairs = self.full_spec.mesh, enumerate(self.full_spec.placements)
+        return tuple(mesh.get_group(axis) for axis, each in pairs if not each.is_replicate())
+
+    @property
+    def with_own_grad(self) -> torch.Tensor:
+        """A tensor whose gradient is that of this parameter alone."""
+        return self.param
 
     def values_for(self, rank: int) -> torch.Tensor:
         if self.whole is None:
@@ -140,6 +175,15 @@ class FlatParamSlice(FlatSlice):
     @property
     def current_local(self) -> torch.Tensor:
         return self.local if self.holder is None else self.part_of(self.holder.param.data)
+
+    @property
+    def with_own_grad(self) -> torch.Tensor:
+        if self.param.grad is None:
+            return self.param
+        grad = self.part_of(self.param.grad)
+        part = grad.detach()
+        part.grad = grad
+        return part
 
     def set_local(self, local: torch.Tensor) -> None:
         self.local = local
