@@ -153,11 +153,11 @@ class UnitAllGather:
                 self._copy_from.append(in_bucket)
             return
         if not segments.is_cpu:  # one kernel copies them all
-            full = self._full_buffer
+            view = self._full_buffer.view
             places = [(slot.full_offset_bytes, slot.numel) for slot in bucket.slots]
             places.append((bucket.padding_offset_bytes, bucket.padding_numel))
             places = [(start, numel) for start, numel in places if numel]
-            outs = [full.view(start, (num_ranks, numel), dtype) for start, numel in places]
+            outs = [view(start, (num_ranks, numel), dtype) for start, numel in places]
             self._splits.append((segments, [numel for _, numel in places], outs))
             return
         # Neighbours of one size are copied together.
