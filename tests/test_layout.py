@@ -380,6 +380,9 @@ def test_on_an_accelerator_matrices_share_a_bucket_and_embeddings_have_their_own
     assert cost.deserves_bucket(embedding, num_ranks=256)
     # Each rank's part has become small: latency would count.
     assert not cost.deserves_bucket(embedding, num_ranks=1024)
+    assert cost.deserves_unit(embedding, num_ranks=256)
+    assert not cost.deserves_unit(embedding, num_ranks=1024)
+    assert not replace(cost, own_bucket_bytes=0.0).deserves_unit(matrix, num_ranks=2)
     assert CostModel.of_device("cpu").deserves_bucket(matrix, num_ranks=2)
 
 

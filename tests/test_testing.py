@@ -27,6 +27,7 @@ from fullshard.testing import (
     on_ranks,
     pool,
 )
+from fullshard.testing.rank_pool import MAX_SHARED_RANKS
 from tests.programs import has_ended
 
 
@@ -150,6 +151,15 @@ def test_ranks_with_many_groups_are_replaced(own_pool):
     first = own_pool.run(open_groups, 2)
     assert own_pool.run(open_groups, 10) == first
     assert not set(own_pool.run(open_groups, 1)) & set(first)
+
+
+def test_shared_ranks_end_when_pools_that_were_used_since_have_many() -> None:
+    first = pool(3).run(pid)[0]
+    pool(1).run(pid)
+    assert pool(3).run(pid)[0] == first
+    pool(MAX_SHARED_RANKS)
+    assert has_ended(first, within_s=20)
+    assert pool(3).run(pid)[0] != first
 
 
 def test_what_ranks_print_is_printed_here(capsys):

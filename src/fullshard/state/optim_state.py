@@ -394,7 +394,7 @@ def _gathered_states(
             if value is not None and param.local_numel:
                 region = buffer if lane.is_flat else param.flat_shards[0].slice_of(buffer)
                 region.copy_(value.flatten())
-        full = lane.gather(buffer)  # only one state of one lane at a time
+        whole = full = lane.gather(buffer)  # only one state of one lane at a time
         for shard in (shard for param in owners for shard in param.flat_shards):
             whole = full_tensor_of(shard.view_of(full))
             if is_kept:
