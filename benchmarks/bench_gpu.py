@@ -17,7 +17,8 @@ are interleaved, except for `played`, where each runs in a process of its own so
 its own. Before times are taken, losses are compared: of the variants themselves in `world1` and
 `ranks`, of a small model on one rank in `played` and `narrow`.
 
-Megatron-FSDP is measured in `world1` and `ranks` where `megatron_fsdp` can be imported.
+Megatron-FSDP and DeepSpeed are measured in `world1` and `ranks` where they can be imported; all of
+`world1` together do not fit on one GPU, so leave some of it out with `--without`.
 
 `--device cpu --tiny` goes through the same code with gloo and a tiny model.
 """
@@ -127,6 +128,7 @@ def run_world1(options: argparse.Namespace, result: Result) -> None:
     task = options.task
     with one_rank(options.device) as rank:
         names = [UNSHARDED, AUTOCAST, MASTER, *variants(), *PEERS]
+        names = [name for name in names if name not in options.without]
         made = {name: task.stepping(name, rank) for name in names}
         losses = {name: stepping.losses(2) for name, stepping in made.items()}
         check_losses(without_peers(losses), rtol=2e-2)
@@ -322,6 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--batch", type=int)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--without", nargs="+", default=[], help="variants to leave out of world1")
     parser.add_argument("--vocabulary", type=int, help="of the model")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -34,7 +35,14 @@ BF16_WIRE = "fullshard fully_shard, bf16 wire"
 MEGATRON = "Megatron-FSDP"
 """Where `megatron_fsdp` can be imported (its wheel, `einops` and `packaging` are pure Python)."""
 
-PEERS = [MEGATRON] if find_spec("megatron_fsdp") else []
+DEEPSPEED = "DeepSpeed ZeRO-3"
+"""Where `deepspeed` can be imported: its wheel with `DS_BUILD_OPS=0`, torch's fused AdamW."""
+
+PEERS = [
+    name
+    for name, package in ((MEGATRON, "megatron_fsdp"), (DEEPSPEED, "deepspeed"))
+    if find_spec(package)
+]
 
 CAPTURED = ", captured"
 """Ends the name of a variant whose whole step is replayed as a CUDA graph."""
@@ -82,8 +90,24 @@ class MasterWeights(torch.optim.AdamW):
             param.grad = None
 
 
+class DeepSpeedOptimizer(torch.optim.Optimizer):
+    """The step of a DeepSpeed engine, which holds its optimizer and clears gradients itself."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__([torch.zeros(1)], {})
+        self._engine = engine
+
+    def step(self, closure: Any = None) -> Any:
+        self._engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Done by the engine's step."""
+
+
 def optimizer_for(variant: str, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """Fused AdamW over what the library hands out as parameters."""
+    if variant == DEEPSPEED:
+        return DeepSpeedOptimizer(model)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, fused=True
     )
@@ -167,6 +191,26 @@ def _megatron(model: nn.Module, how: Sharding) -> nn.Module:
     return sharded
 
 
+def _deepspeed(model: nn.Module, how: Sharding) -> nn.Module:
+    """The same dtypes as the others; its optimizer is given to it at once."""
+    import deepspeed
+
+    os.environ.setdefault("LOCAL_RANK", str(how.device.index or 0))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    engine: nn.Module = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )[0]
+    return engine
+
+
 _WAYS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
     UNSHARDED: _unsharded,
     AUTOCAST: _autocast,
@@ -179,4 +223,5 @@ _WAYS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
     WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=True),
     FLAT_WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=False),
     MEGATRON: _megatron,
+    DEEPSPEED: _deepspeed,
 }

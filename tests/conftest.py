@@ -1,12 +1,18 @@
 """No test passes by not running: a session with a skipped test fails."""
 
+import itertools
 import os
 from collections.abc import Generator
 
 import pytest
+from hypothesis import settings
 
 # Tests run side by side, so every process gets one thread. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test depends on how fast a busy machine is.
+settings.register_profile("fullshard", deadline=None)
+settings.load_profile("fullshard")
 
 # Tests that may skip, each for one reason, word for word. No other test skips.
 ALLOWED_SKIP_REASONS: dict[str, str] = {
@@ -16,6 +22,22 @@ ALLOWED_SKIP_REASONS: dict[str, str] = {
 }
 
 _forbidden_skips: list[str] = []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests come first in the part of each worker, so that none of them runs alone at the end.
+
+    xdist deals the tests out in equal parts, in their order.
+    """
+    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    size = len(items) // num_workers
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = iter([item for item in items if not item.get_closest_marker("long")])
+    items.clear()
+    for worker in range(num_workers):
+        first = long[worker::num_workers]
+        items += [*first, *itertools.islice(others, max(0, size - len(first)))]
+    items += others
 
 
 def _note(report: pytest.TestReport | pytest.CollectReport) -> None:

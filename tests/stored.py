@@ -53,3 +53,12 @@ def holds(path: Path, seed: int) -> bool:
     return set(opened.keys) == set(expected) and all(
         torch.equal(opened.read(key), value) for key, value in expected.items()
     )
+
+
+def damage(path: Path) -> None:
+    """Change the middle of a file; its size stays."""
+    content = path.read_bytes()
+    part = slice(len(content) // 4, len(content) // 2)
+    path.write_bytes(
+        content[: part.start] + bytes(b ^ 255 for b in content[part]) + content[part.stop :]
+    )

@@ -133,6 +133,54 @@ def test_without_all_reduce_no_gradient_is_handed_over_until_replicas_agree(rank
         assert torch.equal(*values)
 
 
+@pytest.mark.parametrize("setting", ["requires_gradient_sync", "requires_all_reduce"])
+@on_ranks(4)
+def test_gradients_that_were_not_reduced_are_zeroed_with_the_model(
+    rank: Rank, setting: str
+) -> None:
+    """A step is repeated after an exception between its micro batches."""
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    model = layers()
+    shard(model, mesh)
+
+    def backward(micro_batch: int, *, is_last: bool) -> None:
+        with model.settings(**{setting: is_last}):
+            model(batch_of(micro_batch, rank.rank)).square().mean().backward()
+
+    def step() -> list[torch.Tensor]:
+        backward(0, is_last=False)
+        assert all(param.grad is None for param in model.parameters()), "as in torch"
+        backward(1, is_last=True)
+        return [full(param.grad) for param in model.parameters()]
+
+    expected = step()
+    for set_to_none in (True, False):
+        model.zero_grad()
+        backward(0, is_last=False)
+        model.zero_grad(set_to_none)
+        for grad, wanted in zip(step(), expected, strict=True):
+            assert torch.equal(grad, wanted)
+
+
+@on_ranks(2)
+def test_gradients_that_were_not_reduced_stay_when_the_optimizer_zeroes_as_in_torch(
+    rank: Rank,
+) -> None:
+    grads = []
+    for apply in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model: Any = apply(layers(), mesh=rank.mesh())
+        optimizer = torch.optim.SGD(model.parameters())
+        model.set_requires_gradient_sync(False)
+        model(batch_of(0, rank.rank)).square().mean().backward()
+        optimizer.zero_grad()
+        model.set_requires_gradient_sync(True)
+        model(batch_of(1, rank.rank)).square().mean().backward()
+        grads.append([full(param.grad) for param in model.parameters()])
+    for grad, of_torch in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, of_torch)
+
+
 # Branches that the micro batches of a step use.
 USES = [("left", "right"), ("right", "left right"), ("left right", "left"), ("right",), ("left",)]
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.state.checkpoint import TensorSource, write_checkpoint
 from fullshard.state.store import (
     begin,
     checkpoints,
@@ -27,7 +30,7 @@ from fullshard.state.store import (
     whole_manifest,
     write_synced,
 )
-from tests.stored import holds, write
+from tests.stored import damage, holds, write
 
 ID = "0123456789abcdef" * 2
 ROOT = Path(__file__).parent.parent
@@ -141,6 +144,19 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_else(deaths: Any
     for folder, _ in cases:
         assert os.listdir(folder) == ["step_1"]
         assert holds(folder / "step_1", seed=-1)
+
+
+def test_a_checkpoint_that_has_no_room_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    def read(box: Any) -> torch.Tensor:
+        raise AssertionError("nothing is to be written")
+
+    huge = TensorSource((2**50,), torch.float32, read)
+    with pytest.raises(CheckpointError, match=r"a disk with 4,503,599,627,370,496 free") as raised:
+        write_checkpoint(tmp_path / "step_1", {"model.huge": huge})
+    found, missing = (int(each.replace(",", "")) for each in re.findall(
+        r"([\d,]+) free, ([\d,]+) bytes are missing", str(raised.value))[0])  # fmt: skip
+    assert found + missing == 2**52
+    assert list(tmp_path.iterdir()) == []
 
 
 # Appearing
@@ -370,3 +386,13 @@ def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path) ->
     assert located(tmp_path / "step_1") == tmp_path / "step_1"
     assert prune(tmp_path, keep=1) == [gone]
     assert os.listdir(tmp_path) == ["step_2"]
+
+
+def test_latest_compares_content_if_asked(tmp_path: Path) -> None:
+    write(tmp_path / "a", step=1)
+    write(tmp_path / "b", step=2)
+    damage(tmp_path / "b" / "__0_0.distcp")
+    assert latest(tmp_path) == tmp_path / "b"
+    assert latest(tmp_path, verify=True) == tmp_path / "a"
+    write(tmp_path / "b", step=2)
+    assert latest(tmp_path, verify=True) == tmp_path / "b"

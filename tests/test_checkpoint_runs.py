@@ -6,6 +6,7 @@ import random
 import resource
 import signal
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import ConfigError, FullyShardedDataParallel, fully_shard
+from fullshard._torch import timeout_of
 from fullshard.errors import CheckpointError
 from fullshard.state import latest, load, save, save_async, verify
 from fullshard.state.rank_group import RankGroup, _groups
@@ -234,7 +236,12 @@ def save_and_leave(rank: Rank, folder: str) -> tuple[int, list[str]]:
     save_async(Path(folder) / "a", model).wait()
     dist.destroy_process_group()
     gc.collect()
-    return len(_groups), [each.name for each in threading.enumerate()]
+    left = len(_groups), [each.name for each in threading.enumerate()]
+    with pytest.raises(
+        CheckpointError, match="found no process group: save before it is destroyed"
+    ):
+        save(Path(folder) / f"late_{rank.rank}", model)
+    return left
 
 
 def test_nothing_of_a_save_outlives_the_process_group(tmp_path: Path) -> None:
@@ -242,6 +249,29 @@ def test_nothing_of_a_save_outlives_the_process_group(tmp_path: Path) -> None:
         for num_groups, threads in ranks.run(save_and_leave, str(tmp_path)):
             assert num_groups == 0
             assert "fullshard-save" not in threads
+
+
+def save_alone(rank: Rank, folder: str) -> str:
+    """In a world whose collectives may take three seconds: what one rank that saves alone gets."""
+    dist.destroy_process_group()
+    where, limit = f"file://{folder}/store", timedelta(seconds=3)
+    dist.init_process_group("gloo", where, timeout=limit, world_size=rank.size, rank=rank.rank)
+    model = fully_shard(nn.Linear(WIDTH, WIDTH))
+    save(Path(folder) / "a", model)
+    in_background = RankGroup.world(in_background=True).group
+    assert in_background is not None
+    assert timeout_of(in_background) == limit
+    if rank.rank == 0:
+        with pytest.raises(RuntimeError) as raised:
+            save(Path(folder) / "b", model)
+        return str(raised.value)
+    return ""
+
+
+def test_a_save_waits_for_other_ranks_as_long_as_the_default_group(tmp_path: Path) -> None:
+    with RankPool(2) as ranks:
+        message, _ = ranks.run(save_alone, str(tmp_path), timeout_s=60)
+    assert "Timed out waiting 3000ms" in message
 
 
 @on_ranks(2)

@@ -40,7 +40,7 @@ def assert_same(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    training = training or Training(make_batch)
+    training = training or Training(make_batch, steps=2)
     ours = functools.partial(shard, functools.partial(fully_shard, mesh=rank.mesh()))
     trained = assert_same_training(build, ours, training, rtol=rtol, atol=atol)
     for module in trained.sharded.modules():
@@ -143,7 +143,7 @@ def test_the_root_itself_is_checkpointed(rank: Rank) -> None:
         def loss(model: nn.Module, batch: Tensor, reentrant: bool = reentrant) -> Tensor:
             return checkpoint(model, batch, use_reentrant=reentrant).square().mean()
 
-        training = Training(make_batch_with_gradient, loss=loss)
+        training = Training(make_batch_with_gradient, loss=loss, steps=2)
         assert_same(rank, Stack, shard_stack, training, torch_too=not reentrant)
 
 
@@ -181,7 +181,7 @@ def test_frozen_blocks_are_recomputed_also_without_early_stop(rank: Rank) -> Non
             return model(batch).square().mean()
 
     assert_same(rank, build, shard_stack)
-    assert_same(rank, build, shard_stack, Training(make_batch, loss=loss))
+    assert_same(rank, build, shard_stack, Training(make_batch, loss=loss, steps=2))
 
 
 @on_ranks(2)
@@ -313,7 +313,7 @@ def test_autocast_trains_alike(rank: Rank) -> None:
     near = {"rtol": 2e-2, "atol": 1e-3}
     for outside in (None, False, True):
         build = functools.partial(Stack, outside=outside)
-        assert_same(rank, build, shard_stack, Training(make_batch, loss=loss), **near)
+        assert_same(rank, build, shard_stack, Training(make_batch, loss=loss, steps=2), **near)
     # torch keeps what autocast cast without gradients, and then trains nothing.
-    training = Training(make_batch, loss=spanning)
+    training = Training(make_batch, loss=spanning, steps=2)
     assert_same(rank, Stack, shard_stack, training, torch_too=False, **near)

@@ -3,6 +3,8 @@
 import gc
 import os
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,16 +14,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import fullshard.comm.agreement as agreement_module
-from fullshard import DisagreementError, LifecycleError, fully_shard
-from fullshard._torch import StridedShard, default_store
-from fullshard.comm.agreement import PATIENCE, Agreement, UnitPlan
+from fullshard import DisagreementError, FullyShardedDataParallel, LifecycleError, fully_shard
+from fullshard._torch import StridedShard, default_store, timeout_of
+from fullshard.comm.agreement import Agreement, UnitPlan
 from fullshard.comm.collectives import CollectiveWork
 from fullshard.comm.mesh import _mesh_infos, mesh_info_of
 from fullshard.comm.placement import full_tensor
+from fullshard.comm.watcher import PATIENCE
+from fullshard.state import save, save_async
 from fullshard.testing import Rank, RankPool, on_ranks
 
 CPU = torch.device("cpu")
@@ -118,12 +124,50 @@ def test_groups_that_were_made_for_a_mesh_go_with_the_default_group() -> None:
             assert "found that it was destroyed; build the model again" in message
 
 
+def train_in_worlds_of_its_own(rank: Rank, folder: str) -> dict[str, list[tuple[int, int]]]:
+    """What threads and files are left after each of several worlds in which a model trained."""
+    dist.destroy_process_group()
+    shard: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "torch": torch_fully_shard,
+        "fully_shard": partial(fully_shard, reshard_after_forward=2),
+        "wrapper": FullyShardedDataParallel,
+    }
+    left: dict[str, list[tuple[int, int]]] = {name: [] for name in shard}
+    for number, name in enumerate(2 * list(shard)):
+        where = f"file://{folder}/store_{number}"
+        dist.init_process_group("gloo", where, world_size=rank.size, rank=rank.rank)
+        model = shard[name](nn.Linear(8, 8))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if name != "torch":
+            save(f"{folder}/{number}", model, optimizer)
+            save_async(f"{folder}/{number}_again", model, optimizer).wait()
+        del model, optimizer
+        dist.destroy_process_group()
+        left[name].append(num_threads_and_files())
+    return left
+
+
+def test_worlds_that_end_leave_no_more_threads_and_files_than_those_of_torch(
+    tmp_path: Path,
+) -> None:
+    with RankPool(4) as ranks:
+        for left in ranks.run(train_in_worlds_of_its_own, str(tmp_path)):
+            assert left["fully_shard"] == left["wrapper"] == left["torch"]
+
+
 @on_ranks(2)
 def test_units_on_equal_meshes_share_the_groups_that_are_made(rank: Rank) -> None:
     first = mesh_info_of(DeviceMesh("cpu", list(range(rank.size))))
     second = mesh_info_of(DeviceMesh("cpu", list(range(rank.size))))
     assert first is second
-    assert first.second_shard_axis() is second.second_shard_axis()
+    axis = first.second_shard_axis()
+    assert axis is second.second_shard_axis()
+    assert axis.group is not None
+    assert timeout_of(axis.group) == timeout_of(rank.mesh().get_group()) != default_pg_timeout
 
 
 # Detours

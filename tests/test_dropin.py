@@ -5,14 +5,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from click.testing import CliRunner
 from torch.distributed.checkpoint import state_dict as torch_helpers
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.pipelining import schedules
 
 import fullshard
 from fullshard import dropin
-from fullshard.testing import Rank, on_ranks
+from fullshard.cli.commands import fullshard as command
+from fullshard.testing import Rank, RankPool, on_ranks
 from tests.wrapped import Net, batch_of
 
 PROGRAM = """
@@ -38,7 +41,7 @@ for shard in (fully_shard, wrap):
     optimizer.step()
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     found = (dist.get_world_size(), isinstance(model, (FSDP, FSDPModule)), fully_shard.__module__,
-             sorted(state), round(float(loss), 4), sys.argv[1:])
+             sorted(state), round(loss.item(), 4), sys.argv[1:])
     sys.stdout.write(" ".join(map(str, found)) + "\\n")  # at once: two ranks share the pipe
 dist.destroy_process_group()
 """
@@ -51,13 +54,20 @@ def outcome(*command: str) -> str:
     return done.stdout
 
 
+def run_alone(rank: Rank, *arguments: str) -> str:
+    """What `fullshard run` prints, in a process that has loaded torch and ours."""
+    dist.destroy_process_group()
+    return CliRunner().invoke(command, ["run", *arguments], catch_exceptions=False).stdout
+
+
+@pytest.mark.long
 def test_a_program_runs_unchanged_on_one_rank_and_on_two(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     arguments = (str(program), "--lr", "0.1")
     ours = fullshard.fully_shard.__module__
-    found = outcome(sys.executable, "-m", "fullshard", "run", *arguments)
-    assert found == TRAINED.format(1, ours, 1, ours)
+    with RankPool(1) as alone:
+        assert alone.run(run_alone, *arguments) == [TRAINED.format(1, ours, 1, ours)]
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     found = outcome(*torchrun, "--standalone", "-m", "fullshard.dropin", *arguments)
     assert sorted(found.splitlines()) == sorted(2 * TRAINED.format(2, ours, 2, ours).splitlines())

@@ -1,6 +1,7 @@
 """Models of folders in Hugging Face's layout, judged by transformers and peft themselves."""
 
 import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,17 +13,26 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fullshard.cli.commands import fullshard
 from fullshard.errors import ConfigError
 from fullshard.models import architecture_of
 from fullshard.models.adapters import LoraSettings
+from fullshard.models.architecture import Architecture
 from fullshard.models.sampling import sample
 from fullshard.models.tokenizers import ByteTokenizer, FolderTokenizer
 from fullshard.models.transformer import BuiltinArchitecture
-from fullshard.state import export_safetensors
-from fullshard.testing import Rank, on_ranks
+from fullshard.state import export_safetensors, load, save
+from fullshard.state.shards import tensor_shards
+from fullshard.testing import Rank, on_ranks, pool
+from fullshard.training.config import ModelSection, TrainConfig
+from fullshard.training.config_file import config_as_toml
+from fullshard.training.corpus import Documents, prepare_corpus, unmarked
+from fullshard.training.generation import find_checkpoint
+from fullshard.training.sharding import architecture_for
 from tests.test_models import APIS, CPU, SMALL, UNEVEN, assert_same, filled, sharded, train, whole
 
 LORA = LoraSettings(rank=3, alpha=6.0)
@@ -32,6 +42,8 @@ TOKENS = torch.arange(12)[None] * 7 % 250
 
 def llama(size: Any = SMALL, **options: Any) -> Any:
     """The config of a built-in size."""
+    import transformers
+
     return transformers.LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.width,
@@ -48,29 +60,34 @@ def llama(size: Any = SMALL, **options: Any) -> Any:
 
 
 def gpt2() -> Any:
+    import transformers
+
     return transformers.GPT2Config(
         vocab_size=260, n_embd=24, n_layer=2, n_head=3, n_positions=16, resid_pdrop=0.5
     )
 
 
-KINDS = {"llama": lambda: llama(dataclasses.replace(SMALL, is_tied=False)), "tied": llama}
-KINDS["gpt2"] = gpt2
-KINDS["scaled"] = lambda: transformers.LlamaConfig(
-    **{
-        **llama().to_dict(),
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8,
-        },
+def scaled() -> Any:
+    import transformers
+
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
     }
-)
+    return transformers.LlamaConfig(**{**llama().to_dict(), "rope_parameters": rope})
+
+
+KINDS = {"llama": lambda: llama(dataclasses.replace(SMALL, is_tied=False)), "tied": llama}
+KINDS |= {"gpt2": gpt2, "scaled": scaled}
 
 
 def saved(folder: Path, config: Any, dtype: torch.dtype = torch.float32) -> Path:
+    import transformers
+
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
@@ -81,6 +98,8 @@ def saved(folder: Path, config: Any, dtype: torch.dtype = torch.float32) -> Path
 
 
 def original(folder: Path) -> nn.Module:
+    import transformers
+
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True
     )
@@ -156,6 +175,20 @@ def test_a_folder_of_low_precision_is_trained_in_float32(tmp_path: Path) -> None
     model = filled(architecture_of(str(folder)))
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert_same(whole(model), {n: p.detach() for n, p in original(folder).named_parameters()})
+
+
+def test_packed_documents_do_not_see_each_other(folders: dict[str, Path]) -> None:
+    packed = TOKENS[:, :9]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3]])
+    kinds = [architecture_of(str(folder)) for folder in folders.values()]
+    for architecture in (*kinds, BuiltinArchitecture(SMALL)):
+        model = filled(architecture).eval()
+        with torch.no_grad():
+            found = architecture.logits(model, packed, positions)
+            alone = [architecture.logits(model, each) for each in packed.split([4, 1, 4], dim=1)]
+            together = architecture.logits(model, packed)
+        torch.testing.assert_close(found, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(found, together, atol=1e-3)
 
 
 def test_a_sample_of_a_folder_is_what_transformers_generates(folder: Path) -> None:
@@ -302,6 +335,8 @@ def test_first_adapters_are_drawn_as_peft_does(folders: dict[str, Path]) -> None
 
 
 def write_tokenizer(folder: Path, words: int = 40, **options: Any) -> None:
+    import transformers
+
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -335,6 +370,36 @@ def test_a_folder_with_a_tokenizer_reads_with_it(with_tokenizer: Path, kind: str
     assert tokenizer.decode([*tokens, tokenizer.end]) == TEXT
 
 
+def test_a_conversation_is_rendered_by_the_template_of_the_tokenizer(tmp_path: Path) -> None:
+    """Or by ours, which an exported tokenizer of bytes has, too."""
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<end>{% endfor %}"
+    template += "{% if add_generation_prompt %}a:{% endif %}"
+    write_tokenizer(tmp_path / "own", chat_template=template)
+    write_tokenizer(tmp_path / "none")
+    (tmp_path / "bytes").mkdir()
+    ByteTokenizer().save(tmp_path / "bytes")
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
+    own = FolderTokenizer(tmp_path / "own")
+    assert own.render(messages, is_prompt=False) == "u:hello<end>a:world<end>"
+    assert own.render(messages[:1], is_prompt=True) == "u:hello<end>a:"
+    for name in ("none", "bytes"):
+        found = FolderTokenizer(tmp_path / name)
+        for some, is_prompt in ((messages, False), (messages[:1], True)):
+            expected = ByteTokenizer().render(some, is_prompt=is_prompt)
+            assert found.render(some, is_prompt=is_prompt) == expected
+    # The template ends the document by itself.
+    line = json.dumps({"messages": messages})
+    (tmp_path / "chats.jsonl").write_text(f"{line}\n{line}\n")
+    documents = Documents.of([str(tmp_path / "chats.jsonl")], "text")
+    corpus = prepare_corpus(documents, own, tmp_path, sequence=2, vocabulary=own.vocabulary)
+    tokens, is_trained, _ = unmarked(corpus.row(0, corpus.num_tokens - 1)[None])
+    assert tokens[0].eq(own.end).sum() == 4
+    assert own.decode(tokens[is_trained].tolist()) == "worldworld"
+    write_tokenizer(tmp_path / "strict", chat_template="{{ raise_exception('no system') }}")
+    with pytest.raises(ConfigError, match="no system"):
+        FolderTokenizer(tmp_path / "strict").render(messages, is_prompt=True)
+
+
 def test_the_fingerprint_of_a_tokenizer_follows_its_files(tmp_path: Path) -> None:
     fingerprints = []
     for name, words in [("a", 40), ("b", 40), ("c", 22)]:
@@ -365,3 +430,130 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="tokenizer files that transformers can read"):
         FolderTokenizer(tmp_path / "broken")
+
+
+# Exports.
+
+
+def save_runs(rank: Rank, folder: Path, runs: dict[str, tuple[dict[str, Any], str]]) -> None:
+    """The folders of runs: a model, and the API by which it was sharded."""
+    for name, (model_keys, api) in runs.items():
+        config = TrainConfig(model=ModelSection(**model_keys))
+        architecture = architecture_for(config.model)
+        model = sharded(rank, architecture, api)
+        with torch.no_grad():
+            for shard in tensor_shards(model):
+                for part in shard.local_parts(shard.tensor):
+                    part.values.add_(0.01 if shard.is_trainable else 0.0)
+        if rank.rank == 0:
+            (folder / name).mkdir()
+            (folder / name / "config.toml").write_text(config_as_toml(config))
+        only = "trainable" if config.model.lora_rank else None
+        save(folder / name / "checkpoints" / "step_3", model, step=3, only=only)
+
+
+def checkpoint_command(*args: Any) -> str:
+    result = CliRunner().invoke(fullshard, ["checkpoint", *map(str, args)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def ours(run: Path) -> tuple[Architecture, nn.Module]:
+    """The model of a run, unsharded."""
+    found = find_checkpoint(run)
+    architecture = architecture_for(found.config.model)
+    model = filled(architecture)
+    load(found.path, model, random_state=False)
+    return architecture, model.eval()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_an_exported_run_opens_in_transformers_and_generates_what_we_do(
+    with_tokenizer: Path, tmp_path: Path
+) -> None:
+    settings = json.loads((with_tokenizer / "config.json").read_text())
+    settings.pop("dtype", None)
+    # What the files had; an export in float32 is not to be opened in it.
+    (with_tokenizer / "config.json").write_text(json.dumps({**settings, "torch_dtype": "bfloat16"}))
+    runs = {
+        "tied": ({"name": "tiny"}, "fully_shard"),
+        "wrapped": ({"name": "tiny"}, "wrapper"),
+        "folder": ({"name": str(with_tokenizer)}, "fully_shard"),
+    }
+    pool(2).run(save_runs, tmp_path, runs)
+    prompt = "def hello"
+    for name in runs:
+        run, out = tmp_path / name, tmp_path / f"{name} exported"
+        assert "weights only" not in checkpoint_command("export", run, out)
+        files = {path.name for path in out.iterdir()}
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
+        reader = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+        architecture, model = ours(run)
+        tokenizer = architecture.tokenizer("auto")
+        tokens = tokenizer.encode(prompt)
+        assert reader(prompt, add_special_tokens=False).input_ids == tokens
+        assert reader.eos_token_id == tokenizer.end
+        with torch.no_grad():
+            found = theirs.eval()(torch.tensor([tokens])).logits
+            expected = architecture.logits(model, torch.tensor([tokens]))
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        whole_prompt = torch.tensor([tokens])
+        new = theirs.generate(
+            whole_prompt, attention_mask=torch.ones_like(whole_prompt), max_new_tokens=4,
+            do_sample=False, pad_token_id=tokenizer.end,
+        )[0, len(tokens) :].tolist()  # fmt: skip
+        options = {"temperature": 0.0, "top_k": 0, "seed": 0, "end": tokenizer.end, "device": CPU}
+        expected_new = sample(architecture, model, tokens, 4, **options)
+        assert [token for token in new if token != tokenizer.end] == expected_new
+        assert reader.decode(new, skip_special_tokens=True) == tokenizer.decode(expected_new)
+    low = checkpoint_command("export", tmp_path / "tied", tmp_path / "low", "--dtype", "bfloat16")
+    assert "1 file" in low
+    assert (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "low").dtype is torch.bfloat16
+    )
+    # The other commands take the folder of a run, too.
+    assert "step_3: complete" in checkpoint_command("verify", tmp_path / "tied")
+    assert "step_3" in checkpoint_command("info", tmp_path / "tied" / "checkpoints")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_exported_adapters_open_in_peft_and_merge_into_a_model(
+    with_tokenizer: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    import peft  # takes seconds
+
+    transposed = copied(folders["gpt2"], tmp_path / "gpt2", weights=load_of(folders["gpt2"]))
+    runs = {
+        "adapted": ({"name": str(with_tokenizer), "lora_rank": 3}, "fully_shard"),
+        "transposed": ({"name": str(transposed), "lora_rank": 2}, "fully_shard"),
+        "built-in": ({"name": "tiny", "lora_rank": 2, "lora_targets": ("q_proj",)}, "fully_shard"),
+    }
+    pool(2).run(save_runs, tmp_path, runs)
+    for name in runs:
+        architecture, model = ours(tmp_path / name)
+        with torch.no_grad():
+            expected = architecture.logits(model, TOKENS[:, :9])
+        adapter, merged = tmp_path / f"{name} adapter", tmp_path / f"{name} merged"
+        checkpoint_command("export", tmp_path / name, adapter)
+        checkpoint_command("export", tmp_path / name, merged, "--merge")
+        found = transformers.AutoModelForCausalLM.from_pretrained(merged, local_files_only=True)
+        with torch.no_grad():
+            logits = found.eval()(TOKENS[:, :9]).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+            if name == "built-in":
+                continue  # drawn from a seed: there is no folder of the model without adapters
+            settings = peft.PeftConfig.from_pretrained(adapter)
+            base = original(Path(settings.base_model_name_or_path))
+            assert not torch.allclose(base(TOKENS[:, :9]).logits, expected, atol=1e-3)
+            logits = peft.PeftModel.from_pretrained(base, adapter).eval()(TOKENS[:, :9]).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+            own = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, local_files_only=True)
+            assert set(load_of(adapter)) == {
+                n.replace(".default.", ".") for n, _ in own.named_parameters() if "lora_" in n
+            }
+    refusal = CliRunner().invoke(
+        fullshard, ["checkpoint", "export", str(adapter), str(tmp_path / "x"), "--merge"]
+    )
+    assert refusal.exit_code == 2

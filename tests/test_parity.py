@@ -5,6 +5,7 @@ compared with the unsharded model and with torch's `fully_shard` or wrapper unde
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,6 +158,6 @@ def test_a_world_of_one_or_four_ranks_trains_alike(rank: Rank, api: str) -> None
     assert_trains_alike(
         Net,
         functools.partial(shard, "FULL_SHARD"),
-        ACCUMULATION["unsynced"],
+        replace(ACCUMULATION["unsynced"], num_steps=4),
         torch_shard=functools.partial(shard, of_one),
     )

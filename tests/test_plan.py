@@ -90,6 +90,9 @@ class SmallArchitecture(Architecture):
     def fill(self, model: nn.Module, seed: int) -> None:
         raise NotImplementedError
 
+    def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
+        raise NotImplementedError
+
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         logits: Tensor = model(tokens)
         return logits

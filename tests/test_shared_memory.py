@@ -475,6 +475,38 @@ def test_ranks_that_start_different_collectives_are_told_of_both(rank: Rank) -> 
 
 
 @on_ranks(2)
+def test_memory_outside_of_a_heap_is_not_read(rank: Rank) -> None:
+    with new_group() as group:
+        _, shared = chosen(rank, group)
+        link = link_of_group(group)
+        (peer,) = link.peers.values()
+        end = len(link.heap.memory)
+        offsets = [-1, -(2**40), end - 39, end, 2**62]
+        if rank.rank == 1:  # announces what it has no memory for
+            for number, offset in enumerate(offsets, start=link.num_started + 1):
+                os.write(peer.outbox, shm._RECORD.pack(number, shm._ALL_GATHER, 1, 40, 1, offset))
+            os.write(peer.outbox, shm._RECORD.pack(number + 1, 99, 1, 40, 1, 0))
+        dist.barrier()
+        if rank.rank == 0:
+            for offset in offsets:
+                transfer, *_ = gather(rank, shared, group, 10)
+                with pytest.raises(RuntimeError, match=rf"rank 1 .* found 40 bytes at {offset};"):
+                    transfer.wait()
+            transfer, *_ = gather(rank, shared, group, 10)
+            with pytest.raises(DisagreementError, match="no collective of 1 bucket"):
+                transfer.wait()
+
+
+def test_a_process_without_the_token_of_a_rank_is_not_connected_to() -> None:
+    heap = os.memfd_create("fullshard-5")
+    try:
+        with pytest.raises(ProcessLookupError):
+            Link(0, [0, 1], 1.0).connect([[], [os.getpid(), 7, 0, 0, heap]])
+    finally:
+        os.close(heap)
+
+
+@on_ranks(2)
 def test_a_rank_that_does_not_come_in_time_is_named(rank: Rank) -> None:
     with new_group(timeout=timedelta(seconds=77)) as group:
         _, shared = chosen(rank, group)

@@ -134,13 +134,17 @@ def test_what_dcp_saves_of_a_wrapped_model_opens_in_an_unsharded_one(
 def test_the_helpers_know_the_wrapper_whichever_is_imported_first() -> None:
     first, second = "import fullshard\n", "import torch.distributed.checkpoint.state_dict\n"
     check = (
-        "from torch.distributed.checkpoint.state_dict import FSDP\n"
         "from torch.distributed.fsdp import FullyShardedDataParallel as Theirs\n"
-        "Ours = fullshard.FullyShardedDataParallel\n"
+        "Ours = fullshard.FullyShardedDataParallel\n"  # imported only now
+        "from torch.distributed.checkpoint.state_dict import FSDP\n"
         "assert isinstance(Ours.__new__(Ours), FSDP)\n"
         "assert isinstance(Theirs.__new__(Theirs), FSDP)\n"
         "assert not isinstance(object(), FSDP)\n"
         "print('known')\n"
     )
-    programs = (first + second + check, second + first + check)
-    assert outcome_of_forks("import torch.distributed.tensor", *programs) == 2 * "known\n"
+    # The import of a module with the name of a function does not hide the function.
+    hiding = (
+        "import fullshard.fully_sharded_data_parallel\nassert callable(fullshard.fully_shard)\n"
+    )
+    programs = (first + second + check, second + first + check, hiding + check)
+    assert outcome_of_forks("import torch.distributed.tensor", *programs) == 3 * "known\n"

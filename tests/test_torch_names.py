@@ -71,7 +71,7 @@ MISSING = [
 def test_a_missing_name_is_an_import_error_that_names_torch() -> None:
     refused = [
         f"delattr(pkgutil.resolve_name({owner!r}), {name!r})\n"
-        "try:\n    import fullshard\n"
+        "try:\n    from fullshard import fully_shard\n"
         "except ImportError as error:\n"
         f"    assert torch.__version__ in str(error) and {name!r} in str(error), error\n"
         f"    print({name!r})\n"

@@ -96,6 +96,8 @@ def test_every_field_is_a_key_with_help_and_an_option_of_its_own():
         ("[model]\nname = [\n'a',\n", "line 3", "valid TOML is expected, found a syntax error"),
         ("[run]\nseed = " + "9" * 5000, "line 2", "valid TOML is expected, found a syntax error"),
         ("a = " + "[" * 9999, "run.toml", "nested too deeply"),
+        ("[run]\n" + ".".join(50_000 * ["a"]) + " = 1", "line 2", "of more than 50 parts"),
+        ("[run]\n[" + 50_000 * "'a' . " + "a]", "line 2", "of more than 50 parts"),
         ("[modle]\nname = 'x'\n", "line 1", "'modle'; did you mean 'model'?"),
         ("[zzz]\n", "line 1", "known are model, data, sharding, optimizer, run"),
         ("# first\n\nlr = 1\n", "line 3", "put it under [optimizer]"),

@@ -3,14 +3,16 @@
 import io
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 from fullshard.report import StepMetrics
-from fullshard.training.display import Display, shown_duration, step_line
-from fullshard.training.output import MetricsLog
+from fullshard.training.display import Display, closing_lines, shown_duration, step_line
+from fullshard.training.output import MetricsLog, RunFolder
+from tests.made_up_run import made_up_run
 
 
 def metrics(step: int, loss: float = 2.5) -> StepMetrics:
@@ -24,6 +26,35 @@ def metrics(step: int, loss: float = 2.5) -> StepMetrics:
         exposed_s=0.05,
         memory_bytes=3 * 2**30,
     )
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_what_to_do_next_fits_the_run(tmp_path, is_adapted):
+    config = {
+        "model": {"lora_rank": 4 * is_adapted},
+        "data": {"paths": ["chats.jsonl"] if is_adapted else []},
+        "run": {"prompt": "it's"},
+    }
+    record = made_up_run(config=config)
+    *_, generate, export, resume, last = [
+        "",
+        *closing_lines(RunFolder(tmp_path), record, is_done=True),
+    ]
+    if is_adapted:
+        _, generate, export, resume = generate, export, resume, last
+        assert export.endswith("exported --merge")
+    else:
+        assert "--data your/texts" in last  # it was trained on Python's library
+        assert export.endswith("exported")
+    assert shlex.split(generate) == [
+        "next",
+        "fullshard",
+        "generate",
+        str(tmp_path),
+        "--prompt",
+        "it's",
+    ]
+    assert "--resume --steps" in resume
 
 
 def test_facts_of_a_step_are_one_line():

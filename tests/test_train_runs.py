@@ -1,5 +1,9 @@
 """`fullshard train` in one piece: what a run leaves behind, and that settings change no losses."""
 
+import contextlib
+import io
+import json
+import resource
 import shutil
 import warnings
 from dataclasses import replace
@@ -10,14 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.errors import ConfigError, FullshardError
+from fullshard.errors import CheckpointError, ConfigError, FullshardError
 from fullshard.report import read_record
+from fullshard.runtime.names import clean_name
 from fullshard.state import checkpoints, verify
 from fullshard.testing import Rank, on_ranks, pool
-from fullshard.training.config import TrainConfig
+from fullshard.training.config import ShardingSection, TrainConfig
 from fullshard.training.control import StopRequest
 from fullshard.training.run import Run
+from fullshard.training.trainer import Parts
 from fullshard.training.world import World
+from tests.stored import damage
 from tests.tiny_run import TEXT, configured, losses
 
 
@@ -222,3 +229,209 @@ def test_what_cannot_be_run_is_refused_and_the_run_before_is_left_alone(
             run_of(rank, configured(folder, "reference", **changes, **out)).run(StopRequest())
         assert len(str(refusal.value).splitlines()) == 1, what
     assert losses(folder / "reference") == before
+
+
+@on_ranks(2)
+def test_a_folder_without_room_or_permission_is_refused_before_the_first_step(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    endless = {"save_every": 1, "keep": 10**9, "out": str(tmp_path / "endless")}
+    with pytest.raises(CheckpointError, match="bytes are missing"):
+        run_of(rank, configured(folder, "", optimizer={"steps": 10**9}, run=endless)).run(
+            StopRequest()
+        )
+    assert not (tmp_path / "endless" / "metrics.jsonl").exists()
+    out = str(folder / "text.txt" / "run")  # in a file
+    with pytest.raises(FullshardError, match="a folder to write to is expected"):
+        run_of(rank, configured(folder, "", run={"out": out})).run(StopRequest())
+
+
+class LimitsFiles(StopRequest):
+    """After a step, files that a rank writes cannot grow, as on a full disk."""
+
+    def __init__(self, is_limited: bool) -> None:
+        super().__init__()
+        self.num_asked, self.is_limited = 0, is_limited
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    @property
+    def is_requested(self) -> bool:
+        self.num_asked += 1
+        if self.num_asked == 2 and self.is_limited:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self.before[1]))
+        return False
+
+    @is_requested.setter
+    def is_requested(self, value: bool) -> None: ...
+
+
+@on_ranks(2)
+def test_a_save_that_fails_in_the_background_ends_the_run_soon(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    run = {"save_every": 2, "out": str(tmp_path / "full")}
+    config = configured(folder, "full", optimizer={"steps": 60}, run=run)
+    limits = LimitsFiles(rank.rank == 1)
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"the save before .* rank 1: OSError: .*too large"
+        ):
+            run_of(rank, config).run(limits)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits.before)
+    dist.barrier()
+    # Nothing was saved after it; nor was the run trained to its end.
+    assert len(losses(tmp_path / "full")) < 60
+    assert checkpoints(tmp_path / "full" / "checkpoints") == []
+
+
+@on_ranks(2)
+def test_a_damaged_newest_checkpoint_is_put_aside_and_an_older_one_resumed_from(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    if rank.rank == 0:
+        shutil.copytree(folder / "reference", out)
+        newest = out / "checkpoints" / "step_6"
+        shutil.copytree(newest, out / "checkpoints" / "step_8")
+        (out / "checkpoints" / "step_8" / "rank_00000.pt").unlink()
+        damage(newest / "__1_0.distcp")
+    dist.barrier()
+    run = {"out": str(out), "resume": True, "save_every": 0}
+    strict = configured(folder, "run", run={**run, "resume_strict": True})
+    with pytest.raises(FullshardError, match=r"--resume-strict: .*step_8 .*leave out"):
+        run_of(rank, strict).run(StopRequest())
+    if rank.rank == 0:
+        shutil.rmtree(out / "checkpoints" / "step_8")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"step_6: its content must be what was saved"):
+        run_of(rank, strict).run(StopRequest())
+    assert (out / "checkpoints" / "step_6").is_dir()
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        found = trained(rank, configured(folder, "run", run=run))
+    assert found == losses(folder / "reference")
+    line = f"step_6: damaged and moved to {out / 'damaged'}; resuming from step_4"
+    assert said.getvalue().splitlines().count(line) == (rank.rank == 0)
+    assert len(list((out / "damaged").iterdir())) == 1
+    assert verify(out / "checkpoints" / "step_6") == []
+
+
+@on_ranks(2)
+def test_a_run_learns_what_an_assistant_says(rank: Rank, folder: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    if rank.rank == 0:
+        turn = [{"role": "user", "content": TEXT[:600]}, {"role": "assistant", "content": "aaaa"}]
+        chats.write_text("".join(json.dumps({"messages": turn}) + "\n" for _ in range(9)))
+    dist.barrier()
+    settings = {"data": {"paths": (str(chats),)}, "run": {"out": str(tmp_path / "chats")}}
+    # Most sequences have no token that is trained, and their loss is none.
+    found = trained(rank, configured(folder, "chats", **settings))
+    assert 0.0 in found
+    assert all(loss == loss for loss in found)
+    assert max(found) > 0
+
+
+class Poisoned(Run):
+    """On rank 1, an output or gradient is not a number in some steps, and when sampling."""
+
+    steps: tuple[int, ...] = ()
+    is_gradient = False
+
+    def _build(self, architecture: Any) -> Parts:
+        parts = super()._build(architecture)
+        found = {clean_name(name): each for name, each in parts.model.named_modules()}
+        per_step = self._config.optimizer.batch * self._world.size
+
+        def poison(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            is_due = parts.batches.position // per_step in self.steps and self._world.rank == 1
+            if not is_due and module.training:
+                return output
+            if self.is_gradient and module.training:
+                output.register_hook(lambda grad: grad * torch.nan)
+                return output
+            return output * torch.nan
+
+        found["model.layers.1.mlp"].register_forward_hook(poison)
+        return parts
+
+
+def poisoned(
+    rank: Rank, config: TrainConfig, *steps: int, is_gradient: bool = False
+) -> tuple[str, list[float]]:
+    """What a run says, and its losses."""
+    run = Poisoned(config, World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu")))
+    run.steps, run.is_gradient = steps, is_gradient
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            assert run.run(StopRequest()) is True
+        except FullshardError as error:
+            print(error)
+    dist.barrier()
+    return said.getvalue(), losses(Path(config.run.out))
+
+
+@on_ranks(2)
+def test_a_step_that_is_not_finite_is_reported_and_not_applied(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    def settings(name: str, **run: Any) -> TrainConfig:
+        out = {"out": str(tmp_path / name), "save_every": 1, "keep": 1, "nan_limit": 2}
+        return configured(folder, name, run={**out, **run})
+
+    def kept(name: str) -> list[str]:
+        return [path.name for path in checkpoints(tmp_path / name / "checkpoints")]
+
+    # One such step is survived, whichever API; its data is as if it had not been there.
+    for api, is_gradient in (("fully_shard", False), ("wrapper", True)):
+        config = replace(settings(api, sample_tokens=2), sharding=ShardingSection(api=api))
+        said, found = poisoned(rank, config, 3, is_gradient=is_gradient)
+        assert [step for step, loss in enumerate(found, 1) if loss != loss] == (
+            [] if is_gradient else [3]
+        )
+        assert found[3] < found[0]
+        if rank.rank == 0:
+            what = "gradient of the output of" if is_gradient else "output of"
+            assert f"on rank 1 the {what} model.layers.1.mlp is the first" in said
+            assert said.count("not finite") == 1
+            # The model that samples is poisoned, too: a run that is trained has not failed.
+            assert "sample: failed (" in said
+        assert kept(api) == ["step_6"]
+
+    # Too many in a row stop the run; what was saved before them stays.
+    said, found = poisoned(rank, settings("stop"), 3, 4, 5, 6)
+    assert len(found) == 4
+    assert kept("stop") == ["step_1", "step_2"]
+    assert "found 2 steps in a row without (step 3: loss nan" in said
+    assert len(said.splitlines()[-1]) > 100
+
+    # Or they are skipped,
+    said, found = poisoned(rank, settings("skip", on_nan="skip"), 3, 4, 5)
+    assert len(found) == 6
+    assert found[5] < found[0]
+    # or the run goes back, and on with other data.
+    config = settings("rollback", on_nan="rollback")
+    said, found = poisoned(rank, config, 3, 4)
+    assert len(found) == 6
+    assert all(loss == loss for loss in found)
+    assert kept("rollback") == ["step_6"]
+    # Not forever.
+    said, found = poisoned(rank, settings("forever", on_nan="rollback"), *range(3, 99))
+    assert len(found) == 4
+    assert "it was rolled back 2 times to one checkpoint" in said
+    assert kept("forever") == ["step_1", "step_2"]
+
+
+@on_ranks(2)
+def test_a_learning_rate_that_is_far_too_large_stops_a_run(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    config = configured(
+        folder,
+        "large",
+        optimizer={"lr": 1e30, "clip": 0.0, "warmup": 0},
+        run={"out": str(tmp_path / "large")},
+    )
+    with pytest.raises(FullshardError, match="3 steps in a row without"):
+        run_of(rank, config).run(StopRequest())
+    assert checkpoints(tmp_path / "large" / "checkpoints") == []

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fullshard.errors import ConfigError
 from fullshard.models.tokenizers import ByteTokenizer
 from fullshard.training import corpus as corpus_module
+from fullshard.training.batches import Batches
 from fullshard.training.corpus import Corpus, Documents, prepare_corpus
 
 END = ByteTokenizer.end
@@ -258,3 +259,71 @@ def test_a_text_in_pieces_has_the_same_tokens(tmp_path_factory, text, num_chars)
         patch.setattr(corpus_module, "PIECE_CHARS", num_chars)
         corpus = prepared([write(folder / "a.txt", text)], folder, sequence=1)
     assert corpus.tokens.tolist() == [*text.encode(), END]
+
+
+# Conversations
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+CHATS: list[tuple[dict[str, object], str]] = [
+    # A line, and what is trained of it.
+    (
+        {
+            "messages": [
+                said("system", "Be brief."),
+                said("user", "1 + 1?"),
+                said("assistant", "2"),
+                said("user", "And 2 + 2?"),
+                said("assistant", "4, é"),
+                said("user", "Thanks."),
+            ]
+        },
+        "2\n4, é\n",
+    ),
+    ({"prompt": "Once ", "completion": "upon a time"}, "upon a time"),
+    ({"text": "plain", "messages": 3}, "lain"),  # nothing foretells what a document begins with
+]
+
+
+def test_of_conversations_only_what_the_assistant_says_is_trained(tmp_path):
+    lines = write(tmp_path / "chats.jsonl", "\n".join(json.dumps(line) for line, _ in CHATS))
+    corpus = prepared([lines], tmp_path / "tokens")
+    length = corpus.num_tokens - 1
+    batches = Batches(corpus, sequence=length, batch=1, rank=0, num_ranks=1, seed=0)
+    inputs, targets, positions = (each[0] for each in batches.next())
+    trained = targets[targets != -100]
+    assert ByteTokenizer().decode(trained.tolist()) == "".join(text for _, text in CHATS)
+    assert (trained == END).sum() == len(CHATS)
+    text = ByteTokenizer().decode(inputs.tolist())
+    assert text.startswith("<|system|>\nBe brief.\n<|user|>\n1 + 1?\n<|assistant|>\n2\n<|user|>")
+    assert "Thanks" not in text
+    # Positions begin again with each document, after the token that ends the one before.
+    starts = [0, *(inputs == END).nonzero().flatten().add(1).tolist()]
+    assert len(starts) == len(CHATS)
+    assert (positions == 0).nonzero().flatten().tolist() == starts
+    assert positions.max() + 1 == max(
+        b - a for a, b in zip(starts, [*starts[1:], length], strict=True)
+    )
+    # Texts alone are packed as ever.
+    plain = write(tmp_path / "plain.jsonl", json.dumps({"text": "plain"}))
+    assert not prepared([plain], tmp_path / "tokens").has_chats
+
+
+@pytest.mark.parametrize(
+    "lines, words",
+    [
+        ([{"messages": [said("user", "hi")]}], "at least one of the role 'assistant'"),
+        ([{"messages": [{"role": "assistant"}]}], "'role' and 'content' as text"),
+        ([{"messages": "hi"}], "'role' and 'content' as text"),
+        ([{"prompt": "a", "completion": [said("assistant", "b")]}], "or text in 'prompt'"),
+        ([{"chat": "hi"}], "'messages', or text in 'prompt' and 'completion' is"),
+        ([{"text": "a"}, {"prompt": "b", "completion": "c"}], "found text before one"),
+    ],
+)
+def test_a_conversation_that_cannot_be_read_is_an_error(tmp_path, lines, words):
+    path = write(tmp_path / "chats.jsonl", "\n".join(map(json.dumps, lines)))
+    with pytest.raises(ConfigError, match=words):
+        prepared([path], tmp_path / "tokens")

@@ -15,11 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from fullshard.errors import CheckpointError, ConfigError, UnknownNameError
 from fullshard.layout.split import Box
-from fullshard.state.checkpoint import TensorSource, write_checkpoint
+from fullshard.state.checkpoint import TensorSource, load, write_checkpoint
 from fullshard.state.shards import LocalPart
 from fullshard.state.store import Problem, open_checkpoint, verify
 from tests.stored import content, holds, write
@@ -110,6 +112,53 @@ def test_any_flipped_bit_is_noticed_or_without_effect(path: Path, name: str) -> 
             assert state["extra"] == {"position": 10, "note": ""}
         (path / name).write_bytes(whole)
     assert num_noticed > len(places) / 10
+
+
+def test_any_flipped_bit_of_an_index_ends_in_a_checkpoint_error_or_without_effect(
+    tmp_path: Path,
+) -> None:
+    """Of one that torch wrote, with nothing beside it that tells what it was."""
+    path = tmp_path / "it"
+    model = nn.Linear(2, 1, bias=False)
+    by_torch(path, {"model": model.state_dict(), "optim": {"param_groups": [{"lr": 0.5}]}})
+    index = path / ".metadata"
+    whole = index.read_bytes()
+    num_refused = 0
+    for place in range(len(whole)):
+        flip(index, place, bit=place % 8)
+        other = nn.Linear(2, 1, bias=False)
+        try:
+            opened = open_checkpoint(path)
+            for key in opened.object_keys:
+                opened.read_object(key)
+            load(path, other)
+        except CheckpointError:
+            num_refused += 1
+        else:
+            assert torch.equal(other.weight, model.weight), place
+        index.write_bytes(whole)
+    assert num_refused > len(whole) / 2
+
+
+def test_an_entry_in_place_of_the_names_of_an_optimizer_is_refused(tmp_path: Path) -> None:
+    """One bit of an offset can do that."""
+    path, model = tmp_path / "it", nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    states = get_state_dict(model, optimizer)
+    by_torch(path, dict(zip(("model", "optim"), states, strict=True)))
+    load(path, model, optimizer)
+
+    def swap(index: Metadata) -> None:
+        names, number = (f"optim.param_groups.0.{each}" for each in ("params", "lr"))
+        places = {place.fqn: place for place in index.storage_data}
+        name = next(each for each in places if each.startswith(names))
+        index.storage_data[places[name]] = index.storage_data[places[number]]
+
+    reindexed(path, swap)
+    with pytest.raises(CheckpointError, match="must be names, found"):
+        load(path, model, optimizer)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -443,6 +492,30 @@ def test_an_index_that_claims_more_than_its_files_allocates_nothing(path: Path) 
             read()
     (problem,) = verify(path)
     assert problem.subject == "model.weight"
+
+
+def test_an_index_that_repeats_a_block_is_refused(path: Path) -> None:
+    """It is small: a pickle refers to what it has already."""
+
+    def repeat(index: Metadata) -> None:
+        stored = index.state_dict_metadata["model.weight"]
+        stored.chunks = 200_000 * stored.chunks[:1]
+
+    reindexed(path, repeat)
+    with pytest.raises(CheckpointError, match="200004 blocks, and 6 parts of files"):
+        open_checkpoint(path)
+    assert subjects(verify(path)) == {".metadata"}
+
+
+def test_an_index_with_a_block_twice_in_place_of_another_does_not_tile(path: Path) -> None:
+    def repeat(index: Metadata) -> None:
+        stored = index.state_dict_metadata["model.weight"]
+        stored.chunks = 2 * stored.chunks[:1]
+
+    reindexed(path, repeat)
+    (problem,) = verify(path)
+    assert problem.subject == "model.weight"
+    assert "gaps or overlaps" in problem.what
 
 
 @pytest.mark.parametrize(

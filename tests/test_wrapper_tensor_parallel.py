@@ -87,7 +87,7 @@ def adam(model: nn.Module) -> Adam:
     return Adam(model.parameters(), lr=0.01)
 
 
-def train(model: Any, optimizer: Adam, rank: Rank, num_steps: int = 3) -> list[Tensor]:
+def train(model: Any, optimizer: Adam, rank: Rank, num_steps: int = 2) -> list[Tensor]:
     losses = []
     for step in range(num_steps):
         loss = model(batch(step, rank.rank // 2)).float().square().mean()
@@ -98,7 +98,7 @@ def train(model: Any, optimizer: Adam, rank: Rank, num_steps: int = 3) -> list[T
     return losses
 
 
-def train_reference(num_steps: int = 3) -> tuple[nn.Module, Adam]:
+def train_reference(num_steps: int = 2) -> tuple[nn.Module, Adam]:
     """The model that is not sharded, with the batches of both data-parallel ranks."""
     model = tower()
     optimizer = adam(model)

@@ -275,7 +275,7 @@ class Lesson:
     make_batch: Callable[[torch.Generator], Any] = make_batch
     step: Callable[[Any, list[Any], float], Any] = each_backward
     optimizer: Callable[[Any], Optimizer] = sgd
-    num_steps: int = 3
+    num_steps: int = 2  # the second uses what the first has recorded and allocated
     num_micro_batches: int = 1
     set_to_none: bool = True
 

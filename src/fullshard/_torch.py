@@ -16,12 +16,15 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -283,10 +286,13 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return name
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """The seconds that a collective of a group may take."""
-    seconds: float = group._get_backend(device).options._timeout.total_seconds()
-    return seconds
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of a group may take: torch's default if its backends do not tell."""
+    for device in devices_of(group):
+        with suppress(AttributeError, RuntimeError):  # not every backend has options
+            timeout: timedelta = group._get_backend(device).options._timeout
+            return timeout
+    return default_pg_timeout
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
@@ -294,9 +300,9 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in _c10d._world.pg_map
 
 
-def num_groups() -> int:
-    """How many process groups there are in this process."""
-    return len(_c10d._world.pg_map)
+def all_groups() -> list[dist.ProcessGroup]:
+    """The process groups that there are in this process."""
+    return list(_c10d._world.pg_map)
 
 
 def lifetime_of(group: dist.ProcessGroup) -> object:

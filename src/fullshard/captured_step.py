@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fullshard.comm import watcher
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.runtime.hooks import ModuleHooks, Scheduler, hooks_of
 from fullshard.runtime.trees import map_tensors
@@ -289,12 +290,14 @@ class CapturedStep(Generic[P, R]):
             if has_failed:  # the generator is in a state that only captures can use
                 generator.graphsafe_set_state(random_state)
                 self._graphs.clear()  # they would go on with the other one
+                self._pool = torch.cuda.graph_pool_handle()  # the next capture cannot use that one
         if failure is None:
             self._captured = self._facts()
         return failure
 
     def _replay(self, entry: _Graph, tensors: list[torch.Tensor]) -> R:
         assert entry.graph is not None
+        watcher.check()
         self._follow_rates()
         for static, tensor in zip(entry.inputs, tensors, strict=True):
             static.copy_(tensor, non_blocking=True)

@@ -46,6 +46,7 @@ from fullshard.runtime.replaced import replacement_of
 from fullshard.runtime.trees import map_tensors
 from fullshard.state import module_state, optim_state, summon
 from fullshard.state.shards import wrappers_of
+from fullshard.torch_helpers import follow_import
 from fullshard.unit.flat_param import FlatParameter, FlatSlice, ParamForm
 from fullshard.unit.reduce_scatter import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings
@@ -589,3 +590,6 @@ def _broadcast_states(
     for axis in (mesh_info.shard, mesh_info.replicate):
         if axis.group is not None and not axis.is_single and sent:
             broadcast_coalesced(axis.group, sent, _BUCKET_BYTES, 0)
+
+
+follow_import(FullyShardedDataParallel)

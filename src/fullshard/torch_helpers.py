@@ -19,21 +19,22 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
-
 _HELPERS = "torch.distributed.checkpoint.state_dict"
 
 
-def follow_import() -> None:
+def follow_import(ours: type[nn.Module]) -> None:
     """Have the helpers know our wrapper, now or when they are imported."""
     module = sys.modules.get(_HELPERS)
     if module is not None:
-        _teach(module)
+        _teach(module, ours)
     else:
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _Finder(ours))
 
 
 class _Finder(MetaPathFinder):
+    def __init__(self, ours: type[nn.Module]) -> None:
+        self._ours = ours
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != _HELPERS:
             return None
@@ -45,7 +46,7 @@ class _Finder(MetaPathFinder):
 
         def load_and_teach(module: ModuleType) -> None:
             load(module)
-            _teach(module)
+            _teach(module, self._ours)
 
         spec.loader.exec_module = load_and_teach  # type: ignore[method-assign]
         return spec
@@ -54,16 +55,17 @@ class _Finder(MetaPathFinder):
 class _EitherWrapper(type):
     """Stands for torch's wrapper and for ours; what is not about a model is torch's."""
 
+    ours: Any
     theirs: Any
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (cls.theirs, FullyShardedDataParallel))
+        return isinstance(instance, (cls.theirs, cls.ours))
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.theirs, name)
 
     def fsdp_modules(cls, module: nn.Module, root_only: bool = False) -> list[nn.Module]:
-        found: list[nn.Module] = FullyShardedDataParallel.fsdp_modules(module, root_only)  # type: ignore[assignment]
+        found: list[nn.Module] = cls.ours.fsdp_modules(module, root_only)
         return found or cls.theirs.fsdp_modules(module, root_only)
 
     def state_dict_type(cls, module: nn.Module, **settings: Any) -> Any:
@@ -76,30 +78,33 @@ class _EitherWrapper(type):
         return cls._wrapper_of(model).optim_state_dict_to_load(model, *args, **kwargs)
 
     def _wrapper_of(cls, model: nn.Module) -> Any:
-        return FullyShardedDataParallel if _has_ours(model) else cls.theirs
+        return cls.ours if _has_any(cls.ours, model) else cls.theirs
 
 
-def _has_ours(module: nn.Module) -> bool:
-    return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+def _has_any(ours: type[nn.Module], model: nn.Module) -> bool:
+    return any(isinstance(each, ours) for each in model.modules())
 
 
-def _teach(helpers: Any) -> None:
+def _teach(helpers: Any, ours: type[nn.Module]) -> None:
     theirs = getattr(helpers, "FSDP", None)
     if theirs is None or isinstance(theirs, _EitherWrapper):
         return
-    helpers.FSDP = _EitherWrapper("FullyShardedDataParallel", (), {"theirs": theirs})
+    both = {"ours": ours, "theirs": theirs}
+    helpers.FSDP = _EitherWrapper("FullyShardedDataParallel", (), both)
     for name, of_either in _LOOKUPS.items():
         if hasattr(helpers, name):  # not every torch has each
-            setattr(helpers, name, partial(of_either, getattr(helpers, name)))
+            setattr(helpers, name, partial(of_either, ours, getattr(helpers, name)))
 
 
-def _state_of(theirs: Callable[..., Any], module: nn.Module) -> Any:
-    return module if isinstance(module, FullyShardedDataParallel) else theirs(module)
+def _state_of(ours: type[nn.Module], theirs: Callable[..., Any], module: nn.Module) -> Any:
+    return module if isinstance(module, ours) else theirs(module)
 
 
-def _group_of(theirs: Callable[..., Any], model: nn.Module, *rest: Any) -> Any:
+def _group_of(
+    ours: type[nn.Module], theirs: Callable[..., Any], model: nn.Module, *rest: Any
+) -> Any:
     # None: ours knows its groups by itself.
-    return None if _has_ours(model) else theirs(model, *rest)
+    return None if _has_any(ours, model) else theirs(model, *rest)
 
 
 _LOOKUPS: dict[str, Callable[..., Any]] = {

@@ -257,6 +257,30 @@ def test_a_step_that_cannot_be_captured_is_named_and_leaves_the_model_usable(ran
 
 
 @on_ranks(1, backend="nccl")
+def test_an_interrupted_capture_leaves_the_model_usable(rank: Rank) -> None:
+    eager, captured = (trained(rank, in_place) for _ in range(2))
+    is_interrupted = True
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = captured.step(batch)
+        if is_interrupted and torch.cuda.is_current_stream_capturing():
+            raise KeyboardInterrupt
+        return loss
+
+    given = [each[0] for each in batches(rank)]
+    expected = [eager.step(each) for each in given]
+    replayed = capture(step, warmup=2)
+    found = [replayed(each) for each in given[:2]]
+    with pytest.raises(KeyboardInterrupt):
+        replayed(given[2])
+    is_interrupted = False
+    found += [captured.step(given[2])]
+    found += [replayed(each) for each in given[3:]]
+    assert replayed.num_graphs == 1
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+
+
+@on_ranks(1, backend="nccl")
 def test_offloaded_parameters_are_refused(rank: Rank) -> None:
     run = trained(
         rank,

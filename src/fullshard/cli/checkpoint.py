@@ -1,35 +1,22 @@
-"""`fullshard checkpoint`: inspecting, verifying, comparing and converting checkpoints."""
+"""`fullshard checkpoint`: inspecting, verifying, comparing and converting checkpoints.
+
+What the commands do is imported when they run, because printing help does not need it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
-from fullshard.cli.console import counted, listed, progress, say, say_facts, say_table
-from fullshard.cli.convert import Export, import_weights
-from fullshard.cli.convert import export as write_exported
-from fullshard.cli.convert import reshard as write_resharded
-from fullshard.cli.diff import compare
+from fullshard.cli.console import progress, say, say_facts, say_table
 from fullshard.cli.group import Commands
 from fullshard.errors import CheckpointError
-from fullshard.plan.memory import readable
-from fullshard.state.dcp import MODEL, OPTIMIZER
-from fullshard.state.store import (
-    MANIFEST,
-    Manifest,
-    StoredCheckpoint,
-    located,
-    open_checkpoint,
-)
-from fullshard.state.store import verify as find_problems
+from fullshard.formatting import counted, readable
 
+_NUM_SHOWN = 10
 _CHECKPOINT = click.Path(path_type=Path)
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -51,42 +38,59 @@ def _num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return found
 
 
+def _newest(ctx: click.Context, param: click.Parameter, path: Path) -> Path:
+    """Of the folder of a run, its newest checkpoint."""
+    from fullshard.training.output import checkpoint_at
+
+    return checkpoint_at(path)
+
+
+_STORED: dict[str, Any] = {"type": _CHECKPOINT, "callback": _newest}
+
+
 @click.group(cls=Commands)
 def checkpoint() -> None:
     """Inspect, verify, compare and convert checkpoints.
 
     PATH is the folder of a checkpoint that fullshard.state.save or torch.distributed.checkpoint
-    wrote. The commands need no process group and no GPU, and at most one tensor in memory.
+    wrote, or the folder of a run, whose newest checkpoint is used. The commands need no process
+    group and no GPU, and at most one tensor in memory.
 
     Exit status: 0 success, 1 damaged or different, 2 the request is invalid.
     """
 
 
 @checkpoint.command("info", short_help="Show the contents and the origin of a checkpoint.")
-@click.argument("path", type=_CHECKPOINT)
+@click.argument("path", **_STORED)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 def show(path: Path, as_json: bool) -> None:
     """Show the tensors and files of the checkpoint PATH, and by what it was written."""
+    from fullshard.cli.contents import contents_of
+
     found = contents_of(path)
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2))
         return
-    say_facts(found.facts())
-    say("")
     rows = [(t.name, str(list(t.shape)), t.dtype, t.num_bytes, t.num_blocks) for t in found.tensors]
     say_table(("tensor", "shape", "dtype", "bytes", "blocks"), rows)
     say("")
     say_table(("file", "bytes"), list(found.files.items()))
+    say("")
+    say_facts(found.facts())
 
 
 @checkpoint.command(short_help="Compare a checkpoint with its checksums.")
-@click.argument("path", type=_CHECKPOINT)
+@click.argument("path", **_STORED)
 def verify(path: Path) -> None:
     """Read the whole checkpoint PATH and compare it with its manifest.
 
     Lists changed bits, files that are truncated, missing or of another run, and incomplete tensors.
     Exits with status 1 if there are any.
     """
+    from fullshard.cli.contents import contents_of
+    from fullshard.state.store import located
+    from fullshard.state.store import verify as find_problems
+
     if not located(path).is_dir():
         raise CheckpointError(f"{path}: the folder of a checkpoint is expected, found none.")
     with progress("verifying", in_bytes=True) as report:
@@ -105,33 +109,36 @@ def verify(path: Path) -> None:
 
 
 @checkpoint.command(short_help="Compare two checkpoints.")
-@click.argument("first", type=_CHECKPOINT)
-@click.argument("second", type=_CHECKPOINT)
-@click.option(
-    "--values", is_flag=True, help="Read different tensors and show their largest difference."
-)
-def diff(first: Path, second: Path, values: bool) -> None:
+@click.argument("first", **_STORED)
+@click.argument("second", **_STORED)
+@click.option("--all", "is_all", is_flag=True, help="List all differences, not the largest ten.")
+def diff(first: Path, second: Path, is_all: bool) -> None:
     """Compare names, shapes, dtypes and contents of the checkpoints FIRST and SECOND, bit by bit.
 
     How tensors are split into files does not matter. Contents are compared by the checksums of the
-    manifests, and read if there are none. The optimizer's options and values that are not tensors
+    manifests, and read where these differ. The optimizer's options and values that are not tensors
     are compared as well; steps, times and random state are not. Exits with status 1 if there is a
     difference.
     """
+    from fullshard.cli.diff import compare
+    from fullshard.state.store import open_checkpoint
+
     a, b = open_checkpoint(first), open_checkpoint(second)
     with progress("comparing") as report:
-        found = compare(a, b, with_values=values, progress=report)
-    for difference in found.differences:
+        found = compare(a, b, progress=report)
+    shown = found.differences if is_all else found.differences[:_NUM_SHOWN]
+    for difference in shown:
         say(f"{difference.subject}: {difference.what}")
     same = f"{counted(found.num_same, 'tensor')} identical"
     if found.differences:
-        say(f"different: {counted(len(found.differences), 'difference')}, {same}")
+        more = "" if len(shown) == len(found.differences) else "; --all lists the others"
+        say(f"different: {counted(len(found.differences), 'difference')}, {same}{more}")
         raise click.exceptions.Exit(1)
     say(f"no difference: {same}")
 
 
 @checkpoint.command(short_help="Copy a checkpoint into another number of files.")
-@click.argument("path", type=_CHECKPOINT)
+@click.argument("path", **_STORED)
 @click.argument("out", type=_CHECKPOINT)
 @click.option(
     "--files", "num_files", type=click.IntRange(1), required=True, help="How many files to write."
@@ -147,13 +154,15 @@ def reshard(path: Path, out: Path, num_files: int, tensors_only: bool) -> None:
     Loading on another number of ranks does not require this; but few large files, or many small
     ones, may suit a file system better.
     """
+    from fullshard.cli.convert import reshard as write_resharded
+
     with progress("resharding", in_bytes=True) as report:
         write_resharded(path, out, num_files, tensors_only=tensors_only, progress=report)
     _say_written(out)
 
 
 @checkpoint.command(short_help="Export the model of a checkpoint as safetensors.")
-@click.argument("path", type=_CHECKPOINT)
+@click.argument("path", **_STORED)
 @click.argument("out", type=_CHECKPOINT)
 @click.option(
     "--dtype", type=click.Choice(_DTYPES), help="Convert floating-point tensors to this dtype."
@@ -172,17 +181,30 @@ def reshard(path: Path, out: Path, num_files: int, tensors_only: bool) -> None:
     help="The prefix of the model's keys; needed if a checkpoint that torch itself wrote is "
     "ambiguous.",
 )
-def export(path: Path, out: Path, dtype: str | None, max_bytes: int, prefix: str | None) -> None:
+@click.option(
+    "--merge", is_flag=True, help="Merge adapters into the model, which must fit in memory."
+)
+def export(
+    path: Path, out: Path, dtype: str | None, max_bytes: int, prefix: str | None, merge: bool
+) -> None:
     """Export the model of the checkpoint PATH as safetensors to the folder OUT.
 
-    The files have the names that transformers and other tools expect, with an index if there are
-    several.
+    Of a run of `fullshard train`, OUT is a folder that transformers opens, with config.json and
+    the tokenizer, or one of peft if adapters were trained. Of other checkpoints, OUT has the
+    weights only.
     """
-    asked = Export(None if dtype is None else getattr(torch, dtype), max_bytes, prefix)
+    import torch
+
+    from fullshard.cli.export import Export
+    from fullshard.cli.export import export as write_exported
+
+    asked = Export(None if dtype is None else getattr(torch, dtype), max_bytes, prefix, merge)
     with progress("exporting") as report:
         written = write_exported(path, out, asked, progress=report)
     total = readable(sum(plan.nbytes for plan in written))
-    say(f"{out}: {counted(len(written), 'file')}, {total}")
+    is_whole = any((out / name).is_file() for name in ("config.json", "adapter_config.json"))
+    kind = "" if is_whole else ", weights only: the checkpoint is in no folder of a run"
+    say(f"{out}: {counted(len(written), 'file')}, {total}{kind}")
 
 
 @checkpoint.command("import", short_help="Import safetensors, or a state dict, as a checkpoint.")
@@ -198,122 +220,16 @@ def import_(path: Path, out: Path, num_files: int, key: str | None) -> None:
     PATH is a safetensors file, a folder with one or with an index, or a state dict that torch.save
     wrote, which is loaded with weights_only=True.
     """
+    from fullshard.cli.convert import import_weights
+
     with progress("importing", in_bytes=True) as report:
         import_weights(path, out, num_files, key=key, progress=report)
     _say_written(out)
 
 
 def _say_written(out: Path) -> None:
+    from fullshard.cli.contents import contents_of
+
     found = contents_of(out)
     what = f"{counted(len(found.tensors), 'tensor')}, {counted(len(found.files), 'file')}"
     say(f"{out}: {what}, {readable(found.num_bytes)}")
-
-
-# Contents
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLine:
-    """One tensor; `checksum` is None if there is no manifest."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-    num_blocks: int
-    checksum: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """The contents of a checkpoint. `others` are entries of torch that are not tensors."""
-
-    path: Path
-    manifest: Manifest | None
-    tensors: tuple[TensorLine, ...]
-    others: tuple[str, ...]
-    files: Mapping[str, int]
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all tensors."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
-
-    def facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the lines above the table."""
-        yield "checkpoint", str(self.path)
-        manifest = self.manifest
-        if manifest is None:
-            yield "written by", "torch.distributed.checkpoint itself: no manifest, no checksums"
-        else:
-            versions = ", ".join(f"{name} {text}" for name, text in manifest.versions.items())
-            yield "written by", f"{counted(manifest.num_ranks, 'rank')}, {versions}"
-            yield "created", manifest.created
-            yield "step", "" if manifest.step is None else str(manifest.step)
-            yield "selection", manifest.selection
-            yield "extra", ", ".join(manifest.extra)
-            yield "tied", ", ".join(f"{name} = {to}" for name, to in manifest.aliases.items())
-        yield "tensors", self._totals()
-        yield "no tensors", f"{len(self.others)}: {listed(self.others)}" if self.others else ""
-        total = readable(sum(self.files.values()))
-        yield "files", f"{counted(len(self.files), 'file')}, {total}"
-
-    def _totals(self) -> str:
-        words = f"{counted(len(self.tensors), 'tensor')}, {readable(self.num_bytes)}"
-        parts = {"model": MODEL, "optimizer": OPTIMIZER}
-        sizes = {
-            name: sum(t.num_bytes for t in self.tensors if t.name.startswith(prefix))
-            for name, prefix in parts.items()
-        }
-        if self.manifest is None or not sizes["optimizer"]:
-            return words
-        split = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items())
-        return f"{words} ({split})"
-
-    def as_json(self) -> dict[str, Any]:
-        manifest = self.manifest
-        return {
-            "path": str(self.path),
-            "written_by": "torch" if manifest is None else "fullshard",
-            "id": None if manifest is None else manifest.id,
-            "created": None if manifest is None else manifest.created,
-            "step": None if manifest is None else manifest.step,
-            "num_ranks": None if manifest is None else manifest.num_ranks,
-            "versions": {} if manifest is None else dict(manifest.versions),
-            "selection": None if manifest is None else manifest.selection,
-            "extra": [] if manifest is None else list(manifest.extra),
-            "aliases": {} if manifest is None else dict(manifest.aliases),
-            "num_bytes": self.num_bytes,
-            "tensors": [asdict(tensor) for tensor in self.tensors],
-            "others": list(self.others),
-            "files": dict(self.files),
-        }
-
-
-def contents_of(path: Path) -> Contents:
-    """Return the contents of a checkpoint, without reading its tensors."""
-    opened = open_checkpoint(path)
-    tensors = tuple(_line(opened, key) for key in opened.keys)
-    return Contents(path, opened.manifest, tensors, tuple(opened.object_keys), _files(opened))
-
-
-def _line(opened: StoredCheckpoint, key: str) -> TensorLine:
-    shape, dtype = opened.shape(key), opened.dtype(key)
-    stored = None if opened.manifest is None else opened.manifest.tensors.get(key)
-    return TensorLine(
-        name=key,
-        shape=shape,
-        dtype=str(dtype).removeprefix("torch."),
-        num_bytes=prod(shape) * dtype.itemsize,
-        num_blocks=len(opened.info(key).boxes),
-        checksum=None if stored is None else stored.checksum,
-    )
-
-
-def _files(opened: StoredCheckpoint) -> dict[str, int]:
-    """Return the sizes of the checkpoint's own files; the folder may contain others."""
-    if opened.manifest is not None:
-        names = {MANIFEST, *opened.manifest.files}
-    else:
-        names = opened.file_names
-    return {name: (opened.path / name).stat().st_size for name in sorted(names)}

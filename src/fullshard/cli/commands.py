@@ -18,8 +18,7 @@ from fullshard.cli.console import printable, say
 from fullshard.cli.doctor import doctor
 from fullshard.cli.group import Commands
 from fullshard.cli.train import train
-from fullshard.plan.memory import readable
-from fullshard.report import read_record, write_report
+from fullshard.formatting import readable
 from fullshard.training.config import DEVICES
 
 
@@ -72,6 +71,9 @@ def report(run: Path, out: Path | None) -> None:
 
     The report is one file that opens without a network. The run may be unfinished.
     """
+    # Imported here, because printing help does not need it.
+    from fullshard.report import read_record, write_report
+
     written = write_report(read_record(run), out or run / "report.html")
     say(f"{written}: {readable(written.stat().st_size)}")
 

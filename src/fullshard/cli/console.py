@@ -24,8 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.plan.memory import readable
-from fullshard.report.formatting import counted as counted
+from fullshard.formatting import readable
 
 Report = Callable[[int, int], None]
 

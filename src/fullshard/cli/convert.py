@@ -1,10 +1,10 @@
-"""Conversion of checkpoints: resharding, import of weights, export as safetensors."""
+"""Conversion of checkpoints: resharding and import of weights."""
 
 from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,29 +17,10 @@ from fullshard.layout.split import Box, slices
 from fullshard.runtime.names import clean_name
 from fullshard.state.checkpoint import TensorSource, write_checkpoint
 from fullshard.state.dcp import MODEL
-from fullshard.state.safetensors import (
-    INDEX_SUFFIX,
-    FilePlan,
-    FileWriter,
-    TensorFile,
-    TensorSpec,
-    exported_dtype,
-    install,
-    new_staging,
-    open_tensors,
-    plan_files,
-    require_export,
-)
-from fullshard.state.store import (
-    Manifest,
-    StoredCheckpoint,
-    discard,
-    open_checkpoint,
-)
+from fullshard.state.safetensors import INDEX_SUFFIX, TensorFile, open_tensors
+from fullshard.state.store import Manifest, open_checkpoint
 
 Report = Callable[[int, int], None]
-
-_MODEL_PART = MODEL.removesuffix(".")
 
 
 def reshard(path: Path, out: Path, num_files: int, *, tensors_only: bool, progress: Report) -> None:
@@ -223,90 +204,3 @@ def _require_distinct(path: Path, names: list[str]) -> None:
                 f"{path}: names must differ without the prefixes of wrappers, found {other} and "
                 f"{name}; rename one."
             )
-
-
-# Export
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """The options of an export; `prefix` is the prefix of the model's keys."""
-
-    dtype: torch.dtype | None
-    max_bytes: int
-    prefix: str | None
-
-
-def export(
-    path: Path, out: Path, asked: Export, *, progress: Callable[[int, int], None]
-) -> list[FilePlan]:
-    """Write the model as safetensors to the folder `out`, completely or not at all.
-
-    Tensors are read and written block by block.
-    """
-    require_export(out, asked.dtype, asked.max_bytes)
-    opened = open_checkpoint(path)
-    prefix = _model_prefix(opened) if asked.prefix is None else asked.prefix
-    keys = {key.removeprefix(prefix): key for key in opened.keys if key.startswith(prefix)}
-    if not keys:
-        raise CheckpointError(
-            f"{path}: tensors of a model are expected under {prefix!r}, found {_some(opened)}; "
-            "pass the prefix of the model's keys with --prefix."
-        )
-    specs = {name: _spec_of(opened, key, asked.dtype) for name, key in keys.items()}
-    plans = plan_files(specs, asked.max_bytes)
-    staging = new_staging(out)
-    staging.mkdir(parents=True)
-    try:
-        num_done = 0
-        for plan in plans:
-            writer = FileWriter(staging, plan)
-            try:
-                for name in plan.entries:
-                    _write(writer, opened, name, keys[name], asked.dtype)
-                    num_done += 1
-                    progress(num_done, len(keys))
-                writer.finish()
-            finally:
-                writer.close()
-        install(staging, out, plans)
-    except BaseException:
-        discard(staging)
-        raise
-    return plans
-
-
-def _spec_of(opened: StoredCheckpoint, key: str, dtype: torch.dtype | None) -> TensorSpec:
-    opened.require_tiled(key)
-    return exported_dtype(opened.dtype(key), dtype), opened.shape(key)
-
-
-def _write(
-    writer: FileWriter, opened: StoredCheckpoint, name: str, key: str, dtype: torch.dtype | None
-) -> None:
-    for box, values in opened.load_all(key):
-        writer.write(name, box, values.to(exported_dtype(values.dtype, dtype)).contiguous())
-
-
-def _model_prefix(opened: StoredCheckpoint) -> str:
-    """Return the prefix of the model's keys.
-
-    A dot in a key may come from nested dicts or from the name of a parameter. The index of a
-    checkpoint that torch wrote tells which.
-    """
-    if opened.manifest is not None:
-        return MODEL
-    levels = [opened.nesting.get(key) for key in opened.keys]
-    if any(isinstance(p, tuple) and len(p) > 1 and p[0] == _MODEL_PART for p in levels):
-        return MODEL
-    if all(isinstance(path, tuple) and len(path) == 1 for path in levels):
-        return ""
-    raise CheckpointError(
-        f"{opened.path}: a model is expected under {_MODEL_PART!r}, as fullshard writes it, found "
-        f"{_some(opened)}; pass the prefix of its keys with --prefix."
-    )
-
-
-def _some(opened: StoredCheckpoint) -> str:
-    keys = opened.keys[:3]
-    return ", ".join(keys) + (", ..." if len(opened.keys) > len(keys) else "")

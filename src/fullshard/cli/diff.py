@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
+from math import inf, isnan, prod
 from typing import Any
 
 import torch
 
-from fullshard.cli.console import counted
+from fullshard.formatting import counted
 from fullshard.state.dcp import MODEL
 from fullshard.state.store import StoredCheckpoint, as_text, checksum, joined
 
@@ -20,15 +20,19 @@ _PIECE_NUMEL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference in a tensor, named by its key, or in an option of the optimizer."""
+    """A difference in a tensor, named by its key, or in an option of the optimizer.
+
+    `size` is the largest difference of two elements; infinite for differences of another kind.
+    """
 
     subject: str
     what: str
+    size: float = inf
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The differences between two checkpoints, and the number of identical tensors."""
+    """The differences between two checkpoints, largest first, and how many tensors are alike."""
 
     differences: tuple[Difference, ...]
     num_same: int
@@ -38,27 +42,26 @@ def compare(
     first: StoredCheckpoint,
     second: StoredCheckpoint,
     *,
-    with_values: bool,
     progress: Callable[[int, int], None],
 ) -> Comparison:
-    """Compare tensors in the order of the first checkpoint, then the optimizer's other values."""
+    """Compare tensors, then the optimizer's other values."""
     of_first, of_second = _stored_keys(first), _stored_keys(second)
     keys = list(dict.fromkeys([*first.keys, *second.keys]))
     found, num_same = [], 0
     for num_done, key in enumerate(keys, 1):
         one, other = of_first.get(key), of_second.get(key)
-        if other is None:
-            what = "only in the first"
-        elif one is None:
-            what = "only in the second"
+        difference: Difference | None
+        if one is None or other is None:
+            difference = Difference(key, f"only in the {'first' if other is None else 'second'}")
         else:
-            what = _difference(_Tensor(first, one), _Tensor(second, other), with_values)
-        if what:
-            found.append(Difference(key, what))
+            difference = _difference(key, _Tensor(first, one), _Tensor(second, other))
+        if difference is not None:
+            found.append(difference)
         else:
             num_same += 1
         progress(num_done, len(keys))
-    return Comparison((*found, *_optimizer_differences(first, second)), num_same)
+    found += _optimizer_differences(first, second)
+    return Comparison(tuple(sorted(found, key=lambda each: -each.size)), num_same)
 
 
 def _stored_keys(checkpoint: StoredCheckpoint) -> dict[str, str]:
@@ -96,21 +99,23 @@ class _Tensor:
         return as_text(joined(checksum(self.shape, where, values) for where, values in blocks))
 
 
-def _difference(one: _Tensor, other: _Tensor, with_values: bool) -> str:
-    """Describe the difference between two tensors; empty if they are identical."""
+def _difference(key: str, one: _Tensor, other: _Tensor) -> Difference | None:
+    """Describe the difference between two tensors; None if they are identical."""
     if one.shape != other.shape:
-        return f"shape {list(one.shape)} and {list(other.shape)}"
+        return Difference(key, f"shape {list(one.shape)} and {list(other.shape)}")
     if one.dtype != other.dtype:
         what = f"dtype {one.dtype} and {other.dtype}".replace("torch.", "")
     elif one.checksum() != other.checksum():
         what = "different content"
     else:
-        return ""
-    return f"{what}, {_value_difference(one, other)}" if with_values else what
+        return None
+    words, size = _value_difference(one, other)
+    return Difference(key, f"{what}, {words}", inf if isnan(size) else size)
 
 
-def _value_difference(one: _Tensor, other: _Tensor) -> str:
-    largest, num_different = torch.zeros((), dtype=torch.float64), 0
+def _value_difference(one: _Tensor, other: _Tensor) -> tuple[str, float]:
+    # Absolute and relative.
+    largest, num_different = torch.zeros(2, dtype=torch.float64), 0
     for where, values in one.checkpoint.load_all(one.key):
         others = other.checkpoint.read(other.key, where).reshape(-1).split(_PIECE_NUMEL)
         for a, b in zip(values.reshape(-1).split(_PIECE_NUMEL), others, strict=True):
@@ -118,14 +123,16 @@ def _value_difference(one: _Tensor, other: _Tensor) -> str:
             # Subtracting equal infinities gives NaN, so equal elements are excluded.
             is_same = (a == b) | (a.isnan() & b.isnan())
             differences = (a - b).abs()[~is_same]
+            shares = differences / torch.maximum(a.abs(), b.abs())[~is_same]
             num_different += differences.numel()
             # Unlike Python's max, torch.maximum propagates NaN.
             if differences.numel():
-                largest = torch.maximum(largest, differences.max())
+                largest = torch.maximum(largest, torch.stack([differences.max(), shares.max()]))
     if not num_different:
-        return "equal values with different bits"
-    total = counted(prod(one.shape), "element")
-    return f"max abs difference {float(largest):.6g}, {num_different:,} of {total}"
+        return "equal values with different bits", 0.0
+    absolute, relative = largest.tolist()
+    number = f"{num_different:,} of {counted(prod(one.shape), 'element')}"
+    return f"max abs difference {absolute:.6g}, relative {relative:.3g}, {number}", absolute
 
 
 def _widened(values: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fullshard.cli.console import counted, say, say_facts, say_table
-from fullshard.errors import TopologyError
-from fullshard.plan.memory import readable
+from fullshard.cli.console import say, say_facts, say_table
+from fullshard.errors import ConfigError, TopologyError
+from fullshard.formatting import counted, readable
 
 if TYPE_CHECKING:
     from fullshard.training.bandwidth import Speeds
@@ -19,13 +20,17 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Show facts, speeds and problems of this machine.")
 @click.option("--quick", is_flag=True, help="Do not measure speeds.")
-def doctor(quick: bool) -> None:
+@click.option("--attach", metavar="RUN", help="Only show where the ranks of a run are.")
+def doctor(quick: bool, attach: str | None) -> None:
     """Show the devices and limits of this machine, measure its speed and list its problems.
 
     Speeds are measured on real ranks, one per GPU or two on the CPU, which takes a few seconds.
 
     Exit status: 0 no serious problem, 1 runs will fail, or may at any time.
     """
+    if attach is not None:
+        _say_places(Path(attach))
+        return
     # Imported here, because printing help does not need it.
     from fullshard.training.doctor import Finding, findings
     from fullshard.training.machine import gather_facts
@@ -47,6 +52,22 @@ def doctor(quick: bool) -> None:
     _say_findings(found)
     if any(finding.is_serious for finding in found):
         raise click.exceptions.Exit(1)
+
+
+def _say_places(folder: Path) -> None:
+    from fullshard.comm.places import read_places, table
+    from fullshard.training.output import RunFolder
+
+    path = RunFolder(folder).places
+    if not path.exists():
+        raise ConfigError(
+            f"--attach: the folder of a run on several ranks is expected, found no {path.name} in "
+            f"{folder}; pass what the run has as --out."
+        )
+    places, age_s = read_places(path)
+    say(f"where its ranks were {age_s:.0f} s ago:")
+    for line in table(places).splitlines():
+        say(line)
 
 
 def _lines(facts: MachineFacts) -> Iterator[tuple[str, str]]:

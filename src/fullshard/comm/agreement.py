@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,12 +15,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard._torch import all_gather_single, default_store
+from fullshard.comm import watcher
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.errors import DisagreementError
-
-# How long a rank that leaves the usual order waits for the others to do the same.
-PATIENCE = "FULLSHARD_PATIENCE_S"
-_DEFAULT_PATIENCE_S = 60.0
 
 # Keys of the store that two detours in a row have each for itself: what the first rank does, and
 # whether all do.
@@ -111,7 +107,7 @@ class Agreement:
                 store.delete_key(f"{self._path}/{each}/{self._num_detours % 2}")
             store.delete_key(odd)
             store.set(verdict, difference)
-        patience_s = float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
+        patience_s = watcher.patience_s()
         try:
             store.wait([verdict], timedelta(seconds=patience_s))
         except dist.DistStoreError:
@@ -150,8 +146,15 @@ class Agreement:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         gathered = own.new_empty(axis.size, len(numbers))
-        all_gather_single(axis.group, gathered.view(-1), own).wait()
-        result: list[list[int]] = gathered.tolist()
+        try:
+            work = all_gather_single(axis.group, gathered.view(-1), own)
+            if own.is_cpu:
+                watcher.wait_for(work)
+            else:
+                work.wait()
+            result: list[list[int]] = gathered.tolist()
+        except dist.DistError as error:
+            watcher.raise_explained(error)
         return result
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import prod
+from operator import methodcaller
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,7 @@ from fullshard._torch import (
     reduce_scatter_single,
 )
 from fullshard.api import AllGather, ReduceScatter
-from fullshard.comm import shm
+from fullshard.comm import shm, watcher
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.errors import UnsupportedError
 
@@ -46,7 +47,7 @@ class CollectiveWork:
 
     Works have what is used of a `dist.Work`: `wait` and `get_future`. They may be started while
     they are listed: if one cannot be, those before it are waited for. `then` is called once all
-    have succeeded.
+    have succeeded. `wait` waits for one of them.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class CollectiveWork:
         works: Iterable[Any] = (),
         buffers: Tensors = (),
         then: Callable[[], None] | None = None,
+        wait: Callable[[Any], None] = methodcaller("wait"),
     ) -> None:
         self._works: list[Any] = []
         self._buffers = list(buffers)
         self._then = then
+        self._wait = wait
         try:
             self._works.extend(work for work in works if work is not None)
         except BaseException:
@@ -78,7 +81,7 @@ class CollectiveWork:
         first: BaseException | None = None
         for work in works:
             try:
-                work.wait()
+                self._wait(work)
             except BaseException as error:
                 first = first or error
         self._buffers.clear()
@@ -184,7 +187,7 @@ class GlooCollectives(Collectives):
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         pairs = zip(outs, ins, strict=True)
         works = (all_gather_single(group, _bytes(out), _bytes(inp)) for out, inp in pairs)
-        return CollectiveWork(works, buffers=[*outs, *ins])
+        return CollectiveWork(works, [*outs, *ins], wait=watcher.wait_for)
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
@@ -197,7 +200,7 @@ class GlooCollectives(Collectives):
             for out, got in zip(outs, received, strict=True):
                 shm.sum_in_order(out, list(got.view(size, -1).unbind()))
 
-        return CollectiveWork(works, ins, sum_received)
+        return CollectiveWork(works, ins, sum_received, watcher.wait_for)
 
 
 class ShmCollectives(GlooCollectives):
@@ -274,13 +277,19 @@ def _is_gloo(group: Group, device: torch.device) -> bool:
     return has_backend and backend_name(group, device) == "gloo"
 
 
+def wait_of(group: Group, device: torch.device) -> Callable[[Any], None]:
+    """How to wait for a work of a group: on gloo the program waits, elsewhere the device does."""
+    return watcher.wait_for if _is_gloo(group, device) else methodcaller("wait")
+
+
 def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The segments of all ranks of an axis, one after another; waits for them."""
     if axis.group is None or axis.is_single:
         return segment
     out = segment.new_empty(axis.size * segment.numel())
     # As bytes: not every backend knows every dtype.
-    all_gather_single(axis.group, _bytes(out), _bytes(segment)).wait()
+    work = all_gather_single(axis.group, _bytes(out), _bytes(segment))
+    CollectiveWork([work], wait=wait_of(axis.group, out.device)).wait()
     return out
 
 
@@ -293,7 +302,14 @@ def all_reduce(tensor: torch.Tensor, group: Group, *, average: bool) -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     options.asyncOp = False
-    CollectiveWork([group.allreduce([tensor], options)]).wait()
+    work = group.allreduce([tensor], options)
+    CollectiveWork([work], wait=wait_of(group, tensor.device)).wait()
+
+
+def all_reduce_any(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> None:
+    """Reduce a small tensor in place by any operation."""
+    work = dist.all_reduce(tensor, op, group, async_op=True)
+    CollectiveWork([work], wait=wait_of(group, tensor.device)).wait()
 
 
 def _all_reduce_on_host(flat: torch.Tensor, group: Group) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard._torch import flatten_mesh, is_registered, lifetime_of
+from fullshard._torch import flatten_mesh, is_registered, lifetime_of, timeout_of
 from fullshard.api import DataParallelMeshDims, ShardingStrategy
 from fullshard.errors import ConfigError, LifecycleError, TopologyError
 
@@ -110,10 +110,12 @@ class MeshInfo:
 
     def _new_axis(self, size: int) -> Axis:
         if size not in self._subgroups:
+            assert self.shard.group is not None
             first = self.shard.rank // size * size
             ranks = self.shard.global_ranks()[first : first + size]
             # Locally: other slices of the same mesh may ask for other sizes, or not at all.
-            group = dist.new_group(ranks, use_local_synchronization=True)
+            timeout = timeout_of(self.shard.group)
+            group = dist.new_group(ranks, timeout, use_local_synchronization=True)
             self._subgroups[size] = Axis(group)
         return self._subgroups[size]
 

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard._torch import is_registered, lifetime_of, timeout_of
+from fullshard.comm import watcher
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.mesh import Axis
 from fullshard.errors import ConfigError, DisagreementError
@@ -53,7 +54,7 @@ _SMALLEST_LEASE_BYTES = 16 << 10  # below, a copy costs less than to make a tens
 _PLAIN_COPY_BYTES = 256 << 10  # above, torch may use its threads
 _PROMPT_BYTES = 1 << 20  # from here on, memory is worth a system call to have it back at once
 _CHUNK_NUMEL = 256 << 10  # summed at once: stays in the caches while ranks are added
-_LONGEST_SLEEP_S = 3600.0  # `poll` counts milliseconds in 32 bits
+_LONGEST_SLEEP_S = 0.5  # until the watcher is asked whether there is hope
 
 _CPU = torch.device("cpu")
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -178,6 +179,18 @@ class _Peer:
             return None
         return [each[:-1] for each in records], [self.heap[1] + each[-1] for each in records]
 
+    def require_inside(self, terms: Terms, addresses: list[int]) -> None:
+        """Copies by address are unchecked: raise unless all buckets lie in the other's heap."""
+        assert self.heap is not None
+        memory, start = self.heap
+        for (_, _, num_bytes, _), address in zip(terms, addresses, strict=True):
+            if not start <= address <= start + len(memory) - num_bytes:
+                raise dist.DistNetworkError(
+                    f"shared memory: rank {self.rank} must announce memory inside of its "
+                    f"{len(memory)} bytes, found {num_bytes} bytes at {address - start}; its "
+                    "memory is damaged: start the ranks again."
+                )
+
     def done(self, sequence: int) -> None:
         """This rank needs nothing of a collective any more; sent with the next `flush`."""
         self._announced.pop(sequence, None)
@@ -230,6 +243,7 @@ class Link:
         self.size = len(ranks)
         self.timeout_s = timeout_s
         self.lock = threading.RLock()
+        self.keep_waiting: Callable[[], None] = lambda: None
         self.ended: deque[int] = deque()  # collectives of which this rank needs nothing any more
         self.peers = {each: _Peer(r, self) for each, r in enumerate(ranks) if each != rank}
         self.offer = [-1] * (self.size + 1)  # descriptors of the heap, and of the pipe to each rank
@@ -251,7 +265,8 @@ class Link:
         for other, peer in self.peers.items():
             process, token, *ends, heap = offers[other]
             folder = f"/proc/{process}/fd"
-            # On another host, this may be any process.
+            # On another host, this may be any process. The token came through the group, and the
+            # kernel refuses what belongs to another user.
             if not os.readlink(f"{folder}/{heap}").startswith(f"/memfd:fullshard-{token:x}"):
                 raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
             peer.inbox = os.open(f"{folder}/{ends[self.rank]}", os.O_RDONLY | os.O_NONBLOCK)
@@ -318,6 +333,7 @@ class Link:
                 found = peer.announced(sequence)
                 if found is not None:
                     self._require_same(terms, found[0], peer.rank)
+                    peer.require_inside(terms, found[1])
                     del missing[other]
                     yield other, found[1]
             if missing:
@@ -345,6 +361,7 @@ class Link:
 
         Everything that arrives is processed, so that no rank finds a pipe full because of this one.
         """
+        self.keep_waiting()
         subject = f"{_NAMES[terms[0][0]]} over ranks {self._ranks}"
         gone = [peer.rank for peer in missing if peer.is_gone]
         if gone:
@@ -385,7 +402,8 @@ class Link:
 
 def _described(terms: Terms) -> str:
     count = f"{len(terms)} bucket{'s' if len(terms) != 1 else ''}"
-    return f"{_NAMES[terms[0][0]]} of {count} with {sum(each[2] for each in terms)} bytes"
+    name = dict(enumerate(_NAMES)).get(terms[0][0], "no collective")
+    return f"{name} of {count} with {sum(each[2] for each in terms)} bytes"
 
 
 class HostWork:
@@ -427,10 +445,11 @@ class HostWork:
             if self._is_over:
                 return
             try:
-                if self._is_sum:
-                    self._sum()
-                else:
-                    self._gather()
+                with watcher.waiting() as self._link.keep_waiting:
+                    if self._is_sum:
+                        self._sum()
+                    else:
+                        self._gather()
             finally:
                 self._end()
                 self._ins.clear()
@@ -578,7 +597,8 @@ def _connect(group: dist.ProcessGroup) -> Link | None:
     """Exchange over the group what to open, open it, and exchange whether that worked."""
     size = group.size()
     ranks = dist.get_process_group_ranks(group) if is_registered(group) else list(range(size))
-    link, token = Link(group.rank(), ranks, timeout_of(group, _CPU)), secrets.randbits(62)
+    link = Link(group.rank(), ranks, timeout_of(group).total_seconds())
+    token = secrets.randbits(62)
     exchange = partial(Agreement.exchanged, axis=Axis(group), device=_CPU)
     is_willing = size > 1 and os.environ.get(SWITCH) != "0" and hasattr(os, "memfd_create")
     is_connected = False

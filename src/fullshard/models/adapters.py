@@ -50,6 +50,15 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     return adapted
 
 
+def merge_adapters(model: nn.Module) -> None:
+    """Add adapters to the weights below them and remove them; names are then the model's own."""
+    layer_class = optional("peft", "adapters", "lora").tuners.tuners_utils.BaseTunerLayer
+    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, layer_class)]
+    for name, layer in layers:
+        layer.merge()
+        model.set_submodule(name, layer.get_base_layer())
+
+
 def base_name(name: str) -> str:
     """Return the name that a parameter has in the model without adapters."""
     return name.replace(_BASE, ".")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -38,8 +41,11 @@ class Architecture(ABC):
         """
 
     @abstractmethod
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Map [batch, length] tokens to [batch, length, vocabulary] logits."""
+    def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map [batch, length] tokens to [batch, length, vocabulary] logits.
+
+        `positions`, of the same shape, begin at 0 in each document; documents do not see others.
+        """
 
     def next_token_logits(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return a function from a sequence [1, length] to the logits [vocabulary] after it.
@@ -55,3 +61,16 @@ class Architecture(ABC):
 
         "auto" is the model's own tokenizer if it has one, and bytes otherwise.
         """
+
+    @abstractmethod
+    def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
+        """Write config.json and generation_config.json for weights of this dtype."""
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return what a config says of special tokens: one that ends documents also begins them."""
+    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +22,7 @@ from fullshard.models.adapters import (
     fill_adapters,
     is_adapter,
 )
-from fullshard.models.architecture import Architecture
+from fullshard.models.architecture import Architecture, token_ids, write_json
 from fullshard.models.optional import first_line, optional
 from fullshard.models.tokenizers import ByteTokenizer, FolderTokenizer, Tokenizer, has_tokenizer
 from fullshard.runtime.names import clean_name
@@ -67,8 +69,10 @@ class FolderArchitecture(Architecture):
         self._restore_buffers(model)
         fill_adapters(tensor_shards(model), seed)
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        # From positions that begin again, transformers makes a mask.
+        packed = {} if positions is None else {"position_ids": positions}
+        logits: Tensor = model(input_ids=tokens, use_cache=False, **packed).logits
         return logits
 
     def tokenizer(self, kind: str) -> Tokenizer:
@@ -91,6 +95,15 @@ class FolderArchitecture(Architecture):
                 "choose another tokenizer or model."
             )
         return tokenizer
+
+    def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
+        config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)  # the older name
+        ids = {} if isinstance(tokenizer, FolderTokenizer) else token_ids(tokenizer)
+        write_json(folder / "config.json", {**config, "dtype": dtype, **ids})
+        generation = self._folder / "generation_config.json"
+        if generation.is_file() and not ids:
+            shutil.copyfile(generation, folder / generation.name)
 
     @cached_property
     def _block_classes(self) -> tuple[type[nn.Module], ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ _VOCABULARIES = (
     "tekken.json",
 )
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+_END = "<|endoftext|>"
+# For tokenizers without a template of their own.
+CHAT_TEMPLATE = (
+    "{% for each in messages %}<|{{ each.role }}|>\n{{ each.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+Messages = Sequence[Mapping[str, str]]
 
 
 class Tokenizer(ABC):
@@ -30,6 +38,7 @@ class Tokenizer(ABC):
 
     vocabulary: int
     end: int
+    chat_template = CHAT_TEMPLATE
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -38,6 +47,15 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; special tokens are skipped."""
+
+    def render(self, messages: Messages, *, is_prompt: bool) -> str:
+        """Return a conversation as text; a prompt ends where the assistant begins to speak."""
+        text = "".join(f"<|{each['role']}|>\n{each['content']}\n" for each in messages)
+        return text + "<|assistant|>\n" * is_prompt
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the files from which AutoTokenizer of transformers makes the same tokenizer."""
 
     @property
     @abstractmethod
@@ -57,6 +75,23 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < self.end).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        # Without merges, and with no character in the vocabulary, all text falls back to bytes.
+        vocabulary = {**{f"<0x{byte:02X}>": byte for byte in range(256)}, _END: self.end}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        decoders = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+        content = {
+            "version": "1.0",
+            "added_tokens": [{"id": self.end, "content": _END, "special": True, **flags}],
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": {"type": "BPE", "byte_fallback": True, "vocab": vocabulary, "merges": []},
+        }
+        special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), _END)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+        settings["chat_template"] = self.chat_template
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
     @property
     def fingerprint(self) -> str:
@@ -86,6 +121,8 @@ class FolderTokenizer(Tokenizer):
         # Added tokens may leave gaps, so the largest token counts, not their number.
         self.vocabulary: int = max(self._own.get_vocab().values()) + 1
         self._fingerprint = _fingerprint(folder)
+        self._own.chat_template = self._own.chat_template or CHAT_TEMPLATE
+        self.chat_template = str(self._own.chat_template)
 
     def encode(self, text: str) -> list[int]:
         # verbose=False: the tokenizer warns of texts that are longer than a sequence.
@@ -95,6 +132,19 @@ class FolderTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._own.decode(list(tokens), skip_special_tokens=True)
         return text
+
+    def render(self, messages: Messages, *, is_prompt: bool) -> str:
+        try:
+            text: str = self._own.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=is_prompt
+            )
+        except Exception as error:  # of Jinja, or raised by the template
+            text = f"found {first_line(error)}; change the conversation or the template."
+            raise ConfigError(f"data: what a chat template accepts is expected, {text}") from error
+        return text
+
+    def save(self, folder: Path) -> None:
+        self._own.save_pretrained(folder)
 
     @property
     def fingerprint(self) -> str:

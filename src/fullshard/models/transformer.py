@@ -10,6 +10,7 @@ import difflib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import ConfigError, UnknownNameError
 from fullshard.models.adapters import LoraSettings, add_adapters, base_name, fill_adapters
-from fullshard.models.architecture import Architecture
+from fullshard.models.architecture import Architecture, token_ids, write_json
 from fullshard.models.initialization import Draw, draw_into, normal, ones
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
 from fullshard.state.shards import tensor_shards
@@ -127,6 +128,10 @@ class KVCache:
         return keys, values
 
 
+# [batch, 1, length, length]: which tokens each one sees; by default those before it.
+Mask = Tensor | None
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary position embeddings."""
 
@@ -139,7 +144,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(size.width, size.kv_width, bias=False)
         self.o_proj = nn.Linear(size.width, size.width, bias=False)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask = None) -> Tensor:
         queries, keys, values = (
             projection(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -148,7 +153,6 @@ class Attention(nn.Module):
         angles = rotary_angles(first, x.shape[1], self.head_width, self.rope_theta, x.device)
         cos, sin = angles.cos(), angles.sin()
         queries, keys = rotated(queries, cos, sin), rotated(keys, cos, sin)
-        mask = None
         if cache is not None:
             keys, values = cache.append(self, keys, values)
             seen = torch.ones(x.shape[1], keys.shape[2], dtype=torch.bool, device=x.device)
@@ -184,8 +188,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(size.width, size.norm_eps)
         self.mlp = SwiGLU(size)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cache)
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cache, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -199,10 +203,10 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(size) for _ in range(size.num_blocks))
         self.norm = nn.RMSNorm(size.width, size.norm_eps)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, mask: Mask = None) -> Tensor:
         x = self.embed_tokens(tokens)
         for block in self.layers:
-            x = block(x, cache)
+            x = block(x, cache, mask)
         if cache is not None:
             cache.num_tokens += tokens.shape[1]
         out: Tensor = self.norm(x)
@@ -223,8 +227,8 @@ class Transformer(nn.Module):
         """Return the output head; models of `transformers` have the same method."""
         return self.lm_head
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        logits: Tensor = self.lm_head(self.model(tokens, cache))
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, mask: Mask = None) -> Tensor:
+        logits: Tensor = self.lm_head(self.model(tokens, cache, mask))
         return logits
 
 
@@ -280,8 +284,12 @@ class BuiltinArchitecture(Architecture):
             name = min(base_name(name) for name in shard.names)
             draw_into(shard, name, seed, initial_values(name, self.size))
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        logits: Tensor = model(tokens)
+    def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        mask = None
+        if positions is not None:  # rotary angles count differences: only the mask is needed
+            document = positions.eq(0).cumsum(-1)
+            mask = document[:, None, :, None].eq(document[:, None, None, :]).tril()
+        logits: Tensor = model(tokens, None, mask)
         return logits
 
     def next_token_logits(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -303,3 +311,25 @@ class BuiltinArchitecture(Architecture):
             f"model {self.name!r}: the tokenizer 'bytes' or 'auto' was expected, found {kind!r}; "
             "a built-in size has no tokenizer of its own."
         )
+
+    def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
+        size, ids = self.size, token_ids(tokenizer)
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": dtype,
+            "vocab_size": size.vocabulary,
+            "hidden_size": size.width,
+            "num_hidden_layers": size.num_blocks,
+            "num_attention_heads": size.num_heads,
+            "num_key_value_heads": size.num_kv_heads,
+            "head_dim": size.head_width,
+            "intermediate_size": size.mlp_width,
+            "max_position_embeddings": size.max_sequence,
+            "rms_norm_eps": size.norm_eps,
+            "rope_theta": size.rope_theta,
+            "tie_word_embeddings": size.is_tied,
+            **ids,
+        }
+        write_json(folder / "config.json", config)
+        write_json(folder / "generation_config.json", ids)

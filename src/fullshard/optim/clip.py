@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard._torch import foreach_mul_, foreach_norm
+from fullshard.comm.collectives import all_reduce_any
 from fullshard.errors import ConfigError
 
 # Keeps a norm of zero from dividing; the value that `torch.nn.utils.clip_grad_norm_` adds.
@@ -102,7 +103,7 @@ def _measure(
     if order != math.inf:
         powers = (torch.cat(norms) ** order).sum()
         for group in several:
-            dist.all_reduce(powers, group=group)
+            all_reduce_any(powers, dist.ReduceOp.SUM, group)
         return powers
     largest = torch.cat(norms).max()
     if not several:
@@ -111,5 +112,5 @@ def _measure(
     is_nan = largest.isnan()
     sent = torch.stack([largest.masked_fill(is_nan, 0.0), is_nan.double()])
     for group in several:
-        dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+        all_reduce_any(sent, dist.ReduceOp.MAX, group)
     return sent[0].masked_fill(sent[1] > 0, math.nan)

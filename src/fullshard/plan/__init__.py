@@ -1,5 +1,6 @@
 """How much memory a run will need, without a process group or a device."""
 
+from fullshard.formatting import readable
 from fullshard.plan.activations import saved_activation_bytes
 from fullshard.plan.memory import (
     MemoryPlan,
@@ -8,7 +9,6 @@ from fullshard.plan.memory import (
     UnitShapes,
     Work,
     plan_memory,
-    readable,
 )
 
 __all__ = [

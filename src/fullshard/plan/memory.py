@@ -15,6 +15,7 @@ import torch
 
 from fullshard.api import ShardingStrategy
 from fullshard.errors import ConfigError
+from fullshard.formatting import readable
 from fullshard.layout import (
     BucketKind,
     CostModel,
@@ -291,15 +292,6 @@ class _UnitBytes:
         is_all_copied = all(bucket.kind.is_copied for bucket in buckets)
         unit.arriving = unit.gathered if is_all_copied else unit.full + unit.gathered
         return unit
-
-
-def readable(num_bytes: int, word: str = "bytes") -> str:
-    """A size as in "1.5 GiB"; `word` is for sizes of less than 1 KiB."""
-    size, units = float(num_bytes), [word, "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size:.0f} {word}" if units[0] == word else f"{size:.1f} {units[0]}"
 
 
 def table(rows: Sequence[tuple[str, ...]], numbers: Collection[int]) -> list[str]:

@@ -70,11 +70,6 @@ def shown_count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def counted(number: int, what: str) -> str:
-    """Format a number of things as in "1 rank" and "2 ranks"."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def finite_median(values: Iterable[float]) -> float:
     """Return the median of the finite values, or NaN if there are none."""
     finite = [value for value in values if isfinite(value)]

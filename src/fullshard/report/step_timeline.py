@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fullshard.formatting import counted
 from fullshard.report.curves import downsampled
-from fullshard.report.formatting import ByteScale, counted, plain, shown_share, shown_time
+from fullshard.report.formatting import ByteScale, plain, shown_share, shown_time
 from fullshard.report.palette import KEYS
 from fullshard.report.record import RunRecord
 from fullshard.trace.seam import Activity, Track

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+from fullshard.formatting import counted
 from fullshard.report.curves import exposed_share, tokens_per_s
 from fullshard.report.formatting import (
     DASH,
-    counted,
     finite_median,
     shown_bytes,
     shown_count,

@@ -34,8 +34,10 @@ from fullshard._torch import (
     view_base,
 )
 from fullshard.api import BackwardPrefetch, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.comm import watcher
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.mesh import MeshInfo
+from fullshard.comm.places import Place
 from fullshard.errors import DisagreementError, LifecycleError, MisuseError
 from fullshard.runtime.readers import Readers, readers_of
 from fullshard.runtime.trees import map_tensors
@@ -47,6 +49,7 @@ from fullshard.unit.settings import UnitSettings
 from fullshard.unit.unit import UNSHARDED, Unit
 
 _ATTRIBUTE = "_fullshard_hooks"
+_FAILED_UNIT = "_fullshard_unit"
 # A weak dictionary, because a module that is not sharded itself, but whose parameters are, must not
 # get an attribute that keeps the hooks alive or that a copy of the module would share.
 _managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleHooks]]
@@ -244,6 +247,8 @@ class ModuleHooks:
         try:
             return run(*args, **kwargs)
         except BaseException as error:
+            if not hasattr(error, _FAILED_UNIT):
+                setattr(error, _FAILED_UNIT, self.name)
             del self._open[num_open:]
             scheduler = self.scheduler
             if opens_forward and scheduler is not None and scheduler.owner is not None:
@@ -559,6 +564,8 @@ class Scheduler:
         self._unchecked = {"forward", "backward"} if agreement is not None else set()
         self._orders: dict[nn.Module, list[ModuleHooks]] = {}
         self._order: list[ModuleHooks] = []
+        self._num_forwards = 0
+        watcher.watch(self)
 
     @property
     def root(self) -> ModuleHooks:
@@ -574,12 +581,26 @@ class Scheduler:
             return "backward"
         return "idle" if self.owner is None else "forward"
 
+    # For the watcher, which asks from its own thread
+
+    def place(self) -> Place:
+        computing = [member for member in self.members if member.is_computing]
+        unit = computing[-1].name if computing else ""
+        is_behind = float(self.comm_ctx.is_behind)
+        phase = self.phase if self.reduction is None else "finalize_backward"
+        num_collectives = self.comm_ctx.num_collectives
+        return Place(0, self._num_forwards, phase, unit, num_collectives, is_behind)
+
     # Forward
 
     def begin_forward(self, owner: nn.Module) -> None:
+        watcher.check()
         self._require_waited("forward")
         if self.is_in_backward:
-            self.abort()  # the backward before this forward did not reach its end
+            # The backward before this forward did not reach its end.
+            watcher.note_failure("it left a backward before its end")
+            self.abort()
+        self._num_forwards += 1
         self.owner = owner
         self.started = []
         self.finished = []
@@ -633,9 +654,13 @@ class Scheduler:
         """Issue the all-gathers that a module needs, in forward or in backward."""
         for unit in member.reads if units is None else units:
             if unit.state is not UNSHARDED:
+                watcher.check()
                 if self._unchecked:
                     self._agree(f"gather in {self.phase}", member)
-                unit.unshard()
+                try:
+                    unit.unshard()
+                except dist.DistError as error:
+                    watcher.raise_explained(error)
 
     def prefetch_forward(self, member: ModuleHooks) -> None:
         """Issue the all-gather of what comes next: as the user said, or as in the last forward."""
@@ -657,6 +682,7 @@ class Scheduler:
         assert self.owner is not None
         self._orders[self.owner] = self.started
         self.owner = None
+        watcher.note_failure("")  # all ranks have come here
         if not torch.is_grad_enabled():
             self.comm_ctx.free_pending()  # no backward will come to use it
 
@@ -680,7 +706,10 @@ class Scheduler:
     def reduce_scatter(self, unit: Unit, member: ModuleHooks) -> None:
         if self._unchecked and unit.settings.requires_gradient_sync:
             self._agree("reduce", member)
-        unit.reduce_scatter()
+        try:
+            unit.reduce_scatter()
+        except dist.DistError as error:
+            watcher.raise_explained(error)
 
     def end_backward(self) -> None:
         """Settle what backward left open, and make every gradient visible."""
@@ -692,6 +721,7 @@ class Scheduler:
 
     def settle_backward(self) -> None:
         """Wait for all reductions; if that fails, the next forward aborts what is left."""
+        watcher.check()
         self.reduction = None
         self._end_checks("backward")
         self.comm_ctx.finish_reduce_scatters()
@@ -770,6 +800,7 @@ class Scheduler:
 
     def fail_forward(self, error: BaseException) -> None:
         """The user's code raised: tell the others if they would wait for us, then abort."""
+        watcher.note_failure(f"it left the forward of {getattr(error, _FAILED_UNIT)}", error)
         try:
             if not isinstance(error, DisagreementError):
                 self._agree("failure in the user's code", self.root)

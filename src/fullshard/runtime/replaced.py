@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard._torch import copy_hooks, local_tensor
+from fullshard.comm import watcher
 from fullshard.comm.placement import as_dtensor, with_dtype
 from fullshard.errors import LifecycleError
 from fullshard.unit.flat_param import FlatParamSlice
@@ -64,6 +65,7 @@ def repoint_living_optimizers() -> None:
     Before its next step would be early enough for the step, but not for `zero_grad`, a gradient
     scaler's `unscale_`, or the memory of the originals.
     """
+    _watch_optimizers()
     for candidate in gc.get_objects() if _originals else ():
         if issubclass(type(candidate), Optimizer):
             repoint(candidate)
@@ -76,12 +78,14 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    watcher.check()  # before gradients are used that no rank may have
     if _originals:
         repoint(optimizer, with_gradients=True)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Let units see that their shards changed: foreach and fused updates of DTensors do not say."""
+    watcher.count_step()
     for group in optimizer.param_groups:
         changed = [param for param in group["params"] if isinstance(param, DTensor)]
         torch.autograd.graph.increment_version(changed)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -156,9 +157,8 @@ def _ranks_after_saves(*, wait: bool) -> RankGroup:
         last._thread.join()  # where the failure is not known yet, it is about to be
         _BACKGROUND.last, _BACKGROUND.failure = None, None
     if failed:
-        raise CheckpointError(
-            f"save_async: the save before this one failed: {failed[0]}"
-        ) from known
+        text = f"save_async: the save before this one failed: {failed[0]}"
+        raise CheckpointError(text) from known
     return ranks
 
 
@@ -391,7 +391,11 @@ class _Writer:
     def write(self, ranks: RankGroup) -> None:
         """Write everything under another name, then the manifest, then give it its name."""
         subject = f"save {self.path}"
-        staging, self.draft = ranks.run_first(subject, lambda: (store.begin(self.path), self.draft))
+        boxes = [(b, each) for each in self.sources.values() for b in each.boxes or ()]
+        total = sum(ranks.all_gather(sum(b.numel * each.dtype.itemsize for b, each in boxes)))
+        staging, self.draft = ranks.run_first(
+            subject, lambda: (store.begin(self.path, total), self.draft)
+        )
         try:
             everyone = ranks.gather(
                 subject, lambda: self._write_files(staging), "nothing appears under this name."
@@ -488,9 +492,11 @@ class _Written:
         self.boxes.sort(key=lambda each: each[0].offsets)
         boxes = [box for box, _, _ in self.boxes]
         if not tiles(self.shape, boxes):
+            is_alive = dist.is_initialized()
             raise CheckpointError(
                 f"{key}: the parts of all ranks must cover shape {self.shape} once, found {boxes}; "
-                "nothing was written. Save on all ranks of the model's mesh."
+                "nothing was written. Save on all ranks of the model's mesh"
+                f"{'' if is_alive else '; found no process group: save before it is destroyed'}."
             )
         blocks = tuple(
             store.StoredBlock(b.offsets, b.sizes, store.as_text(total))
@@ -921,4 +927,12 @@ def _saved_groups(stored: StoredCheckpoint) -> list[dict[str, Any]] | None:
     for (index, option), found in items.items():
         options.setdefault(index, {})[option] = tuple(found[number] for number in sorted(found))
     listed = [options[index] for index in sorted(options)]
-    return listed if listed and all("params" in group for group in listed) else None
+    if not listed or not all("params" in group for group in listed):
+        return None
+    for names in (group["params"] for group in listed):
+        if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
+            raise CheckpointError(
+                f"{stored.path}: the parameters of an optimizer's group must be names, found "
+                f"{type(names).__name__}; the checkpoint is damaged. `latest` finds whole ones."
+            )
+    return listed

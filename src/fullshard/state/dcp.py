@@ -67,7 +67,10 @@ def append_entry(file: BinaryIO, path: Path, values: torch.Tensor) -> Entry:
         # torch.save writes the whole storage of a view.
         host = torch.empty(host.shape, dtype=host.dtype).copy_(host)
     offset = file.tell()
-    torch.save(host, file)
+    try:
+        torch.save(host, file)
+    except RuntimeError as error:  # the writer of archives fails again when it is closed
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     return Entry(path, offset, file.tell() - offset)
 
 
@@ -114,9 +117,7 @@ class TensorReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._tensors: dict[str, TensorInfo] = {}
         self._entries: dict[tuple[str, tuple[int, ...] | None], Entry] = {}
-        self.object_keys: list[str] = []
         try:
             self._decode(_IndexUnpickler(io.BytesIO((path / INDEX).read_bytes())).load())
         except FileNotFoundError:
@@ -132,12 +133,16 @@ class TensorReader:
         self.keys = list(self._tensors)
 
     def _decode(self, index: Any) -> None:
-        for key, stored in index.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                self._tensors[str(key)] = _decoded_info(stored)
-            elif isinstance(stored, BytesStorageMetadata):
-                self.object_keys.append(str(key))
-        for place, stored in index.storage_data.items():
+        about, parts = index.state_dict_metadata, index.storage_data
+        tensors = {str(k): v for k, v in about.items() if isinstance(v, TensorStorageMetadata)}
+        num_blocks = sum(len(stored.chunks) for stored in tensors.values())
+        if num_blocks > len(
+            parts
+        ):  # a few bytes of a pickle may repeat a block any number of times
+            raise ValueError(f"{num_blocks} blocks, and {len(parts)} parts of files for them")
+        self._tensors = {key: _decoded_info(stored) for key, stored in tensors.items()}
+        self.object_keys = [str(k) for k, v in about.items() if isinstance(v, BytesStorageMetadata)]
+        for place, stored in parts.items():
             path = require_inside(self.path, stored.relative_path)
             if getattr(stored, "transform_descriptors", None):
                 raise ValueError("compressed or otherwise transformed tensors")
@@ -262,7 +267,7 @@ def _decoded_info(stored: TensorStorageMetadata) -> TensorInfo:
         _require_sizes(*box.offsets, *box.sizes)
         if not len(box.offsets) == len(box.sizes) == len(shape):
             raise ValueError("blocks with another number of dims")
-    return TensorInfo(shape, dtype, tuple(dict.fromkeys(boxes)))
+    return TensorInfo(shape, dtype, boxes)
 
 
 def _require_sizes(*numbers: Any) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fullshard._torch import lifetime_of
+from fullshard._torch import lifetime_of, timeout_of
 from fullshard.comm.collectives import pause_at_exit
 from fullshard.errors import CheckpointError, FullshardError
 
@@ -41,6 +42,7 @@ class RankGroup:
     def world(cls, *, in_background: bool = False) -> RankGroup:
         """All ranks, over a gloo group of their own, which the first call makes on all of them.
 
+        It has the timeout of the default group.
         A thread in the background has another group: two threads on one group would read each
         other's messages.
         """
@@ -50,7 +52,8 @@ class RankGroup:
         lifetime = lifetime_of(dist.group.WORLD)
         if lifetime not in _groups:
             pause_at_exit()
-            _groups[lifetime] = (dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
+            new_group = partial(dist.new_group, None, timeout_of(dist.group.WORLD), "gloo")
+            _groups[lifetime] = (new_group(), new_group())
         return cls(_groups[lifetime][in_background], dist.get_rank(), dist.get_world_size())
 
     @property

@@ -42,6 +42,7 @@ from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 
+from fullshard.comm.processes import machine_id, start_of
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.layout.split import Box, pieces, slices
 from fullshard.state.dcp import INDEX, Entry, TensorReader, load_entry
@@ -189,10 +190,8 @@ class Manifest:
         try:
             outer = parse_json(text)
             _require(outer.get("format") == _FORMAT, "format", repr(_FORMAT), outer.get("format"))
-            version, expected = (
-                outer.get("version"),
-                f"{_FORMAT_VERSION}, which this fullshard reads",
-            )
+            version = outer.get("version")
+            expected = f"{_FORMAT_VERSION}, which this fullshard reads"
             _require(version == _FORMAT_VERSION, "version", expected, version)
             digest = digest_of(json.dumps(outer.get("manifest")))
             _require(outer.get("sha256") == digest, "sha256", digest, outer.get("sha256"))
@@ -212,6 +211,10 @@ class Manifest:
             is_plain = re.fullmatch(r"[A-Za-z0-9._+-]{1,255}", name) is not None
             is_inside = is_plain and name not in (".", "..", MANIFEST)
             _require(is_inside, "files", "names of files inside the checkpoint's folder", name)
+        for key, stored in self.tensors.items():
+            boxes = {(block.offsets, block.sizes) for block in stored.blocks}
+            is_unique = len(boxes) == len(stored.blocks)
+            _require(is_unique, f"blocks of {key!a}", "there once", "one that is there twice")
         for group in self.optimizer["param_groups"] if self.optimizer else ():
             decode(list[str], group.get("params"), "params of a parameter group")
 
@@ -248,15 +251,14 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
 
 
 _hints_of = functools.cache(get_type_hints)
+_origin_of: Callable[[Any], Any] = functools.cache(get_origin)
+_arguments_of = functools.cache(get_args)
 
 
 def decode(kind: Any, value: Any, what: str) -> Any:
     """A parsed JSON value as the type that it is declared with, or a ValueError."""
-    origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if origin is types.UnionType:  # with None
-        return None if value is None else decode(arguments[0], value, what)
     if kind is str:
         _require(isinstance(value, str), what, "text", value)
         return value
@@ -265,6 +267,9 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         fits = type(value) is int and 0 <= value < 2**63
         _require(fits, what, "an integer of at least 0 that fits in 64 bits", value)
         return value
+    origin, arguments = _origin_of(kind), _arguments_of(kind)
+    if origin is types.UnionType:  # with None
+        return None if value is None else decode(arguments[0], value, what)
     if origin in (tuple, list):
         _require(isinstance(value, list), what, "a list", value)
         return origin(decode(arguments[0], each, what) for each in value)
@@ -302,15 +307,27 @@ def rank_file(rank: int) -> str:
 def staging_folder(path: Path) -> Path:
     """A place for what becomes `path` when it is whole; its name says which process writes it."""
     pid = os.getpid()
-    return Path(f"{_beside(path, 'incoming')}-{_machine()}-{pid}-{_start_of(pid) or 0}")
+    return Path(f"{_beside(path, 'incoming')}-{machine_id()}-{pid}-{start_of(pid) or 0}")
 
 
-def begin(path: Path) -> Path:
-    """Make the staging folder of a checkpoint; one process does this."""
+def begin(path: Path, num_bytes: int = 0) -> Path:
+    """Make the staging folder of a checkpoint of this size; one process does this."""
     require_replaceable(path)
+    require_room(path, num_bytes)
     staging = staging_folder(path)
     staging.mkdir(parents=True)
     return staging
+
+
+def require_room(path: Path, num_bytes: int) -> None:
+    """Raise if the disk that a path is on, or will be, has less room."""
+    folder = next(each for each in _absolute(path).parents if each.is_dir())
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{path}: a disk with {num_bytes:,} free bytes is expected, found {free:,} free, "
+            f"{num_bytes - free:,} bytes are missing; make room, or choose another folder."
+        )
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -422,9 +439,10 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return [path for *_, path in sorted(found)]
 
 
-def latest(folder: str | Path) -> Path | None:
-    """The newest whole checkpoint in a folder, or None."""
-    return next(reversed(checkpoints(folder)), None)
+def latest(folder: str | Path, *, verify: bool = False) -> Path | None:
+    """The newest whole checkpoint in a folder, or None; with `verify`, content counts, too."""
+    found = reversed(checkpoints(folder))
+    return next((path for path in found if not (verify and _problems_of(path))), None)
 
 
 def prune(folder: str | Path, keep: int) -> list[Path]:
@@ -434,9 +452,8 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
     removed.
     """
     if type(keep) is not int or keep < 1:
-        raise ConfigError(
-            f"prune: keep must be at least 1, found {keep!r}; the last whole one stays."
-        )
+        text = f"prune: keep must be at least 1, found {keep!r}; the last whole one stays."
+        raise ConfigError(text)
     whole = checkpoints(folder)
     left = [path for path in _folders(Path(folder)) if path not in whole and _is_abandoned(path)]
     removed = whole[:-keep] + left
@@ -486,32 +503,13 @@ def _is_abandoned(path: Path) -> bool:
     match = _BESIDE.fullmatch(path.name)
     if match is None or match["state"] == "replaced":
         return match is not None
-    if match["machine"] == _machine():
-        return match["started"] != _start_of(match["pid"])
+    if match["machine"] == machine_id():
+        return match["started"] != start_of(match["pid"])
     try:
         newest = max(os.path.getmtime(each) for each in (path, *path.iterdir()))
     except FileNotFoundError:  # somebody works on it
         return False
     return time.time() - newest > _ABANDONED_S
-
-
-def _machine() -> str:
-    """Process ids mean something within one boot and one namespace of a machine only."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return digest_of(f"{boot} {Path('/proc/self/ns/pid').readlink()}")[:16]
-    except OSError:
-        return uuid.uuid4().hex[:16]  # none that anybody could ask about
-
-
-def _start_of(pid: object) -> str | None:
-    """When a process started, in the kernel's clock; None if there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    is_running = fields[0] not in ("Z", "X")  # dead, though nobody has asked for its status yet
-    return fields[19] if is_running else None
 
 
 class StoredCheckpoint(TensorReader):
@@ -633,6 +631,9 @@ def verify(
         if progress is not None:
             progress(num_done, sum(sizes.values()))
     return problems
+
+
+_problems_of = verify  # for a function with an argument of this name
 
 
 def _tensor_problems(stored: StoredCheckpoint, key: str) -> Iterator[str]:

@@ -46,7 +46,13 @@ _MAX_MESSAGE_BYTES = 1 << 20
 _NUM_SERVERS = 2
 
 # Modules of tests import these. A server loads those that its parent has loaded.
-_PRELOADED = ("pytest", "hypothesis")
+_PRELOADED = (
+    "fullshard.auto_shard",
+    "fullshard.fully_sharded_data_parallel",
+    "fullshard.state.safetensors",
+    "hypothesis",
+    "pytest",
+)
 
 
 def spawn(spec: RankSpec, output: BinaryIO, *, fresh: bool) -> "RankProcess":

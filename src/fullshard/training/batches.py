@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import ConfigError
-from fullshard.training.corpus import Corpus
+from fullshard.training.corpus import Corpus, unmarked
 
 _NUM_ROUNDS = 6
 _MASK = 2**64 - 1
@@ -90,8 +90,11 @@ class Batches:
         """The number of sequences in an epoch."""
         return self._corpus.num_sequences(self._sequence)
 
-    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets, [batch, sequence] of int64, and advance the position."""
+    def next(self) -> tuple[torch.Tensor, ...]:
+        """Return inputs and targets, [batch, sequence] of int64, and advance the position.
+
+        With conversations, positions in documents come third, and targets may be -100: no loss.
+        """
         first = self.position + self._rank * self._batch
         rows = torch.stack(
             [
@@ -100,7 +103,11 @@ class Batches:
             ]
         )
         self.position += self._batch * self._num_ranks
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if not self._corpus.has_chats:
+            return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        tokens, is_trained, positions = unmarked(rows)
+        targets = tokens.masked_fill(~is_trained, -100)[:, 1:]
+        return tokens[:, :-1].contiguous(), targets.contiguous(), positions[:, :-1].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which is the same on every rank."""

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any, get_type_hints
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, TopologyError
 
 APIS = ("fully_shard", "wrapper")
 STRATEGIES = ("full", "grad-op", "none")
@@ -21,6 +21,7 @@ PRECISIONS = ("auto", "float32", "bf16", "bf16-reduce", "fp16")
 TOKENIZERS = ("auto", "bytes", "model")
 DEVICES = ("auto", "cpu", "cuda")
 CAPTURES = ("auto", "on", "off")
+ON_NAN = ("stop", "skip", "rollback")
 
 _MESH = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 
@@ -82,8 +83,8 @@ class DataSection:
 
     paths: tuple[str, ...] = _key(
         (),
-        "Text files, .jsonl files, or folders of them; by default the source of Python's standard "
-        "library.",
+        "Text files, .jsonl files of texts or conversations, or folders of them; by default the "
+        "source of Python's standard library.",
         _text("a file or a folder"),
         option="data",
     )
@@ -146,7 +147,8 @@ class RunSection:
     """[run]: processes, duration and output."""
 
     out: str = _key("", "Folder of the run; by default a new one under runs/.")
-    resume: bool = _key(False, "Resume from the newest checkpoint of the folder.")
+    resume: bool = _key(False, "Resume from the newest undamaged checkpoint of the folder.")
+    resume_strict: bool = _key(False, "Refuse to resume if the newest checkpoint is damaged.")
     ranks: int = _key(0, "Processes on this machine; 0: one per GPU, or 2 on a CPU.", _NATURAL)
     device: str = _key("auto", "Device to train on.", choices=DEVICES)
     capture: str = _key(
@@ -159,6 +161,13 @@ class RunSection:
     seed: int = _key(0, "Seed of the initial weights and the order of the data.", _NATURAL)
     save_every: int = _key(50, "Steps between checkpoints; 0: only at the end.", _NATURAL)
     keep: int = _key(2, "Checkpoints to keep.", _COUNT)
+    on_nan: str = _key(
+        "stop",
+        "When steps in a row have a loss or gradient that is not finite: stop, skip them, or roll "
+        "back to the newest checkpoint.",
+        choices=ON_NAN,
+    )
+    nan_limit: int = _key(3, "How many such steps in a row; none of them is applied.", _COUNT)
     report: bool = _key(True, "Write report.html.")
     trace_step: int = _key(0, "Step that the report shows in detail; 0: an early one.", _NATURAL)
     tensorboard: bool = _key(False, "Write metrics for TensorBoard.")
@@ -315,6 +324,17 @@ def parse_mesh(text: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
+def mesh_shape(section: ShardingSection, num_ranks: int) -> tuple[int, int]:
+    """Return the number of replicas, and the number of ranks that share each."""
+    replicas, shards = parse_mesh(section.mesh) or (1, num_ranks)
+    if replicas * shards != num_ranks:
+        raise TopologyError(
+            f"--mesh: {section.mesh} needs {replicas * shards} ranks, found {num_ranks}; pass a "
+            "mesh of replicas x shards whose product is the number of ranks."
+        )
+    return replicas, shards
+
+
 def _require_utf8(subject: str, text: str) -> None:
     """Raise unless the text can be written to a file and passed to other processes."""
     is_text = "\0" not in text
@@ -363,6 +383,11 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield (
             f"{named('run', 'trace_step')}: one of {optimizer.steps} steps is expected, found "
             f"{run.trace_step}."
+        )
+    if run.resume_strict and not run.resume:
+        yield (
+            f"{named('run', 'resume_strict')}: a run to resume is expected, found none; pass "
+            f"{named('run', 'resume')}, too."
         )
     if run.resume and not run.out:
         yield (

@@ -26,6 +26,8 @@ Given = Mapping[tuple[str, str], Value]
 
 _WIDTH = 88
 _POSITION = re.compile(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|.*)\)")
+# A key far longer than `section.name`: tomllib takes minutes for one of thousands of parts.
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:([\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){50}""")
 # Names that keys had in files of earlier versions.
 _FORMER_NAMES = {("sharding", "door"): "api"}
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
@@ -82,6 +84,11 @@ def _text_of(path: Path) -> str:
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:
+    if long := _LONG_KEY.search(text):
+        raise ConfigError(
+            f"{path}, line {text.count(chr(10), 0, long.start()) + 1}: a key is the name of a "
+            "section and one in it, found one of more than 50 parts; write a section and its keys."
+        )
     try:
         return tomllib.loads(text)
     except RecursionError:

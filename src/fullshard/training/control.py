@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ from types import FrameType
 DEBUG = "FULLSHARD_DEBUG"
 
 _STATUS_FOLDER = "FULLSHARD_STATUS_FOLDER"
-_ERROR, _STOPPED, _READY = "error", "stopped", "ready-"
+_LAUNCHER = "FULLSHARD_LAUNCHER"
+_ERROR, _STOPPED, _READY = "error-", "stopped-", "ready-"
 # How long a rank may take to answer SIGTERM: it may wait for a rank that has died.
 _GRACE_S = 20.0
 
@@ -21,6 +24,25 @@ _GRACE_S = 20.0
 def wants_tracebacks() -> bool:
     """Return whether tracebacks are shown; a variable, so that ranks inherit it."""
     return os.environ.get(DEBUG, "0") not in ("", "0")
+
+
+def num_restarts() -> int:
+    """Return how often the launcher has restarted the ranks of this host."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def end_with_launcher(server: int | None = None) -> None:
+    """On Linux, end this rank when its launcher is killed, also if that has happened already.
+
+    `server` is the process that has forked this rank, if one has; it ends with the launcher.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        # No signal comes for a launcher that was killed while this rank imported its modules.
+        parent = server or os.environ.get(_LAUNCHER, os.getppid())
+        if str(parent) != str(os.getppid()):
+            os._exit(128 + signal.SIGTERM)
 
 
 class StopRequest:
@@ -79,7 +101,11 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StatusFolder:
-    """A folder of the launcher in which its ranks report their status as small files."""
+    """A folder of the launcher in which its ranks report their status as small files.
+
+    Names of files say how often the ranks had been restarted: what they reported before the last
+    restart no longer counts.
+    """
 
     path: Path
 
@@ -89,15 +115,20 @@ class StatusFolder:
         found = os.environ.get(_STATUS_FOLDER)
         return None if found is None else cls(Path(found))
 
-    def export(self) -> None:
-        """Let ranks that this process starts find the folder."""
-        os.environ[_STATUS_FOLDER] = str(self.path)
+    def export(self) -> dict[str, str]:
+        """Let ranks that this process starts find the folder and know their launcher.
+
+        Returns the variables that this takes.
+        """
+        exported = {_STATUS_FOLDER: str(self.path), _LAUNCHER: str(os.getpid())}
+        os.environ.update(exported)
+        return exported
 
     # Written by ranks
 
     def report_ready(self) -> None:
         """This rank handles signals from now on."""
-        (self.path / f"{_READY}{os.getpid()}").touch()
+        (self.path / f"{_READY}{num_restarts()}-{os.getpid()}").touch()
 
     def report_error(self, message: str) -> None:
         """The request is invalid; a restart would not help."""
@@ -110,19 +141,24 @@ class StatusFolder:
     # Read by the launcher
 
     def ready_pids(self) -> Iterator[int]:
-        for path in self.path.glob(f"{_READY}*"):
-            yield int(path.name.removeprefix(_READY))
+        for path in self.path.glob(f"{_READY}{self._num_restarts()}-*"):
+            yield int(path.name.rpartition("-")[2])
 
     @property
     def error(self) -> str | None:
-        path = self.path / _ERROR
+        path = self.path / f"{_ERROR}{self._num_restarts()}"
         return path.read_text(encoding="utf-8") if path.exists() else None
 
     @property
     def was_stopped(self) -> bool:
-        return (self.path / _STOPPED).exists()
+        return (self.path / f"{_STOPPED}{self._num_restarts()}").exists()
 
-    def _write(self, name: str, text: str) -> None:
+    def _num_restarts(self) -> int:
+        """Return the largest number that a rank has reported."""
+        return max((int(p.name.split("-")[1]) for p in self.path.glob(f"{_READY}*")), default=0)
+
+    def _write(self, kind: str, text: str) -> None:
+        name = f"{kind}{num_restarts()}"
         incoming = self.path / f".{name}.{os.getpid()}"
         incoming.write_text(text, encoding="utf-8")
         incoming.replace(self.path / name)

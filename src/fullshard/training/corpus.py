@@ -11,10 +11,10 @@ import json
 import os
 import sysconfig
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -42,9 +42,13 @@ class TextFile:
         return self.path.suffix.lower() == _LINES
 
 
+# A text, the messages of a conversation, or a prompt and its completion.
+Document = str | list[Mapping[str, str]] | tuple[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Text files in the order of their names; iterating yields the text of each document.
+    """Text files in the order of their names; iterating yields each document.
 
     A text file is one document, and so is each line of a `.jsonl` file; empty documents are
     skipped. `fingerprint` depends on the names, sizes and contents of the files (for inputs beyond
@@ -79,17 +83,29 @@ class Documents:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 
-    def __iter__(self) -> Iterator[str]:
+    @property
+    def has_chats(self) -> bool:
+        """Whether a file begins with a conversation, or a prompt and its completion."""
+        firsts = (next(_lines(f.path, self.text_field), "") for f in self.files if f.has_lines)
+        return any(not isinstance(first, str) for first in firsts)
+
+    def __iter__(self) -> Iterator[Document]:
         for file in self.files:
-            texts = _lines(file.path, self.text_field) if file.has_lines else [_text(file.path)]
-            yield from (text for text in texts if text)
+            found = _lines(file.path, self.text_field) if file.has_lines else [_text(file.path)]
+            yield from (each for each in found if each)
 
 
 # Files
 
 
-def _single_file(path: Path) -> TextFile:
-    """Return a file that was named, which must exist and be text."""
+def require_files(paths: Sequence[str]) -> None:
+    """Raise unless every path is a folder or a file with contents, which may not be text."""
+    for path in (Path(given).expanduser() for given in paths):
+        if not path.is_dir():
+            _require_file(path)
+
+
+def _require_file(path: Path) -> None:
     if not path.exists():
         raise ConfigError(
             f"{path}: a file or folder of text is expected, found nothing there; {_hint(path)}"
@@ -99,14 +115,18 @@ def _single_file(path: Path) -> TextFile:
             f"{path}: a file or folder of text is expected, found neither a file nor a folder; "
             "write the text into a file."
         )
-    num_bytes = path.stat().st_size
-    if num_bytes == 0:
+    if path.stat().st_size == 0:
         raise ConfigError(f"{path}: text is expected, found an empty file; leave it out.")
+
+
+def _single_file(path: Path) -> TextFile:
+    """Return a file that was named, which must exist and be text."""
+    _require_file(path)
     if not _is_text(path):
         raise ConfigError(
             f"{path}: UTF-8 text is expected, found other bytes; convert it, or pass another file."
         )
-    return TextFile(path.name, path, num_bytes)
+    return TextFile(path.name, path, path.stat().st_size)
 
 
 def _hint(path: Path) -> str:
@@ -233,14 +253,14 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def _lines(path: Path, text_field: str) -> Iterator[str]:
+def _lines(path: Path, text_field: str) -> Iterator[Document]:
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _text_of_line(f"{path}, line {number}", line, text_field)
+                yield _document(f"{path}, line {number}", line, text_field)
 
 
-def _text_of_line(subject: str, line: bytes, text_field: str) -> str:
+def _document(subject: str, line: bytes, text_field: str) -> Document:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:  # invalid JSON or UTF-8
@@ -253,10 +273,16 @@ def _text_of_line(subject: str, line: bytes, text_field: str) -> str:
             f'{{"{text_field}": ...}}.'
         )
     if text_field not in value:
+        if "messages" in value:
+            return _conversation(subject, value["messages"])
+        prompt, completion = value.get("prompt"), value.get("completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return prompt, completion
         fields = ", ".join(map(repr, value)) or "none"
         raise ConfigError(
-            f"{subject}: a field {text_field!r} is expected, found the fields {fields}; select the "
-            "field that contains the text with --text-field."
+            f"{subject}: a field {text_field!r}, 'messages', or text in 'prompt' and 'completion' "
+            f"is expected, found the fields {fields}; select the field that contains the text "
+            "with --text-field."
         )
     text = value[text_field]
     if not isinstance(text, str):
@@ -267,7 +293,25 @@ def _text_of_line(subject: str, line: bytes, text_field: str) -> str:
     return text
 
 
+def _conversation(subject: str, messages: Any) -> list[Mapping[str, str]]:
+    """Return messages that have a role and text, one of them of the assistant."""
+    found = messages if isinstance(messages, list) else []
+    roles = [each.get("role") if isinstance(each, dict) else None for each in found]
+    is_text = all(role and isinstance(each.get("content"), str)
+                  for role, each in zip(roles, found, strict=True))  # fmt: skip
+    if not is_text or "assistant" not in roles:
+        raise ConfigError(
+            f"{subject}: messages with 'role' and 'content' as text are expected, at least one of "
+            "the role 'assistant', found others; correct the line, or leave it out."
+        )
+    return found
+
+
 # Tokens
+
+# In a file with conversations: a token that is not trained is inverted, and one that begins a
+# document has this bit.
+_BEGINS = 2**30
 
 # The part of a document that is encoded at once: a list of tokens takes much more memory than text.
 PIECE_CHARS = 2**20
@@ -281,6 +325,7 @@ class _Contents:
     num_documents: int
     largest_token: int
     itemsize: int
+    has_chats: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -294,6 +339,7 @@ class Corpus:
     fingerprint: str
     tokens: torch.Tensor
     num_documents: int
+    has_chats: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -307,6 +353,16 @@ class Corpus:
         """Return a sequence and the token after it, `sequence + 1` tokens as int64."""
         start = index * sequence
         return self.tokens[start : start + sequence + 1].to(torch.int64)
+
+
+def unmarked(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the tokens of rows, whether each is trained, and its position in its document."""
+    is_trained = rows >= 0
+    rows = rows.where(is_trained, ~rows)
+    begins, places = rows >= _BEGINS, torch.arange(rows.shape[1])
+    first = places.where(begins, 0).cummax(1).values
+    # What begins a document does not follow from the one before.
+    return rows % _BEGINS, is_trained & ~begins, places - first
 
 
 def prepare_corpus(
@@ -325,6 +381,7 @@ def prepare_corpus(
         vocabulary: The vocabulary of the model, which must contain all tokens.
     """
     both = f"{documents.fingerprint}/{tokenizer.fingerprint}"
+    both += f"/{tokenizer.chat_template}" if documents.has_chats else ""
     fingerprint = hashlib.sha256(both.encode()).hexdigest()[:16]
     path = folder / f"{fingerprint}.bin"
     contents = _read_contents(path) or _write_tokens(path, documents, tokenizer)
@@ -342,7 +399,7 @@ def prepare_corpus(
     tokens = torch.from_file(
         str(path), shared=False, size=contents.num_tokens, dtype=_DTYPES[contents.itemsize]
     )
-    return Corpus(fingerprint, tokens, contents.num_documents)
+    return Corpus(fingerprint, tokens, contents.num_documents, contents.has_chats)
 
 
 _DTYPES = {2: torch.uint16, 4: torch.int32}
@@ -379,15 +436,20 @@ def _write_tokens(path: Path, documents: Documents, tokenizer: Tokenizer) -> _Co
     return contents
 
 
-def _encode(path: Path, documents: Iterable[str], tokenizer: Tokenizer) -> _Contents:
-    itemsize = 2 if tokenizer.vocabulary <= 2**16 else 4
+def _encode(path: Path, documents: Documents, tokenizer: Tokenizer) -> _Contents:
+    has_chats = documents.has_chats
+    itemsize = 2 if tokenizer.vocabulary <= 2**16 and not has_chats else 4
     num_tokens = num_documents = 0
     largest = -1
     with path.open("wb") as file:
-        for text in documents:
-            for tokens in (*map(tokenizer.encode, _pieces(text)), [tokenizer.end]):
-                if not tokens:
-                    continue
+        for document in documents:
+            if not (has_chats or isinstance(document, str)):
+                raise ConfigError(
+                    "data: conversations from the first line of a .jsonl file on are expected, "
+                    "found text before one; put texts into a file of their own."
+                )
+            begins = _BEGINS if has_chats else 0
+            for tokens, is_trained in _encoded(document, tokenizer):
                 lowest, highest = min(tokens), max(tokens)
                 if lowest < 0 or highest >= tokenizer.vocabulary:
                     raise ConfigError(
@@ -397,11 +459,46 @@ def _encode(path: Path, documents: Iterable[str], tokenizer: Tokenizer) -> _Cont
                     )
                 largest = max(largest, highest)
                 num_tokens += len(tokens)
+                tokens[0] += begins
+                begins = 0
+                if has_chats and not is_trained:
+                    tokens = [~each for each in tokens]
                 file.write(array.array(_ARRAY_CODES[itemsize], tokens).tobytes())
             num_documents += 1
         file.flush()
         os.fsync(file.fileno())
-    return _Contents(num_tokens, num_documents, largest, itemsize)
+    return _Contents(num_tokens, num_documents, largest, itemsize, has_chats)
+
+
+def _encoded(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[list[int], bool]]:
+    """Yield the tokens of a document in parts, and whether loss is taken on each."""
+    last = None
+    for text, is_trained in _parts(document, tokenizer):
+        if tokens := tokenizer.encode(text):
+            last = tokens[-1]
+            yield tokens, is_trained
+    if isinstance(document, str) or last != tokenizer.end:  # a template may have ended it
+        yield [tokenizer.end], True
+
+
+def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    if isinstance(document, str):
+        yield from ((piece, True) for piece in _pieces(document))
+    elif isinstance(document, tuple):
+        yield from zip(document, (False, True), strict=True)
+    else:
+        done = ""
+        for place in (i for i, each in enumerate(document) if each["role"] == "assistant"):
+            before = tokenizer.render(document[:place], is_prompt=True)
+            after = tokenizer.render(document[: place + 1], is_prompt=False)
+            if not before.startswith(done) or not after.startswith(before):
+                raise ConfigError(
+                    "data: a chat template that keeps what was said before is expected, found one "
+                    f"that changes it at message {place + 1}; set another in the tokenizer's files."
+                )
+            yield before[len(done) :], False
+            yield after[len(before) :], True
+            done = after
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -128,7 +128,7 @@ def closing_lines(folder: RunFolder, record: RunRecord, *, is_done: bool) -> Ite
         took = shown_duration(sum(each.step_s for each in metrics))
         speed = median(each.tokens_per_s for each in metrics)
         yield f"loss        {last.loss:.3f} after {last.step} steps ({took}, {speed:,.0f} tokens/s)"
-    found = folder.newest()
+    found = next(iter(folder.complete()), None)
     if found is not None:
         yield f"checkpoint  {found}"
     if folder.report.exists():
@@ -136,7 +136,11 @@ def closing_lines(folder: RunFolder, record: RunRecord, *, is_done: bool) -> Ite
     if not is_done:
         yield f"resume with fullshard train --config {run}/config.toml --resume"
         return
-    steps = 2 * metrics[-1].step if metrics else 0
-    yield f"next        fullshard generate {run} --prompt 'class '"
+    config, steps = record.config, 2 * metrics[-1].step if metrics else 0
+    merge = " --merge" if config.get("model", {}).get("lora_rank") else ""
+    prompt = shlex.quote(str(config.get("run", {}).get("prompt", "")))
+    yield f"next        fullshard generate {run} --prompt {prompt}"
+    yield f"            fullshard checkpoint export {run} {run}/exported{merge}"
     yield f"            fullshard train --config {run}/config.toml --resume --steps {steps}"
-    yield "            fullshard train --data your/texts --model 30m; fullshard train --help"
+    if not config.get("data", {}).get("paths"):
+        yield "            fullshard train --data your/texts; fullshard train --help"

@@ -28,12 +28,11 @@ from fullshard.models.sampling import sample
 from fullshard.state.checkpoint import load
 from fullshard.state.dcp import MODEL
 from fullshard.state.shards import tensor_shards
-from fullshard.state.store import is_ours, latest, located, open_checkpoint
+from fullshard.state.store import is_ours, located, open_checkpoint
 from fullshard.training.config import ShardingSection, TrainConfig
-from fullshard.training.config_file import config_of
 from fullshard.training.control import StatusFolder, wants_tracebacks
 from fullshard.training.launcher import local_launch, prepare_environment
-from fullshard.training.output import RunFolder
+from fullshard.training.output import checkpoint_at, config_beside
 from fullshard.training.sharding import architecture_for, build_sharded_model
 from fullshard.training.world import World, best_device, joined, leave, require_devices
 
@@ -85,33 +84,24 @@ def launch_generation(request: GenerateRequest) -> str:
 
 def find_checkpoint(path: Path) -> FoundCheckpoint:
     """Find the checkpoint in a run's folder, in the folder of its checkpoints, or at this path."""
-    # abspath removes `..` but, unlike resolve, does not follow a link to a checkpoint.
-    path = Path(os.path.abspath(path))
     if not located(path).is_dir():
         raise CheckpointError(
             f"{path}: the folder of a run or of a checkpoint is expected, found "
             f"{'a file' if path.exists() else 'nothing'}."
         )
-    if is_ours(path):
-        return FoundCheckpoint(path, _config_beside(path.parent))
-    folder = RunFolder(path).checkpoints if RunFolder(path).checkpoints.is_dir() else path
-    newest = latest(folder)
-    if newest is None:
+    found = checkpoint_at(path)
+    if not is_ours(located(found)):
         raise CheckpointError(
             f"{path}: a checkpoint, or a folder of checkpoints, is expected, found no complete "
             "one; train with --save-every to save before the end."
         )
-    return FoundCheckpoint(newest, _config_beside(folder))
-
-
-def _config_beside(checkpoints: Path) -> TrainConfig:
-    file = RunFolder(checkpoints.parent).config
-    if not file.is_file():
+    config = config_beside(found)
+    if config is None:
         raise CheckpointError(
-            f"{file}: the configuration of the run is expected next to the folder of its "
+            f"{found}: the configuration of the run is expected next to the folder of its "
             "checkpoints, found none; it defines the model."
         )
-    return config_of(file, {})
+    return FoundCheckpoint(found, config)
 
 
 def _validate(request: GenerateRequest) -> None:

@@ -3,62 +3,132 @@
 The launcher runs in a thread, so that this module handles signals: the launcher would kill ranks
 after half a minute, and a checkpoint may take longer. Ranks run in their own sessions and do not
 receive the terminal's signals; this process forwards them to the ranks that have reported ready.
+
+Without a GPU, ranks are forks of a server (`multiprocessing`'s) that has loaded torch for all of
+them, also for those that replace them after a failure. The server starts before this process loads
+torch, so that both load it at the same time. With a GPU, each rank is an interpreter of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import tempfile
 import threading
+import traceback
 import uuid
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
-
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import ConfigError, TopologyError
-from fullshard.training.config import TrainConfig
-from fullshard.training.config_file import config_as_toml
-from fullshard.training.control import StatusFolder
-from fullshard.training.output import RunFolder
-from fullshard.training.world import best_device, require_devices
+from fullshard.training.config import TrainConfig, mesh_shape
+from fullshard.training.config_file import config_as_toml, config_of
+from fullshard.training.control import DEBUG, StatusFolder, end_with_launcher
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
 
 STOPPED = 130
 FAILED = 1
 _POLL_S = 0.1
+_CPU_RANKS = 2  # so that there is something to shard over
+# Drivers of GPUs that torch can use: CUDA, ROCm, CUDA under Windows.
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+_LOADED_IN = os.getpid()
 
 
 def launch(config: TrainConfig) -> int:
     """Train on ranks of this machine, and return the exit status."""
+    _require_free_port(config.run.port)
+    if config.run.device == "cpu" or not any(Path(each).exists() for each in _DRIVERS):
+        num_ranks = config.run.ranks or _CPU_RANKS
+        mesh_shape(config.sharding, num_ranks)
+        prepare_environment(num_ranks)
+        if "torch" not in sys.modules:
+            start_server()
+    from fullshard.training.output import RunFolder
+    from fullshard.training.world import best_device, require_devices
+
     device_type = best_device(config.run.device)
     num_ranks = config.run.ranks or default_ranks(device_type)
     require_devices(device_type, num_ranks)
-    _require_free_port(config.run.port)
+    # The folder is fixed here, so that restarted ranks continue in the same one.
+    config = replace(config, run=replace(config.run, out=str(RunFolder.of(config).path)))
+    _require_possible(config, num_ranks)
+    prepare_environment(num_ranks)
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
-        status = StatusFolder(Path(scratch))
-        status.export()
-        # The folder is fixed here, so that restarted ranks continue in the same one.
-        config = replace(config, run=replace(config.run, out=str(RunFolder.of(config).path)))
         config_file = Path(scratch) / "config.toml"
         config_file.write_text(config_as_toml(config), encoding="utf-8")
         ranks = local_launch(num_ranks, port=config.run.port, max_restarts=config.run.max_restarts)
-        return _Launch(ranks, config_file, status).run()
+        is_forked = device_type == "cpu"
+        return _Launch(ranks, config_file, StatusFolder(Path(scratch)), is_forked=is_forked).run()
 
 
 def default_ranks(device_type: str) -> int:
-    """Return one per GPU, or two on a CPU, so that there is something to shard over."""
+    """Return one per GPU, or two on a CPU."""
     if device_type == "cpu":
-        return 2
+        return _CPU_RANKS
     import torch
 
     return torch.cuda.device_count()
+
+
+def _require_possible(config: TrainConfig, num_ranks: int) -> None:
+    """Raise what every rank would, as far as one process can tell without a device."""
+    from fullshard.training.corpus import require_files
+    from fullshard.training.output import RunFolder
+    from fullshard.training.sharding import architecture_for, unit_classes
+
+    mesh_shape(config.sharding, num_ranks)
+    architecture = architecture_for(config.model)
+    RunFolder.of(config).require_usable(config)
+    require_files(config.data.paths)
+    if config.sharding.units:
+        unit_classes(architecture.build(), architecture, config.sharding)
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, which ends with this one.
+
+    It ignores what the terminal or a supervisor sends to the whole process group.
+    """
+    multiprocessing.set_forkserver_preload(["fullshard.training.preloaded"])
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_forked_rank(config_file: str, environment: dict[str, str]) -> None:
+    """Be a rank, in a fork of the server."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(environment)
+    is_loaded_in_server = os.getpid() != _LOADED_IN
+    end_with_launcher(_LOADED_IN if is_loaded_in_server else os.getppid())
+    from fullshard.training.run import run_rank
+    from fullshard.training.world import leave
+
+    try:
+        status = run_rank(config_of(Path(config_file), {}))
+    except BaseException:
+        traceback.print_exc()
+        status = FAILED
+    if status:
+        leave(status)  # otherwise return: torch's launcher waits until all ranks have
 
 
 def _require_free_port(port: int) -> None:
@@ -77,6 +147,8 @@ def _require_free_port(port: int) -> None:
 
 def local_launch(num_ranks: int, *, port: int = 0, max_restarts: int = 0) -> LaunchConfig:
     """Configure torch's launcher for ranks on this machine only."""
+    from torch.distributed.launcher.api import LaunchConfig
+
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -87,6 +159,7 @@ def local_launch(num_ranks: int, *, port: int = 0, max_restarts: int = 0) -> Lau
         max_restarts=max_restarts,
         monitor_interval=_POLL_S,
         local_addr="localhost",
+        start_method="forkserver",
     )
 
 
@@ -98,24 +171,27 @@ def prepare_environment(num_ranks: int) -> None:
     # A store that outlives a restart would give new ranks the addresses of dead ones.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # The launcher logs details at every failure; this module reports what matters.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class _Launch:
     """One run of the launcher, and the signals that arrive during it."""
 
     def __init__(
-        self, launch_config: LaunchConfig, config_file: Path, status: StatusFolder
+        self, launch_config: LaunchConfig, config_file: Path, status: StatusFolder, is_forked: bool
     ) -> None:
         self._launch_config = launch_config
         self._config_file = config_file
         self._status = status
+        self._is_forked = is_forked
         self._failure: BaseException | None = None
         self._num_signals = 0
         self._signaled: set[int] = set()
 
     def run(self) -> int:
-        prepare_environment(self._launch_config.nproc_per_node)
+        if self._is_forked:
+            start_server()
         thread = threading.Thread(target=self._launch, name="launcher", daemon=True)
         before = {
             number: signal.signal(number, self._on_signal)
@@ -132,9 +208,17 @@ class _Launch:
         return self._exit_status()
 
     def _launch(self) -> None:
-        command = ["-m", "fullshard.training.run", str(self._config_file)]
+        from torch.distributed.launcher.api import elastic_launch
+
+        environment = self._status.export()
+        entry: Any = sys.executable
+        arguments: tuple[Any, ...] = ("-m", "fullshard.training.run", str(self._config_file))
+        if self._is_forked:
+            names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", DEBUG)
+            environment |= {name: os.environ[name] for name in names if name in os.environ}
+            entry, arguments = _run_forked_rank, (str(self._config_file), environment)
         try:
-            elastic_launch(self._launch_config, sys.executable)(*command)
+            elastic_launch(self._launch_config, entry)(*arguments)
         except BaseException as error:
             self._failure = error
 
@@ -167,6 +251,8 @@ class _Launch:
             raise ConfigError(error)
         if self._num_signals or self._status.was_stopped:
             return STOPPED
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
         if isinstance(self._failure, ChildFailedError):
             print(_describe(self._failure, self._launch_config), file=sys.stderr, flush=True)
             return FAILED

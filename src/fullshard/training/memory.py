@@ -23,12 +23,11 @@ from fullshard.plan import (
     readable,
     saved_activation_bytes,
 )
-from fullshard.training.config import TrainConfig
+from fullshard.training.config import TrainConfig, mesh_shape
 from fullshard.training.machine import meminfo
 from fullshard.training.sharding import (
     STRATEGIES,
     Dtypes,
-    mesh_shape,
     prepare_blocks,
     unit_classes,
 )

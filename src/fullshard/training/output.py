@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
+import socket
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fullshard.comm.processes import machine_id, start_of
 from fullshard.errors import ConfigError
 from fullshard.report.record import CONFIG, METRICS, SAMPLE, TIMELINE, StepMetrics
-from fullshard.state.store import latest
+from fullshard.state.store import checkpoints, is_ours, latest, read_manifest
 from fullshard.training.config import TrainConfig
+from fullshard.training.config_file import config_of
 
 
 class RunFolder:
@@ -29,6 +34,9 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tokens = path / "tokens"
         self.tensorboard = path / "tensorboard"
+        self.places = path / "places.json"
+        self._lock = path / "lock.json"
+        self._is_locked = False
 
     @classmethod
     def of(cls, config: TrainConfig) -> RunFolder:
@@ -38,26 +46,133 @@ class RunFolder:
         model = re.sub(r"[^\w.-]+", "-", Path(config.model.name).name) or "model"
         return cls(Path("runs") / f"{model}-{datetime.now():%Y%m%d-%H%M%S}")
 
+    def lock(self) -> None:
+        """Create the folder and make this process its only writer; raise if another one is.
+
+        The lock of a process that is gone is taken over, and so is that of a rank on another host
+        which the launcher of this one has replaced.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.touch()
+        except OSError as error:
+            where = f"{self.path} ({error.strerror})"
+            raise ConfigError(
+                f"--out: a folder to write to is expected, found {where}; pass another folder."
+            ) from error
+        pid = os.getpid()
+        own = {
+            "host": socket.gethostname(),
+            "boot": _boot_id(),
+            "machine": machine_id(),
+            "process": pid,
+            "started": start_of(pid),
+            "launch": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        }
+        with self._lock.open("a+", encoding="utf-8") as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # only while the file is read and written
+            file.seek(0)
+            found = _parsed(file.read())
+            if _is_alive(found, own):
+                raise ConfigError(
+                    f"--out: a folder that no other run writes to is expected, found {self.path} "
+                    f"in use by process {found['process']} on {found['host']}; wait for it or end "
+                    f"it, or remove {self._lock.name} if it is gone."
+                )
+            file.truncate(0)
+            file.write(json.dumps(own))
+        self._is_locked = True
+
+    def unlock(self) -> None:
+        if self._is_locked:
+            self._lock.unlink(missing_ok=True)
+            self._is_locked = False
+
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}"
 
-    def newest(self) -> Path | None:
-        """Return the newest complete checkpoint."""
-        return latest(self.checkpoints) if self.checkpoints.is_dir() else None
+    def complete(self) -> list[Path]:
+        """Return the checkpoints that have all their files, newest first."""
+        return checkpoints(self.checkpoints)[::-1]
+
+    def incomplete(self) -> list[Path]:
+        """Return newer checkpoints than those, whose files are missing or of another size."""
+        complete = self.complete()
+        step = read_manifest(complete[0]).step or 0 if complete else -1
+        names = (
+            (path, re.fullmatch(r"step_(\d+)", path.name)) for path in self.checkpoints.glob("*")
+        )
+        return [path for path, match in names if match and int(match[1]) > step and path.is_dir()]
+
+    def put_aside(self, damaged: Path) -> None:
+        """Move a checkpoint to where it is not counted among those to keep."""
+        folder = self.path / "damaged"
+        folder.mkdir(exist_ok=True)
+        damaged.rename(folder / f"{damaged.name}-{datetime.now():%Y%m%d-%H%M%S-%f}")
 
     def require_usable(self, config: TrainConfig) -> None:
         """Raise if the folder contains a run that is not resumed, or none that could be."""
-        found = self.newest()
+        found = next(iter(self.complete()), None)
         if config.run.resume and found is None:
             raise ConfigError(
                 f"--resume: a checkpoint in {self.checkpoints} is expected, found none; leave out "
                 "--resume to start a run, or pass another folder with --out."
+            )
+        if config.run.resume_strict and (damaged := self.incomplete()):
+            raise ConfigError(
+                f"--resume-strict: {damaged[0]} is expected to be complete, found files missing or "
+                "of another size; leave out --resume-strict to resume from an older one."
             )
         if found is not None and not config.run.resume:
             raise ConfigError(
                 f"--out: a folder without a run is expected, found {found.name} in {self.path}; "
                 "pass --resume to continue it, or pass another folder."
             )
+
+
+def checkpoint_at(path: Path) -> Path:
+    """Return the newest checkpoint of a run or of a folder of checkpoints; other paths stay."""
+    if is_ours(path):
+        return path
+    return latest(RunFolder(path).checkpoints) or latest(path) or path
+
+
+def config_beside(checkpoint: Path) -> TrainConfig | None:
+    """Return the configuration of the run that a checkpoint is in the folder of, if of any."""
+    # abspath removes `..` but, unlike resolve, does not follow a link to a checkpoint.
+    file = RunFolder(Path(os.path.abspath(checkpoint)).parent.parent).config
+    return config_of(file, {}) if file.is_file() else None
+
+
+_LOCK_KEYS = ("host", "boot", "machine", "process", "started", "launch")
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Return what a lock says; nothing if its writer died while it wrote."""
+    try:
+        found: dict[str, Any] = json.loads(text)
+        return {name: found[name] for name in _LOCK_KEYS}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _boot_id() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _is_alive(found: dict[str, Any], own: dict[str, Any]) -> bool:
+    """Return whether the process of a lock may still write; on another host it is assumed to."""
+    if not found:
+        return False
+    if found["machine"] == own["machine"]:
+        is_own = found["process"] == own["process"]
+        return not is_own and found["started"] == start_of(found["process"])
+    was_rebooted = found["host"] == own["host"] and found["boot"] != own["boot"]
+    # torchrun's own name for a launch that was given none is "none".
+    is_same_launch = found["launch"] == own["launch"] not in ("", "none")
+    return not was_rebooted and not is_same_launch
 
 
 class MetricsLog:
@@ -68,9 +183,19 @@ class MetricsLog:
 
     def __init__(self, path: Path, tensorboard: Path | None, *, last_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_after(path, last_step)
-        self._file = path.open("a", encoding="utf-8")
-        self._writer = None if tensorboard is None else _summary_writer(tensorboard, last_step)
+        self._path, self._tensorboard = path, tensorboard
+        self._open(last_step)
+
+    def _open(self, last_step: int) -> None:
+        board = self._tensorboard
+        _drop_after(self._path, last_step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._writer = None if board is None else _summary_writer(board, last_step)
+
+    def go_back(self, last_step: int) -> None:
+        """Drop the metrics of later steps."""
+        self.close()
+        self._open(last_step)
 
     def add(self, metrics: StepMetrics) -> None:
         self._file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")

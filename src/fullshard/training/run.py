@@ -5,26 +5,36 @@ The launcher starts this module as a process for each rank.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import FullshardError
+from fullshard.comm import watcher
+from fullshard.comm.watcher import RankFailedError
+from fullshard.errors import CheckpointError, FullshardError
 from fullshard.models.architecture import Architecture
+from fullshard.models.optional import first_line
 from fullshard.models.sampling import sample
 from fullshard.report.page import write_report
 from fullshard.report.record import read_record
 from fullshard.state.rank_group import OtherRankError, RankGroup
 from fullshard.state.shards import tensor_shards
+from fullshard.state.store import require_room
 from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
 from fullshard.training.config_file import config_as_toml, config_of
-from fullshard.training.control import StatusFolder, StopRequest, wants_tracebacks
+from fullshard.training.control import (
+    StatusFolder,
+    StopRequest,
+    end_with_launcher,
+    num_restarts,
+    wants_tracebacks,
+)
 from fullshard.training.corpus import Documents, prepare_corpus
 from fullshard.training.display import Display, closing_lines
 from fullshard.training.machine import environment
@@ -46,8 +56,7 @@ class Run:
         self._world = world
         self._ranks = RankGroup.world()
         # torchrun counts restarts only on the host whose rank died.
-        num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self._is_restarted = any(self._ranks.all_gather(num_restarts))
+        self._is_restarted = any(self._ranks.all_gather(num_restarts()))
         # The clocks of hosts differ, so rank 0 names the folder.
         path = self._ranks.all_gather(str(RunFolder.of(config).path))[0]
         self._folder = RunFolder(Path(path))
@@ -55,43 +64,92 @@ class Run:
 
     def run(self, stop: StopRequest) -> bool:
         """Train, save, sample and report; return False if stopped before the last step."""
+        os.environ[watcher.FILE] = str(self._folder.places)
+        try:
+            return self._run(stop)
+        finally:
+            self._folder.unlock()
+
+    def _run(self, stop: StopRequest) -> bool:
         config, world = self._config, self._world
         architecture = architecture_for(config.model)
         found = self._ranks.run_first("train", lambda: self._prepare_folder(architecture))
         parts = self._build(architecture)
+        self._ranks.run_first("train", lambda: self._require_room(parts, len(found)))
         trainer = Trainer(
             config, world, parts, self._folder, environment() if world.is_first else {}
         )
-        if found is None or config.model.lora_rank:
+        if not found or config.model.lora_rank:
             # A checkpoint of adapters does not contain the weights of the model.
             architecture.fill(parts.model, config.run.seed)
-        if found is not None:
-            trainer.resume(found)
+        fallback = self._resume(trainer, found)
         display = Display(config.optimizer.steps, trainer.step, is_shown=world.is_first)
+        if fallback:
+            display.say(fallback)
         display.say(self._opening(parts, trainer.step))
         log = self._log(trainer.step)
         with display:
             is_done = trainer.run(log, display, stop)
-            display.say(f"saving step {trainer.step} ...")
+            if not trainer.num_nonfinite:
+                display.say(f"saving step {trainer.step} ...")
             trainer.save(in_background=False)
         if log is not None:
             log.close()
         self._finish(parts, display, is_done=is_done)
         return is_done
 
-    def _prepare_folder(self, architecture: Architecture) -> Path | None:
+    def _resume(self, trainer: Trainer, found: list[Path]) -> str:
+        """Load the newest checkpoint that is not damaged; say which ones are, if any."""
+        failures: dict[Path, CheckpointError] = {}
+        for path in found:
+            try:
+                trainer.resume(path)
+            except CheckpointError as error:
+                if self._config.run.resume_strict:
+                    raise
+                failures[path] = error
+                continue
+            damaged = self._ranks.run_first("train", lambda: self._put_aside(failures))
+            if not damaged:
+                return ""
+            folder = self._folder.path / "damaged"
+            return f"{', '.join(damaged)}: damaged and moved to {folder}; resuming from {path.name}"
+        for failure in failures.values():
+            raise failure  # of the newest: all are, or the model is another one
+        return ""
+
+    def _put_aside(self, failed: Iterable[Path]) -> list[str]:
+        damaged = [*self._folder.incomplete(), *failed]
+        for path in damaged:
+            self._folder.put_aside(path)
+        return [path.name for path in damaged]
+
+    def _prepare_folder(self, architecture: Architecture) -> list[Path]:
         """Check on rank 0 that the run is possible, and create its folder.
 
-        Returns the checkpoint to resume from, if there is one.
+        Returns the checkpoints to resume from, newest first, if there are any.
         """
         config, world = self._config, self._world
         if not self._is_restarted:
             self._folder.require_usable(config)
         capacity = capacity_of(world.device, world.local_size)
         require_fit(config, architecture, world.size, world.device, capacity)
-        self._folder.path.mkdir(parents=True, exist_ok=True)
+        self._folder.lock()
         self._folder.config.write_text(config_as_toml(config), encoding="utf-8")
-        return self._folder.newest()
+        return self._folder.complete()
+
+    def _require_room(self, parts: Parts, num_complete: int) -> None:
+        """Raise if the disk has no room for the checkpoints that will be there at a time."""
+        run, is_adapted = self._config.run, bool(self._config.model.lora_rank)
+        # With two moments of what is trained.
+        num_bytes = sum(
+            shard.shape.numel() * shard.tensor.itemsize * (3 if shard.is_trainable else 1)
+            for shard in tensor_shards(parts.model)
+            if shard.is_trainable or not is_adapted
+        )
+        num_saves = -(-self._config.optimizer.steps // run.save_every) if run.save_every else 1
+        num_more = min(num_saves, max(run.keep, 2) + 1) - num_complete
+        require_room(self._folder.checkpoints, num_bytes * num_more)
 
     def _build(self, architecture: Architecture) -> Parts:
         config, world, ranks = self._config, self._world, self._ranks
@@ -142,7 +200,10 @@ class Run:
     def _finish(self, parts: Parts, display: Display, *, is_done: bool) -> None:
         """Write the sample and the report, and print where they are."""
         run, folder = self._config.run, self._folder
-        text = self._sample(parts) if is_done and run.sample_tokens else ""
+        text = ""
+        if is_done and run.sample_tokens:
+            with _reported("sample", display):
+                text = self._sample(parts)
         if not self._world.is_first:
             return
         if text:
@@ -150,7 +211,8 @@ class Run:
             display.say(f"\n{text}\n")
         record = read_record(folder.path)
         if run.report:
-            write_report(record, folder.report)
+            with _reported("report", display):
+                write_report(record, folder.report)
         for line in closing_lines(folder, record, is_done=is_done):
             display.say(line)
 
@@ -172,6 +234,17 @@ class Run:
         return tokenizer.decode([*prompt, *tokens])
 
 
+@contextmanager
+def _reported(what: str, display: Display) -> Iterator[None]:
+    """Print an error and go on: the run is trained and saved, and a restart would not help."""
+    try:
+        yield
+    except Exception as error:
+        if wants_tracebacks():
+            traceback.print_exc()
+        display.say(f"{what}: failed ({first_line(error)})")
+
+
 # The process
 
 
@@ -184,16 +257,8 @@ def run_rank(config: TrainConfig) -> int:
         try:
             with joined(config.run.device) as world:
                 is_done = Run(config, world).run(stop)
-        except (FullshardError, OSError) as error:
-            if wants_tracebacks():
-                traceback.print_exc()
-            return _report_error(error, status)
-        except RuntimeError as error:
-            if not _is_lost_connection(error) or wants_tracebacks():
-                raise
-            rank = os.environ.get("RANK", "?")
-            print(f"rank {rank}: lost its connection to another rank", file=sys.stderr, flush=True)
-            return 1
+        except (FullshardError, OSError, RuntimeError) as error:
+            return exit_status_after(error, status)
     if is_done:
         return 0
     if status is None:
@@ -202,8 +267,20 @@ def run_rank(config: TrainConfig) -> int:
     return 0
 
 
-def _report_error(error: Exception, status: StatusFolder | None) -> int:
-    """Report an error once, from the rank on which it occurred."""
+def exit_status_after(error: Exception, status: StatusFolder | None) -> int:
+    """Report an error once, from the rank on which it occurred; raise one that nobody expects."""
+    if _is_lost_connection(error):
+        if wants_tracebacks():
+            raise error
+        rank, is_told = os.environ.get("RANK", "?"), isinstance(error, RankFailedError)
+        found = f"gave up: {error}" if is_told else "lost its connection to another rank"
+        print(f"rank {rank}: {found}", file=sys.stderr, flush=True)
+        return 1  # the launcher restarts the ranks
+    watcher.report(error)
+    if not isinstance(error, FullshardError | OSError):
+        raise error
+    if wants_tracebacks():
+        traceback.print_exception(error)
     is_own = not isinstance(error, OtherRankError)
     if status is not None:
         if is_own:
@@ -214,22 +291,21 @@ def _report_error(error: Exception, status: StatusFolder | None) -> int:
     return INVALID
 
 
-def _is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether another rank has died; its own error is the one that matters."""
+def _is_lost_connection(error: Exception) -> bool:
+    """Return whether another rank has died, here or where a CheckpointError comes from.
+
+    Its own error is the one that matters.
+    """
     messages = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return any(message in str(error) for message in messages)
-
-
-def _die_with_launcher() -> None:
-    """On Linux, terminate this rank when its launcher is killed."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    is_told = isinstance(error, RuntimeError) and any(each in str(error) for each in messages)
+    if is_told or isinstance(error, RankFailedError):
+        return True
+    return isinstance(error.__cause__, Exception) and _is_lost_connection(error.__cause__)
 
 
 def main() -> None:
     """Run one rank; the launcher passes the configuration file."""
-    _die_with_launcher()
+    end_with_launcher()
     leave(run_rank(config_of(Path(sys.argv[1]), {})))
 
 

@@ -20,13 +20,13 @@ from fullshard.api import (
     ShardingStrategy,
 )
 from fullshard.auto_shard import auto_shard
-from fullshard.errors import ConfigError, TopologyError
+from fullshard.errors import ConfigError
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models import architecture_of
 from fullshard.models.adapters import LoraSettings
 from fullshard.models.architecture import Architecture
 from fullshard.state.materialize import give_memory
-from fullshard.training.config import ModelSection, ShardingSection, parse_mesh
+from fullshard.training.config import ModelSection, ShardingSection, mesh_shape
 from fullshard.training.world import World
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -114,17 +114,6 @@ def _wrapped(
         forward_prefetch=True,
         use_orig_params=True,
     )
-
-
-def mesh_shape(section: ShardingSection, num_ranks: int) -> tuple[int, int]:
-    """Return the number of replicas, and the number of ranks that share each."""
-    replicas, shards = parse_mesh(section.mesh) or (1, num_ranks)
-    if replicas * shards != num_ranks:
-        raise TopologyError(
-            f"--mesh: {section.mesh} needs {replicas * shards} ranks, found {num_ranks}; pass a "
-            "mesh of replicas x shards whose product is the number of ranks."
-        )
-    return replicas, shards
 
 
 def mesh_for(section: ShardingSection, world: World) -> DeviceMesh:

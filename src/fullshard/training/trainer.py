@@ -7,11 +7,11 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.captured_step import CapturedStep, capture
 from fullshard.comm.placement import full_tensor
+from fullshard.errors import FullshardError
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.report.record import StepMetrics
 from fullshard.runtime.unit_facts import unit_facts
-from fullshard.state.checkpoint import load, save, save_async
-from fullshard.state.rank_group import RankGroup
+from fullshard.state.checkpoint import Handle, load, save, save_async
+from fullshard.state.rank_group import OtherRankError, RankGroup
 from fullshard.trace import seam
 from fullshard.trace.recording import Clock, Exposure, record
 from fullshard.trace.seam import Activity
@@ -34,6 +35,7 @@ from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
 from fullshard.training.control import StopRequest
 from fullshard.training.display import Display
+from fullshard.training.nonfinite import first_nonfinite
 from fullshard.training.optimizer import learning_rate
 from fullshard.training.output import MetricsLog, RunFolder
 from fullshard.training.world import World
@@ -76,7 +78,13 @@ class Trainer:
         if config.sharding.precision == "fp16":
             self._scaler = ShardedGradScaler(device=world.device.type)
         self.step = 0
+        # Inputs and targets of steps that are not read yet. Steps in a row that were not finite,
+        # where they began, and checkpoints that were gone back to because of them.
+        self._tensors: deque[list[torch.Tensor]] = deque()
+        self.num_nonfinite, self._cause = 0, ""
+        self._rollbacks: list[list[Path]] = []
         self._saved_step = 0
+        self._saving: Handle | None = None
         self._num_run = 0
         is_possible = world.device.type == "cuda" and not config.sharding.offload
         self._may_capture = is_possible and config.run.capture != "off"
@@ -99,20 +107,29 @@ class Trainer:
         return extra
 
     def save(self, *, in_background: bool) -> None:
-        """Write a checkpoint of the last step, unless there is one."""
-        if self._saved_step == self.step:
+        """Write a checkpoint of the last step, unless there is one or the step was not finite."""
+        if self._saved_step == self.step or self.num_nonfinite:
             return
+        keep = self._config.run.keep
         write = save_async if in_background else save
-        write(
+        written = write(
             self._folder.checkpoint(self.step),
             self._parts.model,
             self._parts.optimizer,
             extra=self._extra(),
             step=self.step,
             only="trainable" if self._config.model.lora_rank else None,
-            keep=self._config.run.keep,
+            # Whether this one is any good, the next step shows.
+            keep=max(keep, 2) if in_background else keep,
         )
+        self._saving = written if isinstance(written, Handle) else None
         self._saved_step = self.step
+
+    def _has_failed_save(self) -> bool:
+        saving = self._saving
+        with suppress(Exception):
+            return bool(saving is not None and saving.done() and not saving.wait())
+        return True
 
     # Steps
 
@@ -128,11 +145,18 @@ class Trainer:
             must_stop = False
             while len(pending) > num_pending:
                 metrics, is_requested = meter.finish(pending.popleft())
+                tensors = self._tensors.popleft()
                 must_stop = must_stop or is_requested
                 display.show(metrics)
                 if log is not None:
                     log.add(metrics)
                 self._decide_on_capture(meter.host_share)
+                if self._must_go_back(metrics, tensors, display):
+                    self._go_back(log, display)
+                    pending.clear()
+                    self._tensors.clear()
+                if not math.isfinite(metrics.loss + metrics.grad_norm):
+                    meter.restart()  # a second pass is no part of a step
             return must_stop
 
         self._parts.model.train()
@@ -142,7 +166,8 @@ class Trainer:
                 with self._traced(is_traced):
                     pending.append(self._one_step(meter, stop, is_traced=is_traced))
                 is_save_due = self._is_save_due()
-                must_stop = finish(0 if is_save_due or is_traced else meter.max_pending)
+                is_read = is_save_due or is_traced or self.step == num_steps
+                must_stop = finish(0 if is_read else meter.max_pending)
                 if must_stop:
                     stop.acknowledge()
                     break
@@ -164,7 +189,7 @@ class Trainer:
         tensors: list[torch.Tensor] = []
         for _ in range(self._config.optimizer.accumulate):
             tensors += self._parts.batches.next()
-        tokens = sum(targets.numel() for targets in tensors[1::2])
+        tokens = tensors[1].numel() * self._config.optimizer.accumulate
         device = self._world.device
         if device.type != "cpu":
             tensors = [each.pin_memory().to(device, non_blocking=True) for each in tensors]
@@ -172,12 +197,14 @@ class Trainer:
         num_graphs = 0 if captured is None else captured.num_graphs
         loss_and_norm = (captured or self._update)(*tensors)
         self.step += 1
+        self._tensors.append(tensors)
         return meter.start(
             self.step,
             lr,
             tokens,
             loss_and_norm,
-            must_stop=stop.is_requested,
+            # The save at the end then raises what went wrong.
+            must_stop=stop.is_requested or self._has_failed_save(),
             host_s=time.perf_counter() - start,
             is_replayed=num_graphs > 0,
         )
@@ -196,11 +223,7 @@ class Trainer:
     def _update(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Train on micro-batches of inputs and targets; return the loss and the gradient norm."""
         optimizer, scaler = self._parts.optimizer, self._scaler
-        total = torch.zeros((), device=self._world.device)
-        for inputs, targets in zip(tensors[::2], tensors[1::2], strict=True):
-            loss = self._loss(inputs, targets) / self._config.optimizer.accumulate
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            total += loss.detach()
+        total = self._backward(tensors)
         with seam.doing(Activity.OPTIMIZER, "optimizer"):
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -209,13 +232,29 @@ class Trainer:
                 scaler.step(optimizer)
                 scaler.update()
             else:
+                # Where this is 1, a fused optimizer changes nothing; the host need not know.
+                optimizer.found_inf = 1 - norm.isfinite().float()  # type: ignore[attr-defined]
                 optimizer.step()
             optimizer.zero_grad()
         return torch.stack([total.double(), norm.detach().double()])
 
-    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self._parts.architecture.logits(self._parts.model, inputs)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    def _backward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Compute gradients, and return the loss."""
+        total = torch.zeros((), device=self._world.device)
+        number = self._config.optimizer.accumulate
+        width = len(tensors) // number
+        for first in range(0, len(tensors), width):
+            loss = self._loss(*tensors[first : first + width]) / number
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            total += loss.detach()
+        return total
+
+    def _loss(
+        self, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits = self._parts.architecture.logits(self._parts.model, inputs, positions)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return loss / targets.ge(0).sum().clamp(min=1)  # there may be none that is trained
 
     def _decide_on_capture(self, host_share: float) -> None:
         """After a few eager steps, capture the others if the device waited for the host."""
@@ -234,6 +273,58 @@ class Trainer:
         if isinstance(norm, DTensor):
             norm = full_tensor(norm)
         return norm.to(self._world.device)
+
+    # Steps that are not finite
+
+    def _must_go_back(
+        self, metrics: StepMetrics, tensors: Sequence[torch.Tensor], display: Display
+    ) -> bool:
+        """Report the first step that is not finite; return whether to roll back, or raise."""
+        run = self._config.run
+        # With a scaler, a gradient that overflows is how it finds its scale.
+        norm = metrics.grad_norm if self._scaler is None else 0.0
+        self.num_nonfinite += 1
+        if math.isfinite(metrics.loss + norm):
+            self.num_nonfinite = 0
+            return False
+        if self.num_nonfinite == 1:
+            model, device = self._parts.model, self._world.device
+            first = first_nonfinite(model, device, lambda: self._backward(tensors))
+            self._parts.optimizer.zero_grad()
+            figures = f"loss {metrics.loss:.4g}, gradient norm {metrics.grad_norm:.4g}"
+            self._cause = f"step {metrics.step}: {figures}; {first or 'a second pass is finite'}"
+            display.say(self._cause)
+        if run.on_nan == "skip" or self.num_nonfinite < run.nan_limit:
+            return False
+        if run.on_nan == "stop":
+            self._stop("lower --lr, set --clip, or pass --on-nan skip or rollback")
+        return True
+
+    def _go_back(self, log: MetricsLog | None, display: Display) -> None:
+        """Load the newest checkpoint, and go on with the data that follows."""
+        if self._saving is not None:
+            self._saving.wait()
+        batches, complete = self._parts.batches, self._folder.complete
+        position = batches.position
+        found = RankGroup.world().run_first("train", lambda: complete()[:1])
+        times = self._rollbacks.count(found)
+        if not found or times == self._config.run.nan_limit:
+            self._stop(f"lower --lr; it was rolled back {times} times to one checkpoint")
+        self._rollbacks.append(found)
+        self.resume(found[0])
+        batches.position, self.num_nonfinite = position, 0
+        if log is not None:
+            log.go_back(self.step)
+        display.say(f"rolled back to step {self.step}; going on with the data that follows")
+
+    def _stop(self, remedy: str) -> NoReturn:
+        if self._saving is not None:
+            self._saving.wait()  # a rank that fails ends at once
+        kind = FullshardError if self._world.is_first else OtherRankError
+        raise kind(
+            f"train: a finite loss and gradient are expected, found {self.num_nonfinite} steps in "
+            f"a row without ({self._cause}); {remedy}. Checkpoints are from before them."
+        )
 
     # The traced step
 
@@ -353,6 +444,7 @@ class Meter:
 
     def restart(self) -> None:
         """Exclude the time since the last step from the next one."""
+        self.exposure.taken()
         self._end = self._clock.stamp()
 
     def _memory(self) -> int:

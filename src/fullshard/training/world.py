@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import watcher
 from fullshard.errors import TopologyError
 from fullshard.state.rank_group import RankGroup
 
@@ -74,6 +75,8 @@ def joined(asked_device: str) -> Iterator[World]:
         torch.cuda.set_device(device)
     # With offload, gradient norms are reduced in host memory.
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    # After a failed collective torch would end the process, before it can say which rank failed.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     dist.init_process_group(backend, device_id=device if device_type == "cuda" else None)
     yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
     # Skipped after an error: the rank exits, and must not wait for ranks that wait for it.
@@ -82,6 +85,7 @@ def joined(asked_device: str) -> Iterator[World]:
 
 def leave(status: int) -> NoReturn:
     """End a process that has nothing left to do, whatever its threads do."""
+    watcher.leave()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

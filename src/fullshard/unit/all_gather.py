@@ -25,6 +25,10 @@ from fullshard.layout import Bucket, BucketKind, Lane, Split, UnitLayout
 from fullshard.unit.context import AddressRanges, CommContext, wait_all
 from fullshard.unit.param import ShardBuffers, ShardedParam
 
+# From this size on, a bucket is copied out by one kernel on an accelerator. It first sends a table
+# of addresses to the device, for which a smaller bucket does not pay.
+_MIN_ONE_KERNEL_BYTES = 16 << 20
+
 
 @dataclass(slots=True)
 class InFlightAllGather:
@@ -152,7 +156,7 @@ class UnitAllGather:
                 self._copy_to.append(in_full)
                 self._copy_from.append(in_bucket)
             return
-        if not segments.is_cpu:  # one kernel copies them all
+        if not segments.is_cpu and segments.nbytes >= _MIN_ONE_KERNEL_BYTES:
             view = self._full_buffer.view
             places = [(slot.full_offset_bytes, slot.numel) for slot in bucket.slots]
             places.append((bucket.padding_offset_bytes, bucket.padding_numel))

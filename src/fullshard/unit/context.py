@@ -65,7 +65,7 @@ class CommContext:
     and these events: the allocator may give such a range to the next all-gather at once, which has
     to wait for the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are
     the owners of all-gathers that nobody has waited for yet. `_is_capturing` says that what is
-    issued now becomes part of a CUDA graph.
+    issued now becomes part of a CUDA graph. `num_collectives` have been issued: where ranks are.
     """
 
     def __init__(self, device: Device) -> None:
@@ -76,6 +76,14 @@ class CommContext:
         self._reduce_scatters: deque[ReduceScatterInFlight] = deque()
         self._held: HeldResults | None = None
         self._is_capturing = False
+        self.num_collectives = 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the device still has collectives to do; may be asked from another thread."""
+        if not self.device.has_streams or self._is_capturing:
+            return False
+        return not (self.streams.all_gather.query() and self.streams.reduce_scatter.query())
 
     @cached_property
     def streams(self) -> Streams:
@@ -103,6 +111,7 @@ class CommContext:
 
     def all_gather_issued(self, owner: object) -> None:
         self._unused_all_gathers.add(owner)
+        self.num_collectives += 1
         self.free_pending()
 
     def all_gather_used(self, owner: object) -> None:
@@ -165,6 +174,7 @@ class CommContext:
 
     def add_reduce_scatter(self, reduce_scatter: ReduceScatterInFlight) -> None:
         self._reduce_scatters.append(reduce_scatter)
+        self.num_collectives += 1
 
     def limit_reduce_scatters(self, max_in_flight: int) -> None:
         """Finish the oldest until fewer than `max_in_flight` are in flight."""

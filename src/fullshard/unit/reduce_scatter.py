@@ -732,6 +732,11 @@ class UnitGrads:
                     assert param.grad is not None
                 self._shown[param] = (param.grad, version_of(param.grad), is_placeholder)
 
+    def drop_kept(self, params: Sequence[ShardedParam]) -> None:
+        """Forget gradients that were not reduced, or not over the replicas."""
+        for param in params:
+            param.accumulated = param.partial_grad = None
+
     def _drop_zeroed(self, params: Sequence[ShardedParam]) -> None:
         """Forget what was kept for parameters whose gradients were zeroed since, in either way."""
         for param, (grad, version, is_placeholder) in list(self._shown.items()):
@@ -932,8 +937,8 @@ class UnitGrads:
         self.forget_buffers()  # results may lie in them that were assigned to nothing
         self._hide()
         self._host_events.clear()
+        self.drop_kept(params)
         for param in params:
-            param.accumulated = param.partial_grad = None
             if param.full is not None:
                 param.full.grad = None
         for target in self._created:

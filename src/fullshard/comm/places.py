@@ -1,0 +1,180 @@
+"""Where ranks are, and what the places of all of them say together."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import torch
+
+# How long ranks wait before one that has left, or is stopped, is given up.
+SHORT_PATIENCE_S = 3.0
+
+_SHOWN_RANKS = 8
+_TORCH = Path(torch.__file__).parent
+_PACKAGES = str(_TORCH), str(Path(__file__).parent.parent), "<"
+# Where a program waits in a collective of its own, at most so many calls deep. Not all of
+# torch.distributed: a rank that writes a checkpoint there does not wait for others.
+_COLLECTIVES = tuple(
+    str(_TORCH / "distributed" / name) for name in ("distributed_c10d.py", "_functional_coll")
+)
+_MAX_DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is, and for how long it has waited there for other ranks.
+
+    `line` is that of the program; `ended` says why the rank will not come any further.
+    """
+
+    step: int = 0
+    forward: int = 0
+    phase: str = "idle"
+    unit: str = ""
+    num_collectives: int = 0
+    waited_s: float = 0.0
+    line: str = ""
+    ended: str = ""
+
+    @property
+    def spot(self) -> tuple[object, ...]:
+        """What ranks that wait for each other have in common."""
+        return self.forward, self.phase, self.unit, self.num_collectives
+
+    def __str__(self) -> str:
+        where = f"{self.phase} of {self.unit}" if self.unit else self.phase
+        text = f"step {self.step}, {where}, after {self.num_collectives} collectives"
+        if self.ended:
+            return f"{text}: {self.ended}"
+        text = f"{text}, {self.line}" if self.line else text
+        return f"{text}, waiting for {self.waited_s:.0f} s" if self.waited_s else text
+
+
+class Watched(Protocol):
+    """A scheduler, as another thread sees it; `waited_s` says whether its device is behind."""
+
+    def place(self) -> Place: ...
+
+
+class OwnPlace:
+    """Follows where this rank is, from another thread than the program's.
+
+    `watched` are the schedulers of this process. `num_steps` is how many steps optimizers have
+    done. `waiting_since` is set by what waits for others on the host; a wait of the device, or in
+    a collective of the program's own, is seen from outside: the rank stays where it is.
+    """
+
+    def __init__(self) -> None:
+        self.watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self.num_steps = 0
+        self.ended = ""
+        self.waiting_since: float | None = None
+        self._program = threading.main_thread().ident or 0
+        self._num_left = 0
+        self._seen = Place()
+        self._seen_since = time.monotonic()
+
+    def look(self) -> Place:
+        places = [watched.place() for watched in list(self.watched)]
+        active = [place for place in places if place.phase != "idle"]
+        found = (active or places or [Place()])[-1]
+        line, is_in_torch = self._line()
+        is_behind, ended = found.waited_s > 0 or is_in_torch, self.ended
+        is_left = found.phase == "backward" and not _is_in_autograd()
+        self._num_left = self._num_left + 1 if is_left else 0
+        if self._num_left > 1 and not ended:
+            ended = "it left a backward before its end"
+        found = replace(found, step=self.num_steps, waited_s=0.0, line=line, ended=ended)
+        now = time.monotonic()
+        if found != self._seen or not is_behind:
+            self._seen, self._seen_since = found, now
+        return replace(found, waited_s=round(now - (self.waiting_since or self._seen_since), 1))
+
+    def _line(self) -> tuple[str, bool]:
+        """The line that the program is at, and whether it waits there in a collective."""
+        paths: list[str] = []
+        for frame in _frames(sys._current_frames().get(self._program)):
+            path = frame.f_code.co_filename
+            if not path.startswith(_PACKAGES):
+                is_waiting = any(each.startswith(_COLLECTIVES) for each in paths)
+                return f"{Path(path).name}:{frame.f_lineno} in {frame.f_code.co_name}", is_waiting
+            if len(paths) < _MAX_DEPTH:
+                paths.append(path)
+        return "", False
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_in_autograd() -> bool:
+    """Whether any thread runs a backward."""
+    stacks = map(_frames, sys._current_frames().values())
+    in_autograd = str(_TORCH / "autograd")
+    return any(f.f_code.co_filename.startswith(in_autograd) for stack in stacks for f in stack)
+
+
+def table(places: Sequence[Place]) -> str:
+    """One line for all ranks that are at the same place, the most first."""
+    at: dict[Place, list[int]] = {}
+    for rank, place in enumerate(places):
+        at.setdefault(replace(place, waited_s=float(place.waited_s > 0)), []).append(rank)
+    lines = []
+    for ranks in sorted(at.values(), key=len, reverse=True):
+        longest = max((places[rank] for rank in ranks), key=lambda place: place.waited_s)
+        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+        more = ", ..." if len(ranks) > _SHOWN_RANKS else ""
+        lines.append(f"  {len(ranks)} of {len(places)} (rank {shown}{more}): {longest}")
+    return "\n".join(lines)
+
+
+def write_places(path: Path, places: Sequence[Place]) -> None:
+    """Write where all ranks are, for whoever looks at a run from outside."""
+    known = {"time": time.time(), "places": [asdict(place) for place in places]}
+    with suppress(OSError):
+        beside = path.with_name(f".{path.name}")
+        beside.write_text(json.dumps(known), encoding="utf-8")
+        beside.replace(path)
+
+
+def read_places(path: Path) -> tuple[list[Place], float]:
+    """Where all ranks were, and how many seconds ago."""
+    known = json.loads(path.read_text(encoding="utf-8"))
+    return [Place(**place) for place in known["places"]], time.time() - known["time"]
+
+
+def rank_to_give_up(places: Sequence[Place]) -> int | None:
+    """The rank that has ended while others have been waiting, if there is one."""
+    if max((place.waited_s for place in places), default=0.0) < SHORT_PATIENCE_S:
+        return None
+    return next((rank for rank, place in enumerate(places) if place.ended), None)
+
+
+def are_deadlocked(places: Sequence[Place], patience_s: float) -> bool:
+    """Whether every rank waits, and not all for the same collective."""
+    do_wait = all(place.waited_s >= patience_s for place in places)
+    return do_wait and len({place.spot for place in places}) > 1
+
+
+def rank_apart(places: Sequence[Place]) -> int | None:
+    """A rank that is in the same forward as all others, but has done another number of steps."""
+    if any(place.phase not in ("forward", "backward") or place.ended for place in places):
+        return None
+    if len({place.forward for place in places}) != 1:
+        return None
+    usual = Counter(place.step for place in places).most_common(1)[0][0]
+    return next((rank for rank, place in enumerate(places) if place.step != usual), None)

@@ -1,0 +1,15 @@
+"""Numbers in words, for tables and messages; without torch, because the command's help has none."""
+
+
+def readable(num_bytes: int, word: str = "bytes") -> str:
+    """A size as in "1.5 GiB"; `word` is for sizes of less than 1 KiB."""
+    size, units = float(num_bytes), [word, "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.0f} {word}" if units[0] == word else f"{size:.1f} {units[0]}"
+
+
+def counted(number: int, what: str) -> str:
+    """Format a number of things as in "1 rank" and "2 ranks"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,263 @@
+"""The watcher: every rank learns which other one has failed, stopped or gone elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from torch import nn
+
+from fullshard import FullyShardedDataParallel, RankFailedError, fully_shard
+from fullshard.cli.commands import fullshard
+from fullshard.comm import watcher
+from fullshard.comm.places import (
+    Place,
+    are_deadlocked,
+    rank_apart,
+    rank_to_give_up,
+    table,
+    write_places,
+)
+from fullshard.errors import DisagreementError
+from fullshard.testing import Rank, RankPool
+from fullshard.testing.failures import RanksFailed
+from fullshard.wrap import ModuleWrapPolicy
+from tests.programs import free_port
+
+ODD = 1
+BAD_STEP = 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.in_forward: Callable[[], object] = int
+        self.in_backward: Callable[[], object] = int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.in_forward()
+        y = self.linear(x)
+        y.register_hook(lambda _: (self.in_backward(), None)[1])
+        return y.tanh()
+
+
+def sharded(rank: Rank, api: str) -> nn.Module:
+    model = nn.Sequential(*[Block() for _ in range(3)]).to(rank.device)
+    if api == "wrapper":
+        return FullyShardedDataParallel(
+            model,
+            process_group=rank.mesh().get_group(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+        )
+    for module in [*model, model]:
+        fully_shard(module, mesh=rank.mesh())
+    return model
+
+
+def fail(kind: str) -> None:
+    if kind == "raises":
+        raise ZeroDivisionError("planned")
+    os.kill(os.getpid(), signal.SIGKILL if kind == "is killed" else signal.SIGSTOP)
+
+
+def train(rank: Rank, kind: str, phase: str, api: str) -> None:
+    """Steps in one of which one rank fails in a phase."""
+    os.environ[watcher.SWITCH] = "1"
+    os.environ[watcher.PATIENCE] = "4"
+    pids = [0] * rank.size
+    dist.all_gather_object(pids, os.getpid())
+    try:
+        take_steps(rank, kind, phase, api)
+    finally:
+        if kind == "is stopped":
+            os.kill(pids[ODD], signal.SIGCONT)  # so that it ends, too
+
+
+def take_steps(rank: Rank, kind: str, phase: str, api: str) -> None:
+    model = sharded(rank, api)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for step in range(BAD_STEP + 2):
+        is_bad = rank.rank == ODD and step == BAD_STEP
+        if is_bad:
+            blocks[1].__dict__[f"in_{phase}"] = lambda: fail(kind)
+        loss = model(torch.ones(2, 16, device=rank.device)).sum()
+        loss.backward()
+        loss.item()  # on a GPU, the program waits here
+        if is_bad and phase == "clipping":
+            model.clip_grad_norm_(1.0)
+        if is_bad and phase == "optimizer":
+            fail(kind)
+        optimizer.step()
+
+
+@pytest.fixture
+def ranks() -> Iterator[RankPool]:
+    with RankPool(3, timeout_s=120) as found:
+        yield found
+
+
+def errors_of(failed: RanksFailed) -> dict[int, BaseException | None]:
+    return {rank: raised.exception for rank, raised in failed.exceptions.items()}
+
+
+FAULTS = [
+    ("is killed", "forward", "fully_shard", "its process is gone"),
+    ("is stopped", "backward", "wrapper", "its process is stopped"),
+    ("raises", "forward", "wrapper", "forward of 1 with ZeroDivisionError: planned .*in fail"),
+    ("raises", "backward", "fully_shard", "it left a backward before its end"),
+]
+
+
+@pytest.mark.parametrize(("kind", "phase", "api", "found"), FAULTS)
+def test_a_rank_that_fails_is_named_on_all_others(
+    ranks: RankPool, kind: str, phase: str, api: str, found: str
+) -> None:
+    require_named(ranks, kind, phase, api, found)
+
+
+def require_named(ranks: RankPool, kind: str, phase: str, api: str, found: str) -> None:
+    """All ranks but one raise an error that says what that one did."""
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(train, kind, phase, api, expect_failure=True)
+    errors = errors_of(failed.value)
+    errors.pop(ODD, None)
+    assert set(errors) == {0, 2}, failed.value
+    for error in errors.values():
+        assert isinstance(error, RankFailedError), error
+        assert isinstance(error, dist.DistBackendError)
+        with pytest.raises(RankFailedError, match=f"^rank {ODD}: .*{found}"):
+            raise error
+
+
+def test_a_call_on_one_rank_alone_is_an_error_on_all_with_the_places_of_all(
+    ranks: RankPool,
+) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(train, "", "clipping", "wrapper", expect_failure=True)
+    errors = errors_of(failed.value)
+    assert set(errors) == {0, 1, 2}
+    for error in errors.values():
+        assert isinstance(error, DisagreementError)
+        text = str(error)
+        assert "2 of 3 (rank 0, 2): step 3, forward of" in text
+        assert f"1 of 3 (rank {ODD}): step 2, idle" in text
+        assert "test_watcher.py" in text
+
+
+PROGRAM = """
+import os, sys, torch, fullshard
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+fullshard.fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(100_000):
+    model(torch.ones(1, 4)).sum().backward()
+    if dist.get_rank() == 1 and step == 3:
+        raise ZeroDivisionError("planned")
+    optimizer.step()
+"""
+
+
+def test_a_program_that_raises_is_named_with_its_last_lines(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    common |= {"GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "program.py")],
+            env={**os.environ, **common, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [1, 1]
+    assert said[1].rstrip().endswith("ZeroDivisionError: planned")
+    last = said[0].rstrip().splitlines()[-1]
+    assert "fullshard.comm.watcher.RankFailedError: rank 1: " in last
+    assert "step 3, idle" in last
+    assert "it raised ZeroDivisionError: planned" in last
+    assert "program.py:11 in <module>" in last
+
+
+def waits(at: Place, seconds: float) -> Place:
+    return Place(at.step, at.forward, at.phase, at.unit, at.num_collectives, seconds)
+
+
+FORWARD = Place(4, 5, "forward", "blocks.1", 20)
+BACKWARD = Place(4, 5, "backward", "blocks.0", 22)
+LEFT = Place(4, 5, "idle", ended="it has left")
+
+
+class EndsAfterItsSlice(dist.Work):
+    """A collective that ends between the end of a slice and the look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = 0
+
+    def wait(self, timeout: object = None) -> bool:
+        self.num_waits += 1
+        if self.num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def wait_once(rank: Rank) -> int:
+    os.environ[watcher.SWITCH] = "1"
+    sharded(rank, "fully_shard")(torch.ones(2, 16))
+    assert watcher.current() is not None
+    work = EndsAfterItsSlice()
+    watcher.wait_for(work)
+    return work.num_waits
+
+
+def test_a_collective_that_ends_when_a_slice_times_out_has_not_failed(ranks: RankPool) -> None:
+    assert ranks.run(wait_once) == [2, 2, 2]
+
+
+def test_what_the_places_of_all_ranks_say() -> None:
+    for slow in (FORWARD, BACKWARD, Place()):  # a rank that computes may still come
+        assert rank_to_give_up([waits(FORWARD, 1e9), slow]) is None
+        assert not are_deadlocked([waits(FORWARD, 1e9), slow], 60)
+    assert not are_deadlocked([waits(FORWARD, 90), waits(FORWARD, 70)], 60)
+    assert not are_deadlocked([waits(FORWARD, 90), waits(BACKWARD, 50)], 60)
+    assert are_deadlocked([waits(FORWARD, 90), waits(BACKWARD, 70)], 60)
+
+    assert rank_to_give_up([FORWARD, LEFT]) is None  # nobody waits for it
+    assert rank_to_give_up([waits(FORWARD, 9), FORWARD, LEFT]) == 2
+
+    ahead = Place(5, 5, "backward", "blocks.1", 21)
+    assert rank_apart([FORWARD, BACKWARD, FORWARD]) is None
+    assert rank_apart([FORWARD, ahead, BACKWARD]) == 1
+    assert rank_apart([FORWARD, ahead, Place(4, 6, "forward")]) is None  # another forward
+    assert rank_apart([FORWARD, ahead, LEFT]) is None
+
+
+def test_the_table_of_a_run_is_printed_from_outside(tmp_path: Path) -> None:
+    places = [waits(FORWARD, 3 + rank / 100) for rank in range(99)] + [LEFT]
+    text = table(places)
+    assert len(text.splitlines()) == 2
+    write_places(tmp_path / "places.json", places)
+    ended = CliRunner().invoke(fullshard, ["doctor", "--attach", str(tmp_path)])
+    assert ended.exit_code == 0, ended.output
+    assert text in ended.stdout
+    ended = CliRunner().invoke(fullshard, ["doctor", "--attach", str(tmp_path / "other")])
+    assert ended.exit_code == 2
+    assert "pass what the run has as --out" in ended.stderr
