@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ class StepMetrics:
 
     `memory_bytes` is the peak memory of any rank so far: allocated device memory, or the resident
     memory of the process on a CPU. `exposed_s` is the longest time that compute waited for
-    communication on any rank; NaN for a step that was replayed as a CUDA graph.
+    communication on any rank; NaN for a step that was replayed as a CUDA graph. `tflops` is what
+    each rank computes in a second for the model, without what is recomputed, and `mfu` its share of
+    what the device can do; NaN where unknown. `eval_loss` is that of a validation after the step,
+    NaN if there was none. A run was started or resumed with the steps that have `is_restart`.
     """
 
     step: int
@@ -35,6 +39,10 @@ class StepMetrics:
     step_s: float
     exposed_s: float
     memory_bytes: int
+    tflops: float = nan
+    mfu: float = nan
+    eval_loss: float = nan
+    is_restart: bool = False
 
     @property
     def tokens_per_s(self) -> float:
@@ -43,7 +51,10 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Everything that a report shows."""
+    """Everything that a report shows.
+
+    `memory` has the bytes of each kind at the peak of the traced step, on the rank with the most.
+    """
 
     title: str
     metrics: Sequence[StepMetrics]
@@ -53,6 +64,7 @@ class RunRecord:
     config: Mapping[str, Mapping[str, object]]
     environment: Mapping[str, str]
     sample: str = ""
+    memory: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_record(folder: Path) -> RunRecord:
@@ -95,12 +107,16 @@ def _complete_steps(lines: list[str]) -> Iterator[StepMetrics]:
     for line in lines:
         try:
             found = json.loads(line)
-            values = {name: found[name] for name in _names_of(StepMetrics)}
+            # Runs of earlier versions lack what has a default. JSON has no NaN; null stands for it.
+            values: dict[str, Any] = {
+                each.name: found[each.name] if each.default is MISSING else found.get(each.name)
+                for each in fields(StepMetrics)
+            }
             counts = {name: int(values.pop(name)) for name in ("step", "tokens", "memory_bytes")}
-            # JSON has no NaN; null stands for it.
+            is_restart = bool(values.pop("is_restart"))
             numbers: dict[str, Any]
-            numbers = {n: float("nan") if v is None else float(v) for n, v in values.items()}
-            yield StepMetrics(**counts, **numbers)
+            numbers = {name: nan if v is None else float(v) for name, v in values.items()}
+            yield StepMetrics(**counts, **numbers, is_restart=is_restart)
         except (ValueError, KeyError, TypeError):
             continue  # incomplete: the run was killed
 
@@ -117,6 +133,7 @@ def _read_timeline(path: Path) -> dict[str, Any]:
                 UnitFacts(**{name: each[name] for name in names}) for each in found.get("units", ())
             ),
             "environment": {str(k): str(v) for k, v in found.get("environment", {}).items()},
+            "memory": {str(k): int(v) for k, v in found.get("memory", {}).items()},
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -137,7 +154,7 @@ def _read_config(path: Path) -> Mapping[str, Mapping[str, object]]:
 
 
 def _names_of(kind: type[StepMetrics] | type[UnitFacts]) -> list[str]:
-    return [field.name for field in fields(kind)]
+    return [each.name for each in fields(kind)]
 
 
 def _text(path: Path) -> str:
