@@ -115,7 +115,7 @@ def _complete_steps(lines: list[str]) -> Iterator[StepMetrics]:
             counts = {name: int(values.pop(name)) for name in ("step", "tokens", "memory_bytes")}
             is_restart = bool(values.pop("is_restart"))
             numbers: dict[str, Any]
-            numbers = {name: nan if v is None else float(v) for name, v in values.items()}
+            numbers = {name: nan if v is None or v != v else float(v) for name, v in values.items()}
             yield StepMetrics(**counts, **numbers, is_restart=is_restart)
         except (ValueError, KeyError, TypeError):
             continue  # incomplete: the run was killed
