@@ -5,6 +5,7 @@ One process simulates a rank of four: nothing here gets as far as a collective.
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from fullshard import (
     ConfigError,
     DataParallelMeshDims,
     FullshardError,
+    FullyShardedDataParallel,
     LifecycleError,
     OffloadPolicy,
     TopologyError,
@@ -427,6 +429,52 @@ def test_a_model_with_a_sharded_part_is_not_copied_either(rank: Rank) -> None:
     model = model_with_blocks()
     fully_shard(model[1], mesh=rank.mesh())
     refused(lambda: copy.deepcopy(model), MisuseError, "FSDPLinear", "deepcopy")
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.during: Callable[[], object] = int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.during()
+        return self.encode(x)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def noted(call: Callable[[], object], error: type[Exception] = RuntimeError) -> str:
+    """The notes of an error that ends the program."""
+    with pytest.raises(error) as caught:
+        call()
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    return "".join(getattr(caught.value, "__notes__", ()))
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+def test_a_submodule_that_is_called_outside_forward_is_named(
+    rank: Rank, api: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if api == "wrapper":
+        model = FullyShardedDataParallel(Encoder(), use_orig_params=True, device_mesh=rank.mesh())
+        inside: Any = model.module
+    else:
+        model = inside = fully_shard(Encoder(), mesh=rank.mesh())
+    x = torch.ones(2, WIDTH)
+    found = noted(lambda: inside.inner(x))
+    assert "Linear expects gathered parameters, found shards" in found
+    owner = "FullyShardedDataParallel" if api == "wrapper" else "Encoder"
+    assert f"belong to {owner}" in found
+    if api == "fully_shard":
+        assert "register_fsdp_forward_method(module, 'encode')" in noted(lambda: inside.encode(x))
+        inside.during = inside.state_dict
+        assert "call state_dict(), reshard() and the like after" in noted(lambda: model(x))
+        inside.during = int
+    # What goes wrong while parameters are gathered has other reasons.
+    assert noted(lambda: model(torch.ones(2, WIDTH + 1))) == ""
+    assert model(x).shape == x.shape
 
 
 def test_a_shard_replaced_by_a_plain_tensor_is_refused(rank: Rank) -> None:

@@ -39,6 +39,7 @@ from fullshard.comm.agreement import Agreement
 from fullshard.comm.mesh import MeshInfo
 from fullshard.comm.places import Place
 from fullshard.errors import DisagreementError, LifecycleError, MisuseError
+from fullshard.runtime.explained import explain, explain_uncaught
 from fullshard.runtime.readers import Readers, readers_of
 from fullshard.runtime.trees import map_tensors
 from fullshard.trace import seam
@@ -219,6 +220,7 @@ class ModuleHooks:
                 module.register_forward_hook(self.post_forward),
             )
         _managers.update((module, weakref.ref(self)) for module in managed)
+        explain_uncaught(hooks_managing)
 
     @property
     def reads(self) -> list[Unit]:
@@ -249,6 +251,7 @@ class ModuleHooks:
         except BaseException as error:
             if not hasattr(error, _FAILED_UNIT):
                 setattr(error, _FAILED_UNIT, self.name)
+            explain(error, hooks_managing)
             del self._open[num_open:]
             scheduler = self.scheduler
             if opens_forward and scheduler is not None and scheduler.owner is not None:
