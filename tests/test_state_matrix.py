@@ -109,16 +109,14 @@ def test_state_is_that_of_the_unsharded_model_and_of_torch_and_loads_into_other_
         oracle = None
         if form.torch_has_it and build in (Net, TiedNet):
             oracle = Trainee.of(form, build, make, api=TORCH).train(rank)
-        # All kinds in the first case, later the full one and the sharded one.
-        kinds = kinds_of(form) if is_first_case else kinds_of(form)[::4]
-        for shift, kind in enumerate(kinds):
+        # Every kind from every other form in the first case, later the full one and the sharded one.
+        kinds = list(enumerate(kinds_of(form)))
+        for shift, kind in kinds[number % 2 :: 2] if is_first_case else kinds[::4]:
             state = check_saved(rank, source, kind, before, f"{name}, {kind}")
             if oracle is not None and is_known_to_torch(form, kind, build, optimizer):
                 check_as_torchs(state, oracle.saved(kind), form, kind, f"{name}, {kind}")
-            if is_first_case and (number + shift) % 2:
-                continue  # every kind is loaded from every other form
             # Into the form that is so many places further.
-            other = names[(number + (2 * shift if is_first_case else shift) + 1) % len(names)]
+            other = names[(number + 2 * shift + 1) % len(names)]
             if can_load(chosen[other], form, kind):
                 target = Trainee.of(chosen[other], build, make, seed=1)
                 load_into(target, state, kind, before.model.state_dict())

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fullshard._torch import lifetime_of, timeout_of
+from fullshard.comm import watcher
 from fullshard.comm.collectives import pause_at_exit
 from fullshard.errors import CheckpointError, FullshardError
 
@@ -65,7 +66,8 @@ class RankGroup:
         if self.group is None:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        with watcher.waiting():
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def gather(self, what: str, step: Callable[[], _T], consequence: str = "") -> list[_T]:
