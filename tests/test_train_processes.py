@@ -57,8 +57,8 @@ def train_on(rank: Rank, file: Path) -> None:
 
 
 def options(text: str, out: Path, *more: str) -> list[str]:
-    """A tiny run of 20 steps with a checkpoint after every third."""
-    run = ["--model", "tiny", "--sequence", "32", "--batch", "2", "--steps", "20", "--warmup", "2"]
+    """A tiny run of 14 steps with a checkpoint after every third."""
+    run = ["--model", "tiny", "--sequence", "32", "--batch", "2", "--steps", "14", "--warmup", "2"]
     run += ["--save-every", "3", "--sample-tokens", "0", "--no-report", "--device", "cpu"]
     return ["train", *run, "--data", text, "--out", str(out), *more]
 
@@ -108,14 +108,14 @@ def test_a_run_that_is_killed_left_and_resumed_has_the_losses_of_an_undisturbed_
     text: str, undisturbed: Path, tmp_path: Path
 ) -> None:
     expected = losses(undisturbed)
-    assert len(expected) == 20
+    assert len(expected) == 14
 
     folder = tmp_path / "run"
     with started(options(text, folder)) as process:
-        wait_for_step(process, 5, folder / "checkpoints" / "step_3")
+        wait_for_step(process, 4, folder / "checkpoints" / "step_3")
         os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
         wait_for(process, "resuming from step")
-        wait_for_step(process, 10)
+        wait_for_step(process, 6)
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
@@ -124,7 +124,7 @@ def test_a_run_that_is_killed_left_and_resumed_has_the_losses_of_an_undisturbed_
     assert "Traceback" not in errors
     assert "--resume" in said
     done = len(losses(folder))
-    assert 10 <= done < 20
+    assert 6 <= done < 14
     assert (folder / "checkpoints" / f"step_{done}").is_dir()
     pool(2).run(train_on, folder / "config.toml")
     assert losses(folder) == expected
@@ -228,8 +228,8 @@ def test_two_hosts_under_torchrun_have_the_losses_of_one(
             for host in hosts:
                 host.kill()
     assert [host.returncode for host in hosts] == [0, 0], ends
-    assert "step 20/20" in ends[0][0]
-    assert "step 20/20" not in ends[1][0]  # one display, on the first rank
+    assert "step 14/14" in ends[0][0]
+    assert "step 14/14" not in ends[1][0]  # one display, on the first rank
     assert losses(tmp_path / "two") == losses(undisturbed)
 
 
