@@ -19,7 +19,7 @@ CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
 TIMEOUT_S = 240
 
 # Starts a command once for each node. When a step is trained, it signals all processes of the
-# command, as Slurm does before it preempts a job.
+# command, as Slurm does before it preempts a job; torchrun then signals its ranks once more.
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys, time
 from pathlib import Path
