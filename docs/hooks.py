@@ -10,6 +10,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}
 ROOT_PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
@@ -19,8 +20,9 @@ def on_files(files: Files, config: Any) -> Files:
         for other in ROOT_PAGES:
             text = text.replace(f"]({other})", f"]({other.lower()})")
         files.append(File.generated(config, name.lower(), content=text))
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        text = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+    for path in sorted((ROOT / "examples").rglob("*.*")):
+        language = LANGUAGES[path.suffix]
+        text = f"# {path.name}\n\n```{language}\n{path.read_text()}```\n"
         files.append(File.generated(config, f"examples/{path.stem}.md", content=text))
     return files
 
@@ -28,4 +30,4 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     for name in ROOT_PAGES:
         markdown = markdown.replace(f"](../{name})", f"]({name.lower()})")
-    return re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", markdown)
+    return re.sub(r"\]\(\.\./examples/(?:cluster/)?(\w+)\.\w+\)", r"](examples/\1.md)", markdown)

@@ -1,6 +1,9 @@
 """`fullshard doctor`: what it makes of facts, and what it finds here."""
 
+import re
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +161,21 @@ def test_what_is_wrong_is_found_with_a_remedy(facts, said, remedy, is_serious):
     assert said in finding.what
     assert remedy in finding.remedy
     assert finding.is_serious == is_serious
+
+
+def test_every_extra_that_is_recommended_exists():
+    root = Path(__file__).parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    known = project["optional-dependencies"]
+    missing = findings(software(SOUND, packages=dict.fromkeys(OPTIONAL)))
+    texts = [*(each.remedy for each in missing), (root / "README.md").read_text()]
+    for folder, kind in (("src", "*.py"), ("docs", "*.md")):
+        texts += [path.read_text() for path in (root / folder).rglob(kind)]
+    named = re.findall(r"fullshard\[([\w,]+)\]", "\n".join(texts))
+    optional = re.findall(r'optional\("\w+", .*, "(\w+)"\)', "\n".join(texts))
+    assert len(optional) == 4
+    assert {extra for each in (*named, *optional) for extra in each.split(",")} <= set(known)
+    assert len(missing) == 4  # besides those without which there is no command
 
 
 @given(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30)))

@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.state.rank_group import OtherRankError
-from fullshard.training.control import StatusFolder, end_with_launcher
+from fullshard.training.control import StatusFolder, StopRequest, end_with_launcher
 from fullshard.training.output import RunFolder
 from fullshard.training.run import exit_status_after
 from tests.killed import forked
@@ -39,6 +40,27 @@ def test_what_ranks_reported_before_a_restart_does_not_count(
     assert list(status.ready_pids()) == [os.getpid()]
     status.report_error("another")
     assert status.error == "another"
+
+
+@pytest.mark.parametrize(
+    "numbers, ends_by",
+    [
+        # Slurm sends SIGTERM to all processes, and torchrun sends it on to its ranks.
+        ([signal.SIGTERM, signal.SIGTERM, signal.SIGINT], signal.SIGINT),
+        ([signal.SIGINT, signal.SIGTERM], signal.SIGTERM),
+        ([signal.SIGINT, signal.SIGINT], signal.SIGINT),
+    ],
+)
+def test_a_second_signal_ends_a_rank_unless_both_ask_it_to_save(
+    numbers: list[signal.Signals], ends_by: signal.Signals
+) -> None:
+    def rank() -> None:
+        with StopRequest():
+            for number in numbers:
+                signal.raise_signal(number)
+            threading.Event().wait(60)
+
+    assert forked(rank) == 128 + ends_by
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _NEEDED:
             raise
+        extra = "train" if sys.argv[1:2] == ["train"] else "cli"
         print(
             f"fullshard: the command needs {' and '.join(_NEEDED)}, found no {error.name}; "
-            "run: pip install 'fullshard[cli]'",
+            f"run: pip install 'fullshard[{extra}]'",
             file=sys.stderr,
         )
         raise SystemExit(2) from None

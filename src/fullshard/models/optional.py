@@ -15,7 +15,7 @@ def optional(package: str, subject: str, extra: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"{subject}: the package {package!r} is needed, found none that can be imported "
-            f"({error}); pip install 'fullshard[{extra}]'."
+            f"({error}); run: pip install 'fullshard[{extra}]'"
         ) from error
 
 

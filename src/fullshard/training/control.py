@@ -48,7 +48,8 @@ def end_with_launcher(server: int | None = None) -> None:
 class StopRequest:
     """Whether Ctrl-C asked this rank to stop. A context manager, for the main thread.
 
-    The first signal lets the current step finish and saves; the second exits immediately. Python
+    The first signal lets the current step finish and saves; the second exits immediately, unless
+    both are SIGTERM: Slurm sends it to all processes of a job, and torchrun sends it on. Python
     runs signal handlers between bytecode instructions, but a rank that waits for another rank is
     in native code. A thread therefore reads the signals from the file descriptor to which Python's
     C handler writes them.
@@ -75,13 +76,14 @@ class StopRequest:
         os.close(self._writable)  # ends the thread
 
     def _listen(self) -> None:
+        first = 0
         while received := os.read(self._readable, 1):
             number = received[0]
-            if number not in (signal.SIGINT, signal.SIGTERM):
+            if number not in (signal.SIGINT, signal.SIGTERM) or number == first == signal.SIGTERM:
                 continue
             if self.is_requested:
                 os._exit(128 + number)
-            self.is_requested = True
+            first, self.is_requested = number, True
             if number == signal.SIGTERM:
                 threading.Thread(target=self._exit_after_grace, name="grace", daemon=True).start()
         os.close(self._readable)

@@ -21,7 +21,6 @@ _EXTRAS = {
     "transformers": ("huggingface", "models in Hugging Face's layout"),
     "peft": ("lora", "low-rank adapters"),
     "tensorboard": ("tensorboard", "metrics for TensorBoard"),
-    "safetensors": ("safetensors", "weights as safetensors"),
 }
 _SLOW_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": "makes the host wait for every kernel",
