@@ -1,6 +1,7 @@
 """The page in the browser that a reader has: drawn, readable, and alone with itself."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from fullshard.report import RunRecord, write_report
@@ -90,10 +93,10 @@ def show(driver: webdriver.Chrome, scheme: str, width: int) -> None:
 
 
 def wait_for_colours(driver: webdriver.Chrome, scheme: str) -> None:
-    """Until the figures, which are drawn again one after another, have the colours of a scheme."""
+    """Until the figures have the colours of a scheme."""
     ink = PALETTES[scheme]["muted"]
     asked = "rgb({}, {}, {})".format(*(int(ink[start : start + 2], 16) for start in (1, 3, 5)))
-    last = "return getComputedStyle(document.querySelector('#memory .ytick text')).fill"
+    last = "return getComputedStyle(document.querySelector('#memory .y-axis text')).fill"
     WebDriverWait(driver, 20).until(lambda found: found.execute_script(last) == asked)
 
 
@@ -122,10 +125,10 @@ def assert_drawn(driver: webdriver.Chrome, record: RunRecord) -> None:
     def count(selector: str) -> int:
         return len(driver.find_elements(By.CSS_SELECTOR, selector))
 
-    assert count("#timeline .bars .point path") == num_bars(record)
-    assert count("#memory .scatterlayer .trace") == 2 * len(record.timelines)
-    assert count("#curve-loss .scatterlayer .trace") == 2
-    assert count(".curve .main-svg .scatterlayer .trace path.js-line") == 9
+    assert count("#timeline .bars rect") == num_bars(record)
+    assert count("#memory .lines .line") == 2 * len(record.timelines)
+    assert count("#curve-loss .lines .line") == 2
+    assert count(".curve .lines .line") == 9
 
 
 def assert_readable(driver: webdriver.Chrome, scheme: str, width: int) -> None:
@@ -136,44 +139,106 @@ def assert_readable(driver: webdriver.Chrome, scheme: str, width: int) -> None:
     assert wide <= width, (scheme, width)
 
 
-def assert_hover_tells(driver: webdriver.Chrome) -> None:
-    """Of the unit whose name would like to be a tag."""
+def assert_hover_tells(driver: webdriver.Chrome, record: RunRecord) -> None:
+    """Of the unit whose name would like to be a tag, and of what is under the pointer elsewhere."""
+    units = Select(driver.find_element(By.ID, "unit-choice"))
+    units.select_by_visible_text(NASTY)
     bar = driver.execute_script(
-        "return [...document.querySelectorAll('#timeline .bars .point')]"
-        ".find((each) => each.querySelector('text')?.textContent.includes('0</a>'))"
-        ".querySelector('path')"
+        "return [...document.querySelectorAll('#timeline .bars rect')]"
+        ".find((each) => each.style.opacity === '1' && each.style.fill.includes('forward'))"
     )
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", bar)
-    ActionChains(driver).move_to_element(bar).perform()
-    shown = "return document.querySelector('#timeline .hoverlayer .hovertext')?.textContent"
-    label = WebDriverWait(driver, 10).until(lambda found: found.execute_script(shown))
+    label = tip(driver, "timeline", bar)
     assert NASTY in label
     assert "forward: " in label
     assert "rank 0, from " in label
+    units.select_by_visible_text("All units")
+    memory = tip(driver, "memory", driver.find_element(By.CSS_SELECTOR, "#memory svg"))
+    assert re.search(r"ms.*rank 0: [\d.]+ MiB full, 5\d\d\.\d MiB allocated.*rank 1: ", memory)
+    loss = tip(driver, "curve-loss", driver.find_element(By.CSS_SELECTOR, "#curve-loss svg"))
+    step, value = re.fullmatch(r"step (\d+).*?(\d\.\d{4})", loss).groups()
+    assert float(value) == pytest.approx(record.metrics[int(step) - 1].loss, abs=1e-4)
+
+
+def tip(driver: webdriver.Chrome, plot: str, at: WebElement) -> str:
+    """What is shown when the pointer is over the middle of an element."""
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", at)
+    ActionChains(driver).move_to_element(at).perform()
+    shown = f"return document.querySelector('#{plot} .tip:not([hidden])')?.textContent"
+    return WebDriverWait(driver, 10).until(lambda found: found.execute_script(shown))
 
 
 def fills(driver: webdriver.Chrome) -> list[str]:
     return driver.execute_script(
-        "return [...document.querySelectorAll('#timeline .bars .point path')]"
+        "return [...document.querySelectorAll('#timeline .bars rect')]"
         ".map((each) => each.style.opacity)"
     )
 
 
-def time_axis(driver: webdriver.Chrome, plot: str) -> list[float]:
+def shown_range(driver: webdriver.Chrome, plot: str, axis: str = "x") -> list[float]:
+    """The numbers at both ends of an axis, from the places of its first and last label."""
     return driver.execute_script(
-        "return document.getElementById(arguments[0])._fullLayout.xaxis.range.map(Number)", plot
+        """
+        const [plot, axis] = arguments;
+        const root = document.querySelector(`#${plot} svg`);
+        const labels = [...root.querySelectorAll(`.${axis}-axis text`)];
+        const [first, last] = [labels[0], labels.at(-1)].map((each) =>
+          [Number(each.getAttribute(axis)), Number(each.textContent.replace("\\u2212", "-"))]);
+        const [, left, bottom, right] = root.querySelector(".x-axis > .axis:last-child")
+          .getAttribute("d").match(/M([\\d.]+) ([\\d.]+)H([\\d.]+)/).map(Number);
+        const at = (px) => first[1] + (last[1] - first[1]) * (px - first[0]) / (last[0] - first[0]);
+        return (axis === "x" ? [left, right] : [bottom, 10]).map(at);
+        """,
+        plot,
+        axis,
     )
 
 
 def assert_zoom_is_shared(driver: webdriver.Chrome) -> None:
-    whole = time_axis(driver, "timeline")
-    assert time_axis(driver, "memory") == pytest.approx(whole)
+    whole = shown_range(driver, "timeline")
+    assert shown_range(driver, "memory") == pytest.approx(whole)
     driver.find_element(By.CSS_SELECTOR, "[data-zoom=in]").click()
-    near = time_axis(driver, "timeline")
+    near = shown_range(driver, "timeline")
     assert near[1] - near[0] == pytest.approx((whole[1] - whole[0]) / 2)
-    assert time_axis(driver, "memory") == pytest.approx(near)
+    assert shown_range(driver, "memory") == pytest.approx(near)
+    drag(driver, "memory", 100, 0, Keys.SHIFT)
+    moved = shown_range(driver, "timeline")
+    assert moved[0] < near[0]
+    assert moved[1] - moved[0] == pytest.approx(near[1] - near[0])
     driver.find_element(By.CSS_SELECTOR, "[data-zoom=all]").click()
-    assert time_axis(driver, "timeline") == pytest.approx(whole)
+    assert shown_range(driver, "timeline") == pytest.approx(whole, abs=1e-9)
+    drag(driver, "timeline", 200, 10)
+    assert shown_range(driver, "memory")[1] < whole[1] / 2 + 40
+    double_click(driver, "timeline")
+    assert shown_range(driver, "memory") == pytest.approx(whole, abs=1e-9)
+
+
+def drag(driver: webdriver.Chrome, plot: str, right: int, down: int, key: str = "") -> None:
+    figure = driver.find_element(By.CSS_SELECTOR, f"#{plot} svg")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", figure)
+    actions = ActionChains(driver).key_down(key) if key else ActionChains(driver)
+    actions.move_to_element(figure).click_and_hold().move_by_offset(right, down).release()
+    (actions.key_up(key) if key else actions).perform()
+
+
+def double_click(driver: webdriver.Chrome, plot: str) -> None:
+    figure = driver.find_element(By.CSS_SELECTOR, f"#{plot} svg")
+    ActionChains(driver).move_to_element_with_offset(figure, 0, 60).double_click().perform()
+
+
+def assert_curves_zoom(driver: webdriver.Chrome) -> None:
+    """Into steps, values or both, as the dragged box is wide, high or both."""
+    whole = [shown_range(driver, "curve-loss", axis) for axis in "xy"]
+    drag(driver, "curve-loss", 300, 4)
+    steps = shown_range(driver, "curve-loss")
+    assert whole[0][0] < steps[0] < steps[1] < whole[0][1]
+    losses = shown_range(driver, "curve-loss", "y")  # those of the steps that are left
+    assert losses[1] - losses[0] < (whole[1][1] - whole[1][0]) / 4
+    double_click(driver, "curve-loss")
+    drag(driver, "curve-loss", 4, -60)
+    assert shown_range(driver, "curve-loss") == pytest.approx(whole[0])
+    assert shown_range(driver, "curve-loss", "y")[1] < whole[1][1] - 0.1
+    double_click(driver, "curve-loss")
+    assert shown_range(driver, "curve-loss", "y") == pytest.approx(whole[1])
 
 
 def assert_choices_work(driver: webdriver.Chrome, record: RunRecord) -> None:
@@ -235,8 +300,9 @@ def test_the_report_opens_in_a_real_browser(tmp_path):
             assert_drawn(driver, record)
             assert_readable(driver, "light", width)
             if width == WIDE:
-                assert_hover_tells(driver)
+                assert_hover_tells(driver, record)
                 assert_zoom_is_shared(driver)
+                assert_curves_zoom(driver)
                 assert_choices_work(driver, record)
                 assert_table_sorts(driver)
             show(driver, "dark", width)

@@ -6,10 +6,8 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.report.curves import curves_of
@@ -39,7 +37,13 @@ def write_report(record: RunRecord, path: Path) -> Path:
 
 def page_of(record: RunRecord) -> str:
     """Return the page as text."""
-    jinja2, plotly = _needed("jinja2"), _needed("plotly.offline")
+    try:
+        import jinja2
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "report: jinja2 is needed to write it, found no jinja2; "
+            "run: pip install 'fullshard[report]'"
+        ) from error
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fullshard", "report"),
         autoescape=True,
@@ -48,11 +52,10 @@ def page_of(record: RunRecord) -> str:
         lstrip_blocks=True,
     )
     environment.filters["plain"] = plain
-    curves = curves_of(record.metrics)
+    curves = curves_of([record])
     step = step_figure(record)
     content = {
-        "palettes": PALETTES,
-        "curves": {curve.key: curve.figure for curve in curves},
+        "curves": {curve.key: curve.content for curve in curves},
         "step": None if step is None else step.content,
     }
     as_markup = environment.filters["safe"]
@@ -70,21 +73,9 @@ def page_of(record: RunRecord) -> str:
         palettes=PALETTES,
         style=as_markup(_beside("report.css")),
         script=as_markup(_beside("report.js")),
-        plotly=as_markup(plotly.get_plotlyjs()),
         content=as_markup(_json_in_html(content)),
     )
     return str(page)
-
-
-def _needed(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.split(".")[0]
-        raise ConfigError(
-            f"report: plotly and jinja2 are needed to draw it, found no {package}; "
-            "run: pip install 'fullshard[report]'"
-        ) from error
 
 
 def _beside(name: str) -> str:
