@@ -112,7 +112,7 @@ def test_the_page_refers_to_nothing_outside(page):
 
 def test_figures_and_tables_can_be_read_without_eyes(page):
     figures = [attributes for _, attributes in page.tags if attributes.get("role") == "img"]
-    assert len(figures) == 7
+    assert len(figures) == 8
     assert all(len(each["aria-label"]) > 20 for each in figures)
     headings = [attributes for tag, attributes in page.tags if tag == "th"]
     assert all(each["scope"] in ("col", "row", "rowgroup") for each in headings)
@@ -249,6 +249,42 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross():
     assert run["crosses"] == [[8, "NaN"], [20, "∞"]]
     assert "∞" in page.text
     assert "crosses: not finite (2 of 20 steps)" in page.text
+
+
+def test_validation_restarts_and_memory_by_kind_are_shown():
+    record = made_up_run()
+    page = Page(page_of(record))
+    (run,) = page.content["curves"]["loss"]["runs"]
+    assert run["validation"][0] == [20, 40, 60, 80, 100, 120]
+    assert run["restarts"] == [71]  # not where it began
+    assert "dashed: the run was resumed" in page.text
+    best = min(record.metrics[19::20], key=lambda each: each.eval_loss)
+    fact = next(each for each in summary(record) if each.name == "Best validation loss")
+    perplexity = shown_number(math.exp(best.eval_loss))
+    assert fact.value == shown_number(best.eval_loss)
+    assert fact.note == f"after step {best.step}; perplexity {perplexity}"
+    for name, size in record.memory.items():
+        assert re.search(rf"{name} {shown_bytes(size)} {size / 5.85 / MIB:.0f} %", page.text)
+
+
+def test_mfu_is_shown_or_else_the_rate_or_else_nothing():
+    def shown(**changes: float) -> tuple[list[str], list[str]]:
+        metrics = [replace(each, **changes) for each in made_up_run().metrics]
+        record = made_up_run(metrics=metrics)
+        return [each.name for each in summary(record)], [each.key for each in curves_of([record])]
+
+    (facts, keys), (rate_facts, rate_keys) = shown(), shown(mfu=NAN)
+    assert (facts[-1], keys[-1]) == ("MFU", "mfu")
+    assert (rate_facts[-1], rate_keys[-1]) == ("TFLOP/s per rank", "tflops")
+    assert shown(mfu=NAN, tflops=NAN) == (facts[:-1], keys[:-1])
+    (unknown,) = (c for c in curves_of([made_up_run(metrics=unmeasured())]) if c.key == "mfu")
+    assert unknown.content["runs"][0]["crosses"] == []
+    assert unknown.note == "gaps: not measured (1 of 120 steps)"
+
+
+def unmeasured() -> list[StepMetrics]:
+    first, *others = made_up_run().metrics
+    return [replace(first, mfu=NAN), *others]
 
 
 def test_many_steps_are_thinned_but_their_spike_is_seen():

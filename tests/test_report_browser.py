@@ -127,8 +127,11 @@ def assert_drawn(driver: webdriver.Chrome, record: RunRecord) -> None:
 
     assert count("#timeline .bars rect") == num_bars(record)
     assert count("#memory .lines .line") == 2 * len(record.timelines)
-    assert count("#curve-loss .lines .line") == 2
-    assert count(".curve .lines .line") == 9
+    assert count("#curve-loss .lines .line") == 3  # every step, their mean, validation
+    assert count("#curve-loss .lines circle") == 6
+    assert count(".curve .lines .line") == 12
+    assert count(".curve .lines .restart") == 6
+    assert count("#memory-kinds .parts span") == 5
 
 
 def assert_readable(driver: webdriver.Chrome, scheme: str, width: int) -> None:
@@ -155,7 +158,7 @@ def assert_hover_tells(driver: webdriver.Chrome, record: RunRecord) -> None:
     memory = tip(driver, "memory", driver.find_element(By.CSS_SELECTOR, "#memory svg"))
     assert re.search(r"ms.*rank 0: [\d.]+ MiB full, 5\d\d\.\d MiB allocated.*rank 1: ", memory)
     loss = tip(driver, "curve-loss", driver.find_element(By.CSS_SELECTOR, "#curve-loss svg"))
-    step, value = re.fullmatch(r"step (\d+).*?(\d\.\d{4})", loss).groups()
+    step, value = re.match(r"step (\d+)training (\d\.\d{4})", loss).groups()
     assert float(value) == pytest.approx(record.metrics[int(step) - 1].loss, abs=1e-4)
 
 

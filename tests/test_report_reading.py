@@ -24,6 +24,7 @@ def write_run(folder: Path, record: RunRecord) -> None:
         "ranks": [each.as_json() for each in record.timelines],
         "units": [asdict(each) for each in record.units],
         "environment": dict(record.environment),
+        "memory": dict(record.memory),
     }
     (folder / "timeline.json").write_text(json.dumps(found))
     (folder / "config.toml").write_text('[model]\nname = "10m"\n[run]\nprompt = "def "\n')

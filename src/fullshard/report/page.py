@@ -15,7 +15,7 @@ from fullshard.report.formatting import plain
 from fullshard.report.palette import KEYS, PALETTES
 from fullshard.report.record import RunRecord
 from fullshard.report.step_timeline import step_figure
-from fullshard.report.tables import subtitle, summary, unit_table
+from fullshard.report.tables import memory_parts, subtitle, summary, unit_table
 
 
 def write_report(record: RunRecord, path: Path) -> Path:
@@ -66,6 +66,7 @@ def page_of(record: RunRecord) -> str:
         curves=curves,
         step=step,
         legend=[(key, activity.value) for activity, key in KEYS.items()],
+        memory=memory_parts(record),
         table=unit_table(record),
         sample=_sample(record),
         config=_shown_config(record.config),
