@@ -226,7 +226,7 @@ def test_short_runs_have_a_page():
     page = Page(page_of(one))
     assert page_of(one) == page_of(made_up_run(Sizes(1, 1, 2), sample="class A: ..."))
     (run,) = page.content["curves"]["loss"]["runs"]
-    assert (run["line"][0], run["window"]) == ([1], 0)
+    assert (run["line"][0], run["mean"]) == ([1], [[], []])
     assert "Step 1 in detail" in page.text
     assert not any(tag == "u" for tag, _ in page.tags)  # no prompt in the sample
     nothing = StepMetrics(1, NAN, NAN, INF, 0, 0.0, NAN, 0)
@@ -298,6 +298,53 @@ def test_many_steps_are_thinned_but_their_spike_is_seen():
     for steps, values in [run[line] for run in runs for line in ("line", "mean")]:
         assert len(steps) == len(values) <= MOST_POINTS
     assert len(page_of(record)) < MIB
+
+
+# Several runs
+
+
+def other_run(**changes: object) -> RunRecord:
+    """Shorter than the other, with a higher loss and another learning rate."""
+    record = made_up_run(Sizes(steps=90), title="10m-other", **changes)
+    metrics = [replace(each, loss=each.loss + 1) for each in record.metrics]
+    config = {**record.config, "optimizer": {**record.config["optimizer"], "lr": 4e-3}}
+    return replace(record, metrics=metrics, config=config)
+
+
+def test_runs_are_compared_on_one_page():
+    one, other = made_up_run(), other_run()
+    page = Page(page_of(one, [other]))
+    assert "Comparison of 2 runs" in page.text
+    for curve in page.content["curves"].values():
+        assert [run["name"] for run in curve["runs"]] == ["10m-stdlib", "10m-other"]
+    losses = [run["line"][1] for run in page.content["curves"]["loss"]["runs"]]
+    assert [len(each) for each in losses] == [120, 90]
+    for record in (one, other):
+        for fact in summary(record):
+            assert fact.value in page.text
+            assert fact.name in page.text
+    settings = page.text.partition("Different settings")[2]
+    cells = [line.strip() for line in settings.splitlines() if line.strip()]
+    # Of the configuration, the steps and the learning rate differ, and nothing else.
+    assert cells == [
+        *("Key", "10m-stdlib", "10m-other"),
+        *("optimizer.steps", "120", "90"),
+        *("optimizer.lr", "0.002", "0.004"),
+    ]
+    headings = [attributes for tag, attributes in page.tags if tag == "th"]
+    assert all(each["scope"] in ("col", "row") for each in headings)
+
+
+def test_runs_of_every_kind_are_compared():
+    same = made_up_run()
+    page = Page(page_of(same, [same]))
+    assert "10m-stdlib (1), 10m-stdlib (2)" in page.text
+    assert "The runs have the same configuration and environment." in page.text
+    nasty = replace(made_up_run(), title=NASTY, config={NASTY: {NASTY: NASTY}})
+    page = Page(page_of(nasty, [empty_run()]))
+    assert page.num("script") == 2
+    assert page.text.count(plain(NASTY)) == 8  # twice as title, twice as column, legend, key, value
+    assert [len(run["line"][0]) for run in page.content["curves"]["loss"]["runs"]] == [120, 0]
 
 
 # Its parts

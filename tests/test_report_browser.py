@@ -136,7 +136,7 @@ def assert_drawn(driver: webdriver.Chrome, record: RunRecord) -> None:
 
 def assert_readable(driver: webdriver.Chrome, scheme: str, width: int) -> None:
     contrasts = driver.execute_script(CONTRASTS)
-    assert len(contrasts) > 150
+    assert len(contrasts) > 90
     assert [each for each in contrasts if each[0] < 4.5] == [], (scheme, width)
     wide = driver.execute_script("return document.documentElement.scrollWidth")
     assert wide <= width, (scheme, width)
@@ -279,6 +279,21 @@ def assert_table_sorts(driver: webdriver.Chrome) -> None:
     assert sorted(column(0)) == sorted(before)
 
 
+def assert_compared(driver: webdriver.Chrome, page: Path) -> None:
+    """Two runs, each with its colour in every figure, and both under the pointer."""
+    driver.get(page.as_uri())
+    strokes = driver.execute_script(
+        "return ['loss', 'lr', 'mfu'].map((key) => ["
+        "...document.querySelectorAll(`#curve-${key} .lines .line`)].map((e) => e.style.stroke))"
+    )
+    colours = ["var(--series-0)", "var(--series-1)"]
+    assert [sorted(set(each)) for each in strokes] == [colours] * 3
+    legend = driver.find_elements(By.CSS_SELECTOR, "#training .legend li")
+    assert [each.text for each in legend] == ["one", "other"]
+    label = tip(driver, "curve-lr", driver.find_element(By.CSS_SELECTOR, "#curve-lr svg"))
+    assert re.fullmatch(r"step \d+one \S+other \S+", label)
+
+
 def assert_alone(driver: webdriver.Chrome) -> None:
     """Nothing was asked of the network, and nothing went wrong."""
     entries: list[dict[str, Any]] = driver.get_log("browser")
@@ -311,5 +326,12 @@ def test_the_report_opens_in_a_real_browser(tmp_path):
             show(driver, "dark", width)
             wait_for_colours(driver, "dark")
             assert_drawn(driver, record)
+            assert_readable(driver, "dark", width)
+            assert_alone(driver)
+        others = [replace(record, title="other")]
+        page = write_report(replace(record, title="one"), tmp_path / "both.html", others=others)
+        for width in (NARROW, WIDE):
+            show(driver, "dark", width)
+            assert_compared(driver, page)
             assert_readable(driver, "dark", width)
             assert_alone(driver)

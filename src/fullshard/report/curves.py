@@ -29,7 +29,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Metric:
-    """A metric of a step and how it is shown; NaN is alarming unless it `may_be_unknown`."""
+    """A metric of a step, and how it is shown. One with a unit is measured, and may be unknown."""
 
     key: str
     title: str
@@ -37,7 +37,6 @@ class _Metric:
     of: Callable[[StepMetrics], float]
     format: str = ".4g"
     unit: str = ""
-    may_be_unknown: bool = False
 
 
 def tokens_per_s(step: StepMetrics) -> float:
@@ -50,27 +49,21 @@ def exposed_share(step: StepMetrics) -> float:
     return step.exposed_s / step.step_s if step.step_s > 0 else float("nan")
 
 
-_LOSS = _Metric("loss", "Loss", "loss", lambda each: each.loss, ".4f")
-_LR = _Metric("lr", "Learning rate", "learning rate", lambda each: each.lr, ".3e")
+def _exposed_percent(step: StepMetrics) -> float:
+    return 100 * exposed_share(step)
+
+
+_LOSS = _Metric("loss", "Loss", "loss", lambda s: s.loss, ".4f")
+_LR = _Metric("lr", "Learning rate", "learning rate", lambda s: s.lr, ".3e")
 _METRICS = (
     _LOSS,
     _LR,
-    _Metric("grad-norm", "Gradient norm", "norm", lambda each: each.grad_norm),
-    _Metric("tokens-per-s", "Tokens per second", "tokens/s", tokens_per_s, ".0f", "tokens/s", True),
-    _Metric(
-        "exposed",
-        "Exposed communication",
-        "% of the step",
-        lambda each: 100 * exposed_share(each),
-        ".1f",
-        "%",
-        True,
-    ),
+    _Metric("grad-norm", "Gradient norm", "norm", lambda s: s.grad_norm),
+    _Metric("tokens-per-s", "Tokens per second", "tokens/s", tokens_per_s, ".0f", "tokens/s"),
+    _Metric("exposed", "Exposed communication", "% of step", _exposed_percent, ".1f", "%"),
 )
-_MFU = _Metric("mfu", "MFU", "% of the peak", lambda each: 100 * each.mfu, ".1f", "%", True)
-_TFLOPS = _Metric(
-    "tflops", "TFLOP/s per rank", "TFLOP/s", lambda each: each.tflops, ".4g", "TFLOP/s", True
-)
+_MFU = _Metric("mfu", "MFU", "% of the peak", lambda s: 100 * s.mfu, ".1f", "%")
+_TFLOPS = _Metric("tflops", "TFLOP/s per rank", "TFLOP/s", lambda s: s.tflops, ".4g", "TFLOP/s")
 
 
 def curves_of(records: Sequence[RunRecord]) -> list[Curve]:
@@ -83,19 +76,22 @@ def curves_of(records: Sequence[RunRecord]) -> list[Curve]:
 
 
 def _curve(metric: _Metric, records: Sequence[RunRecord]) -> Curve:
-    runs = [_run(metric, each) for each in records]
+    most = max(len(each.metrics) for each in records)
+    is_smoothed = metric is not _LR and most >= _SMOOTHED_FROM
+    window = most // _SMOOTHED_PART // 2 * 2 + 1 if is_smoothed else 0
+    runs = [_run(metric, each, window) for each in records]
     notes = []
-    windows = {run["window"] for run in runs} - {0}
-    if windows and metric is _LOSS:
-        mean = f"mean of {windows.pop():,} steps" if len(windows) == 1 else "moving mean"
-        notes.append(f"thin: each step; thick: {mean}")
+    if window and metric is _LOSS:
+        notes.append(f"thin: each step; thick: mean of {window:,} steps")
     values = [metric.of(step) for each in records for step in each.metrics]
     num_unknown = sum(not isfinite(value) for value in values)
     if num_unknown:
-        what = "gaps: not measured" if metric.may_be_unknown else "crosses: not finite"
+        what = "gaps: not measured" if metric.unit else "crosses: not finite"
         notes.append(f"{what} ({num_unknown:,} of {len(values):,} steps)")
     if metric is _LOSS and any(run["restarts"] for run in runs):
         notes.append("dashed: the run was resumed")
+    if len(runs) > 1 and any(run["validation"][0] for run in runs):
+        notes.append("dots: validation")
     return Curve(
         metric.key,
         metric.title,
@@ -105,21 +101,18 @@ def _curve(metric: _Metric, records: Sequence[RunRecord]) -> Curve:
     )
 
 
-def _run(metric: _Metric, record: RunRecord) -> dict[str, Any]:
+def _run(metric: _Metric, record: RunRecord, window: int) -> dict[str, Any]:
     """Return the line of a run, its moving mean, and what is marked in the figure."""
     steps = [each.step for each in record.metrics]
     values = [metric.of(each) for each in record.metrics]
-    is_smoothed = metric is not _LR and len(values) >= _SMOOTHED_FROM
-    window = len(values) // _SMOOTHED_PART // 2 * 2 + 1 if is_smoothed else 0
     mean = smoothed(values, window) if window else []
-    strange = [] if metric.may_be_unknown else [v for v in enumerate(values) if not isfinite(v[1])]
+    strange = [] if metric.unit else [v for v in enumerate(values) if not isfinite(v[1])]
     kept = [strange[index] for index in downsampled([float(index) for index, _ in strange])]
     checks = [each for each in record.metrics if metric is _LOSS and isfinite(each.eval_loss)]
     return {
         "name": plain(record.title),
         "line": _points(steps, values, MOST_POINTS),
         "mean": _points(steps, mean, _MEAN_POINTS),
-        "window": window,
         "validation": _points(
             [each.step for each in checks], [each.eval_loss for each in checks], _MEAN_POINTS
         ),

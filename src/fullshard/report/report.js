@@ -139,7 +139,7 @@
       const { left, right, bottom } = this.area;
       this.x = scale(range, [left, right]);
       const group = this.add("g", { class: "x-axis" });
-      for (const { value, label } of ticksIn(range, Math.max(2, (right - left) / 84), least)) {
+      for (const { value, label } of ticksIn(range, Math.max(2, (right - left) / 60), least)) {
         const x = this.x(value);
         const half = widthOf(label) / 2;
         const label_x = Math.min(Math.max(x, half), this.width - half);
@@ -345,16 +345,18 @@
         if (ys[place] === null) return;
         group.append(svg("circle", { cx: this.x(step), cy: this.y(ys[place]), r, style: `fill: ${colour}` }));
       });
-      for (const step of run.restarts) {
-        group.append(svg("path", { class: "restart", d: `M${this.x(step)} ${top}V${bottom}` }));
-      }
       const colour = this.colour(index);
-      line(run.line, { class: run.window ? "line soft" : "line" }, colour);
+      for (const step of run.restarts) {
+        const style = this.curve.runs.length === 1 ? "" : `stroke: ${colour}`;
+        group.append(svg("path", { class: "restart", d: `M${this.x(step)} ${top}V${bottom}`, style }));
+      }
+      const dashes = { "stroke-dasharray": seriesDashes(index) };
+      const is_smoothed = run.mean[0].length > 0;
+      line(run.line, { class: is_smoothed ? "line soft" : "line", ...dashes }, colour);
       if (run.line[0].length <= FEW_POINTS) dots(run.line, 2.5, colour);
-      if (run.window) line(run.mean, { class: "line mean" }, colour);
+      if (is_smoothed) line(run.mean, { class: "line mean", ...dashes }, colour);
       if (run.validation[0].length) {
-        const dashes = this.curve.runs.length === 1 ? "none" : "6 4";
-        line(run.validation, { class: "line validation", "stroke-dasharray": dashes }, this.validationColour(index));
+        line(run.validation, { class: "line validation", ...dashes }, this.validationColour(index));
         dots(run.validation, 3.5, this.validationColour(index));
       }
       for (const [step] of run.crosses) {
@@ -375,7 +377,7 @@
         const kept = line[0].map((_, place) => place).filter((place) => line[1][place] !== null);
         const plain = validation[0].length ? "training" : "";
         add(kept.map((place) => line[0][place]), (place) => ({
-          step: line[0][kept[place]], value: line[1][kept[place]], colour: this.colour(index),
+          step: line[0][kept[place]], value: line[1][kept[place]], colour: this.colour(index), dashes: seriesDashes(index),
           name: several ? name : plain,
         }));
         add(validation[0], (place) => ({
@@ -401,7 +403,7 @@
       const rows = found.map((each) => {
         const value = each.text || `${shown(each.value, this.curve.format)} ${this.curve.unit}`;
         const elsewhere = each.step === step ? "" : ` at step ${grouped(each.step, 0)}`;
-        return [swatch(each.colour), `${each.name} ${value.trim()}${elsewhere}`.trim()];
+        return [swatch(each.colour, each.dashes), `${each.name} ${value.trim()}${elsewhere}`.trim()];
       });
       this.mark(this.x(step), found.filter((each) => each.value !== undefined)
         .map((each) => [this.x(each.step), this.y(each.value), each.colour]));
@@ -700,6 +702,11 @@
 
   for (const heading of document.querySelectorAll("#unit-table thead th")) {
     heading.querySelector("button").addEventListener("click", () => sortBy(heading));
+  }
+
+  for (const place of document.querySelectorAll("[data-series]")) {
+    const index = Number(place.dataset.series);
+    place.replaceWith(swatch(seriesColour(index), seriesDashes(index)));
   }
 
   const curves = Object.entries(content.curves).map(([key, curve]) => new CurveFigure(key, curve));

@@ -99,23 +99,11 @@ def _computed(record: RunRecord) -> list[Fact]:
     return [Fact("MFU", shown_share(mfu), note)]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPart:
-    """The memory of one kind; `percent` is its share of all kinds."""
-
-    name: str
-    size: str
-    percent: float
-
-
-def memory_parts(record: RunRecord) -> list[MemoryPart]:
-    """Return the kinds of memory in the order of the record; none if there is no memory."""
-    total = sum(record.memory.values())
-    return [
-        MemoryPart(plain(name), shown_bytes(size), 100 * size / total)
-        for name, size in record.memory.items()
-        if total > 0
-    ]
+def memory_kinds(record: RunRecord) -> list[tuple[str, str, float]]:
+    """Return the name, size and percentage of each kind of memory."""
+    kinds = {plain(name): size for name, size in record.memory.items() if size > 0}
+    total = sum(kinds.values())
+    return [(name, shown_bytes(size), 100 * size / total) for name, size in kinds.items()]
 
 
 @dataclass(frozen=True, slots=True)
