@@ -125,7 +125,7 @@ def assert_drawn(driver: webdriver.Chrome, record: RunRecord) -> None:
     def count(selector: str) -> int:
         return len(driver.find_elements(By.CSS_SELECTOR, selector))
 
-    assert count("#timeline .bars rect") == num_bars(record)
+    assert len(bars(driver)) == num_bars(record)
     assert count("#memory .lines .line") == 2 * len(record.timelines)
     assert count("#curve-loss .lines .line") == 3  # every step, their mean, validation
     assert count("#curve-loss .lines circle") == 6
@@ -146,11 +146,9 @@ def assert_hover_tells(driver: webdriver.Chrome, record: RunRecord) -> None:
     """Of the unit whose name would like to be a tag, and of what is under the pointer elsewhere."""
     units = Select(driver.find_element(By.ID, "unit-choice"))
     units.select_by_visible_text(NASTY)
-    bar = driver.execute_script(
-        "return [...document.querySelectorAll('#timeline .bars rect')]"
-        ".find((each) => each.style.opacity === '1' && each.style.fill.includes('forward'))"
-    )
-    label = tip(driver, "timeline", bar)
+    left, top = next((x, y) for x, y, style in bars(driver) if re.search("forward.*: 1;", style))
+    timeline = driver.find_element(By.CSS_SELECTOR, "#timeline svg")
+    label = tip(driver, "timeline", timeline, (left + 1, top + 5))
     assert NASTY in label
     assert "forward: " in label
     assert "rank 0, from " in label
@@ -162,19 +160,34 @@ def assert_hover_tells(driver: webdriver.Chrome, record: RunRecord) -> None:
     assert float(value) == pytest.approx(record.metrics[int(step) - 1].loss, abs=1e-4)
 
 
-def tip(driver: webdriver.Chrome, plot: str, at: WebElement) -> str:
-    """What is shown when the pointer is over the middle of an element."""
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", at)
-    ActionChains(driver).move_to_element(at).perform()
+def tip(
+    driver: webdriver.Chrome, plot: str, on: WebElement, at: tuple[float, float] | None = None
+) -> str:
+    """What is shown when the pointer is at a place of an element, or over its middle."""
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", on)
+    width, height = on.rect["width"], on.rect["height"]
+    x, y = at or (width / 2, height / 2)
+    offset = (round(x - width / 2), round(y - height / 2))
+    ActionChains(driver).move_to_element_with_offset(on, *offset).perform()
     shown = f"return document.querySelector('#{plot} .tip:not([hidden])')?.textContent"
     return WebDriverWait(driver, 10).until(lambda found: found.execute_script(shown))
 
 
-def fills(driver: webdriver.Chrome) -> list[str]:
-    return driver.execute_script(
-        "return [...document.querySelectorAll('#timeline .bars rect')]"
-        ".map((each) => each.style.opacity)"
+def bars(driver: webdriver.Chrome) -> list[tuple[float, float, str]]:
+    """The left, the top and the style of every bar; those that look alike are one path."""
+    paths: list[list[str]] = driver.execute_script(
+        "return [...document.querySelectorAll('#timeline .bars path')]"
+        ".map((each) => [each.getAttribute('d'), each.style.cssText])"
     )
+    return [
+        (float(x), float(y), style)
+        for path, style in paths
+        for x, y in re.findall(r"M([\d.]+) ([\d.]+)h", path)
+    ]
+
+
+def num_chosen(driver: webdriver.Chrome) -> int:
+    return sum("opacity: 1;" in style for _, _, style in bars(driver))
 
 
 def shown_range(driver: webdriver.Chrome, plot: str, axis: str = "x") -> list[float]:
@@ -248,12 +261,12 @@ def assert_choices_work(driver: webdriver.Chrome, record: RunRecord) -> None:
     units = Select(driver.find_element(By.ID, "unit-choice"))
     assert {each.text for each in units.options} >= {NASTY, "All units", "(root)"}
     units.select_by_visible_text(NASTY)
-    assert 0 < fills(driver).count("1") < num_bars(record)
+    assert 0 < num_chosen(driver) < num_bars(record)
     units.select_by_visible_text("All units")
-    assert fills(driver).count("1") == num_bars(record)
+    assert num_chosen(driver) == num_bars(record)
     ranks = Select(driver.find_element(By.ID, "rank-choice"))
     ranks.select_by_visible_text("Rank 1")
-    assert len(fills(driver)) == num_bars(replace(record, timelines=record.timelines[1:]))
+    assert len(bars(driver)) == num_bars(replace(record, timelines=record.timelines[1:]))
     ranks.select_by_index(0)
 
 

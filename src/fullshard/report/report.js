@@ -20,10 +20,8 @@
     withAttributes(document.createElement(name), attributes, children);
 
   const pen = document.createElement("canvas").getContext("2d");
-  const widthOf = (text, weight = "") => {
-    pen.font = `${weight} ${FONT_PX}px ${getComputedStyle(document.body).fontFamily}`;
-    return pen.measureText(text).width;
-  };
+  pen.font = `${FONT_PX}px ${getComputedStyle(document.body).fontFamily}`;
+  const widthOf = (text) => pen.measureText(text).width;
 
   // Ranks, runs and kinds of memory have a colour each; dashes tell more of them apart.
   const NUM_COLOURS = 8;
@@ -505,7 +503,6 @@
   const FADED = 0.15;
   const HATCHED_PX = 3; // the smallest width of a bar with hatching
   const NEAR_PX = 4;
-  const MANY_SPANS = 3000; // of a rank: of bars of the same kind in one pixel, one is drawn
   const HATCHINGS = { "await-gather": 45, "await-reduce": -45 };
 
   class Timeline extends StepFigure {
@@ -519,8 +516,12 @@
           svg("rect", { width: 5, height: 5, style: "fill: var(--card)" }),
           svg("rect", { width: 2, height: 5, style: `fill: var(--${key})` }));
       }
+      // Of thousands of bars, those that look alike are one path: drawing stays fast.
       this.bars = this.add("g", { class: "bars" });
-      chosen.places.forEach((index, place) => this.drawRank(step.ranks[index], place));
+      this.paths = {};
+      const labels = chosen.places.flatMap((index, place) => this.drawRank(step.ranks[index], place));
+      for (const [style, path] of Object.entries(this.paths)) this.bars.append(svg("path", { d: path, style }));
+      this.bars.append(...labels);
     }
 
     rowY(place, row) {
@@ -533,19 +534,14 @@
       step.rows.forEach((name, row) => {
         this.text(name, this.area.left - 7, this.rowY(place, row + 1), { "text-anchor": "end" });
       });
-      const last_px = {};
-      for (const span of spans) {
-        const [activity, , start, duration] = span;
-        const from = this.x(start / 1000);
-        const to = this.x((start + duration) / 1000);
-        if (to < this.area.left || from > this.area.right) continue;
-        const is_hidden = to - from < 0.5 && Math.round(from) === last_px[activity];
-        if (spans.length > MANY_SPANS && is_hidden) continue;
-        last_px[activity] = Math.round(from);
-        this.drawBar(span, place, Math.max(from, this.area.left), Math.min(to, this.area.right));
-      }
+      return spans.flatMap((span) => {
+        const from = Math.max(this.x(span[2] / 1000), this.area.left);
+        const to = Math.min(this.x((span[2] + span[3]) / 1000), this.area.right);
+        return from > to ? [] : this.drawBar(span, place, from, to);
+      });
     }
 
+    /** Draw a bar, and return its label if it has room for one. */
     drawBar([activity, unit], place, from, to) {
       const { key, row } = step.activities[activity];
       const y = this.rowY(place, row + 1);
@@ -555,11 +551,12 @@
       const tone = `var(--${key}${unit % 2 ? "-next" : ""})`;
       const fill = is_hatched && width > HATCHED_PX ? `url(#hatching-${key})` : tone;
       const style = `fill: ${fill}; opacity: ${is_chosen ? 1 : FADED}`;
-      this.bars.append(svg("rect", { x: from, y: y - BAR_PX / 2, width, height: BAR_PX, style }));
+      const [x, w] = [from.toFixed(2), width.toFixed(2)];
+      this.paths[style] = `${this.paths[style] || ""}M${x} ${y - BAR_PX / 2}h${w}v${BAR_PX}h-${w}z`;
       const label = step.labels[unit];
-      if (!is_chosen || is_hatched || width < 9 || widthOf(label) + 4 > width) return;
+      if (!is_chosen || is_hatched || width < 9 || widthOf(label) + 4 > width) return [];
       const middle = { x: (from + to) / 2, y, "text-anchor": "middle", "dominant-baseline": "central" };
-      this.bars.append(svg("text", { ...middle, style: `fill: var(--${key}-ink)` }, label));
+      return [svg("text", { ...middle, style: `fill: var(--${key}-ink)` }, label)];
     }
 
     /** The span at a point, or the nearest one in its row, and its rank. */
