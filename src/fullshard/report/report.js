@@ -604,6 +604,7 @@
       this.drawXAxis(shownRange(), TIME, { grid_top: this.area.top });
       const lines = this.clipped({ class: "lines" });
       this.panels = ["full", "allocated"].map((field, index) => this.drawPanel(lines, field, index));
+      this.root.append(lines); // above the grid of both panels
       const legend = chosen.places.map((place) =>
         html("li", {}, swatch(seriesColour(place), seriesDashes(place)), `rank ${step.ranks[place].rank}`));
       document.getElementById("rank-legend").replaceChildren(...legend);
