@@ -101,8 +101,10 @@ def wait_for_colours(driver: webdriver.Chrome, scheme: str) -> None:
 
 
 def run_to_show() -> RunRecord:
-    """Two ranks, and a unit with a name that would like to be a tag."""
+    """Two ranks, a loss that is not finite, and a unit with a name that would like to be a tag."""
     record = made_up_run(Sizes(steps=120, ranks=2, units=6))
+    metrics = list(record.metrics)
+    metrics[49] = replace(metrics[49], loss=float("nan"))
     old = record.units[1].name
     timelines = [
         replace(
@@ -112,7 +114,7 @@ def run_to_show() -> RunRecord:
         for each in record.timelines
     ]
     units = [replace(each, name=NASTY) if each.name == old else each for each in record.units]
-    return replace(record, timelines=timelines, units=units)
+    return replace(record, metrics=metrics, timelines=timelines, units=units)
 
 
 def num_bars(record: RunRecord) -> int:
@@ -126,7 +128,15 @@ def assert_drawn(driver: webdriver.Chrome, record: RunRecord) -> None:
         return len(driver.find_elements(By.CSS_SELECTOR, selector))
 
     assert len(bars(driver)) == num_bars(record)
-    assert count("#memory .lines .line") == 2 * len(record.timelines)
+    strokes = driver.execute_script(
+        "return [...document.querySelectorAll('#memory .lines .line')].map((e) => e.style.stroke)"
+    )
+    assert strokes == ["var(--series-0)", "var(--series-1)"] * 2  # each rank in both panels
+    legend = driver.find_elements(By.CSS_SELECTOR, "#rank-legend li")
+    assert [each.text for each in legend] == ["rank 0", "rank 1"]
+    line = driver.find_element(By.CSS_SELECTOR, "#curve-loss .line").get_attribute("d")
+    assert line.count("M") == 2  # a gap, and below it a cross
+    assert count(".curve .cross") == 1
     assert count("#curve-loss .lines .line") == 3  # every step, their mean, validation
     assert count("#curve-loss .lines circle") == 6
     assert count(".curve .lines .line") == 12
