@@ -34,6 +34,13 @@ def made_up_run(sizes: Sizes = Sizes(), **changes: object) -> RunRecord:  # noqa
             "run": {"out": "runs/10m-stdlib", "seed": 0, "report": True, "prompt": "def "},
         },
         "environment": {"fullshard": "0.1.0", "torch": "2.13.0", "device": "cpu, 8 cores"},
+        "memory": {
+            "parameters": 36 * MIB,
+            "gradients": 36 * MIB,
+            "optimizer state": 72 * MIB,
+            "activations": 431 * MIB,
+            "full parameters": 10 * MIB,
+        },
         "sample": 'def read(path):\n    """Return the text of a file."""\n    return path.open()\n',
     }
     return RunRecord(**{**content, **changes})
@@ -47,7 +54,14 @@ def _step(step: int, num_steps: int) -> StepMetrics:
     step_s = abs(noise.gauss(0.21, 0.008)) + (0.3 if step == 1 else 0.0)
     exposed_s = abs(noise.gauss(0.012, 0.002))
     norm = 0.6 + 2 * math.exp(-8 * part) + abs(noise.gauss(0, 0.1))
-    return StepMetrics(step, loss, lr, norm, 4096, step_s, exposed_s, 612 * MIB + step * 1024)
+    memory = 612 * MIB + step * 1024
+    return StepMetrics(
+        *(step, loss, lr, norm, 4096, step_s, exposed_s, memory),
+        tflops=84 / step_s,
+        mfu=0.09 / step_s,
+        eval_loss=loss + 0.2 + part if step % 20 == 0 else math.nan,
+        is_restart=step in (1, 71),
+    )
 
 
 def _unit(name: str) -> UnitFacts:

@@ -546,7 +546,7 @@ def test_the_library_needs_no_extra_and_no_command_holds_more_than_a_few_tensors
         import os, resource, sys, torch
         import fullshard, fullshard.report, fullshard.state
         from fullshard.state.checkpoint import TensorSource, write_checkpoint
-        extras = {"click", "rich", "plotly", "jinja2"}
+        extras = {"click", "rich", "jinja2"}
         assert not extras & {name.split(".")[0] for name in sys.modules}
         from fullshard.cli.main import main
         sys.modules["click"] = None

@@ -24,6 +24,7 @@ def write_run(folder: Path, record: RunRecord) -> None:
         "ranks": [each.as_json() for each in record.timelines],
         "units": [asdict(each) for each in record.units],
         "environment": dict(record.environment),
+        "memory": dict(record.memory),
     }
     (folder / "timeline.json").write_text(json.dumps(found))
     (folder / "config.toml").write_text('[model]\nname = "10m"\n[run]\nprompt = "def "\n')
@@ -100,3 +101,13 @@ def test_the_command_draws_a_run_again(run_folder, tmp_path):
     done = CliRunner().invoke(report, [str(run_folder), "--out", str(other)])
     assert done.exit_code == 0, done.output
     assert other.read_text() == (run_folder / "report.html").read_text()
+
+
+def test_the_command_compares_runs(run_folder, tmp_path, monkeypatch):
+    second = tmp_path / "my-other-run"
+    write_run(second, made_up_run(Sizes(8, 2, 3)))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(report, [str(run_folder), str(second)])
+    assert done.exit_code == 0, done.output
+    assert "<h1>my-run, my-other-run</h1>" in Path("comparison.html").read_text()
+    assert not (run_folder / "report.html").exists()

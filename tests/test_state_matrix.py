@@ -109,7 +109,7 @@ def test_state_is_that_of_the_unsharded_model_and_of_torch_and_loads_into_other_
         oracle = None
         if form.torch_has_it and build in (Net, TiedNet):
             oracle = Trainee.of(form, build, make, api=TORCH).train(rank)
-        # Every kind from every other form in the first case, later the full one and the sharded one.
+        # Every kind from every other form in the first case, later the full and the sharded one.
         kinds = list(enumerate(kinds_of(form)))
         for shift, kind in kinds[number % 2 :: 2] if is_first_case else kinds[::4]:
             state = check_saved(rank, source, kind, before, f"{name}, {kind}")

@@ -1,65 +1,42 @@
-"""Curves of metrics over steps, as plotly figures.
-
-A colour is "$" and its name in the palette; the page replaces it, for the light or dark scheme.
-"""
+"""Curves of metrics over steps, as plain data that the page draws."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from fullshard.report.formatting import shown_number
-from fullshard.report.record import StepMetrics
+from fullshard.report.formatting import plain, shown_number
+from fullshard.report.record import RunRecord, StepMetrics
 
 MOST_POINTS = 2000
-_FEW_POINTS = 60  # each point has a marker up to this number
+_MEAN_POINTS = 500
 _SMOOTHED_FROM = 100  # steps
 _SMOOTHED_PART = 25
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One figure: `figure` is plotly's data and layout, `summary` describes it in words."""
+    """One figure: `content` is plain JSON; `summary` and `note` describe it in words."""
 
     key: str
     title: str
     summary: str
     note: str
-    figure: dict[str, Any]
+    content: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """A metric, and how its numbers are formatted."""
+class _Metric:
+    """A metric of a step, and how it is shown. One with a unit is measured, and may be unknown."""
 
     key: str
     title: str
     axis: str
-    hover: str = ".4~g"
-    tick: str = ""
-
-
-_LOSS = _Kind("loss", "Loss", "loss", hover=".4f")
-_LR = _Kind("lr", "Learning rate", "learning rate", hover=".3~e")
-_NORM = _Kind("grad-norm", "Gradient norm", "norm")
-_SPEED = _Kind("tokens-per-s", "Tokens per second", "tokens/s", hover=",.0f", tick="~s")
-_EXPOSED = _Kind("exposed", "Exposed communication", "% of the step", hover=".1f")
-
-
-def curves_of(metrics: Sequence[StepMetrics]) -> list[Curve]:
-    """Return the figures of a run, the loss first; none if there is no step."""
-    if not metrics:
-        return []
-    steps = [each.step for each in metrics]
-    return [
-        _curve(_LOSS, steps, [each.loss for each in metrics]),
-        _curve(_LR, steps, [each.lr for each in metrics]),
-        _curve(_NORM, steps, [each.grad_norm for each in metrics]),
-        _curve(_SPEED, steps, [tokens_per_s(each) for each in metrics]),
-        _curve(_EXPOSED, steps, [100 * exposed_share(each) for each in metrics]),
-    ]
+    of: Callable[[StepMetrics], float]
+    format: str = ".4g"
+    unit: str = ""
 
 
 def tokens_per_s(step: StepMetrics) -> float:
@@ -72,98 +49,99 @@ def exposed_share(step: StepMetrics) -> float:
     return step.exposed_s / step.step_s if step.step_s > 0 else float("nan")
 
 
-def _curve(kind: _Kind, steps: Sequence[int], values: Sequence[float]) -> Curve:
-    is_smoothed = kind is not _LR and len(values) >= _SMOOTHED_FROM
-    traces = [_line(kind, steps, values, is_soft=is_smoothed)]
-    note = ""
-    if is_smoothed:
-        window = len(values) // _SMOOTHED_PART // 2 * 2 + 1
-        traces.append(_smooth_line(kind, steps, smoothed(values, window)))
-        if kind is _LOSS:
-            note = f"thin: each step; thick: mean of {window:,} steps"
-    not_finite = [index for index, value in enumerate(values) if not isfinite(value)]
-    if not_finite:
-        traces.append(_crosses(steps, values, not_finite))
-        crosses = f"crosses: not finite ({len(not_finite):,} of {len(values):,} steps)"
-        note = f"{note}; {crosses}" if note else crosses
+def _exposed_percent(step: StepMetrics) -> float:
+    return 100 * exposed_share(step)
+
+
+_LOSS = _Metric("loss", "Loss", "loss", lambda s: s.loss, ".4f")
+_LR = _Metric("lr", "Learning rate", "learning rate", lambda s: s.lr, ".3e")
+_METRICS = (
+    _LOSS,
+    _LR,
+    _Metric("grad-norm", "Gradient norm", "norm", lambda s: s.grad_norm),
+    _Metric("tokens-per-s", "Tokens per second", "tokens/s", tokens_per_s, ".0f", "tokens/s"),
+    _Metric("exposed", "Exposed communication", "% of step", _exposed_percent, ".1f", "%"),
+)
+_MFU = _Metric("mfu", "MFU", "% of the peak", lambda s: 100 * s.mfu, ".1f", "%")
+_TFLOPS = _Metric("tflops", "TFLOP/s per rank", "TFLOP/s", lambda s: s.tflops, ".4g", "TFLOP/s")
+
+
+def curves_of(records: Sequence[RunRecord]) -> list[Curve]:
+    """Return the figures of one run or several, the loss first; none if there is no step."""
+    steps = [step for each in records for step in each.metrics]
+    if not steps:
+        return []
+    computed = [each for each in (_MFU, _TFLOPS) if any(isfinite(each.of(step)) for step in steps)]
+    return [_curve(each, records) for each in (*_METRICS, *computed[:1])]
+
+
+def _curve(metric: _Metric, records: Sequence[RunRecord]) -> Curve:
+    most = max(len(each.metrics) for each in records)
+    is_smoothed = metric is not _LR and most >= _SMOOTHED_FROM
+    window = most // _SMOOTHED_PART // 2 * 2 + 1 if is_smoothed else 0
+    runs = [_run(metric, each, window) for each in records]
+    notes = []
+    if window and metric is _LOSS:
+        notes.append(f"thin: each step; thick: mean of {window:,} steps")
+    values = [metric.of(step) for each in records for step in each.metrics]
+    num_unknown = sum(not isfinite(value) for value in values)
+    if num_unknown:
+        what = "gaps: not measured" if metric.unit else "crosses: not finite"
+        notes.append(f"{what} ({num_unknown:,} of {len(values):,} steps)")
+    if metric is _LOSS and any(run["restarts"] for run in runs):
+        notes.append("dashed: the run was resumed")
+    if len(runs) > 1 and any(run["validation"][0] for run in runs):
+        notes.append("dots: validation")
     return Curve(
-        kind.key,
-        kind.title,
-        _summary(kind, steps, values),
-        note,
-        {"data": traces, "layout": _layout(kind, steps)},
+        metric.key,
+        metric.title,
+        " ".join(_summary(metric, each, len(records) > 1) for each in records),
+        "; ".join(notes),
+        {"axis": metric.axis, "format": metric.format, "unit": metric.unit, "runs": runs},
     )
 
 
-def _line(
-    kind: _Kind, steps: Sequence[int], values: Sequence[float], *, is_soft: bool
-) -> dict[str, Any]:
-    kept = downsampled(values)
-    few = len(kept) <= _FEW_POINTS
+def _run(metric: _Metric, record: RunRecord, window: int) -> dict[str, Any]:
+    """Return the line of a run, its moving mean, and what is marked in the figure."""
+    steps = [each.step for each in record.metrics]
+    values = [metric.of(each) for each in record.metrics]
+    mean = smoothed(values, window) if window else []
+    strange = [] if metric.unit else [v for v in enumerate(values) if not isfinite(v[1])]
+    kept = [strange[index] for index in downsampled([float(index) for index, _ in strange])]
+    checks = [each for each in record.metrics if metric is _LOSS and isfinite(each.eval_loss)]
     return {
-        "type": "scatter",
-        "mode": "lines+markers" if few else "lines",
-        "x": [steps[index] for index in kept],
-        # JSON has no NaN; null leaves a gap.
-        "y": [values[index] if isfinite(values[index]) else None for index in kept],
-        "line": {"color": "$accent-soft" if is_soft else "$accent", "width": 1 if is_soft else 2},
-        "marker": {"color": "$accent", "size": 5},
-        "connectgaps": False,
-        "name": kind.axis,
-        "hovertemplate": f"step %{{x:,}}: %{{y:{kind.hover}}} {_unit(kind)}<extra></extra>",
+        "name": plain(record.title),
+        "line": _points(steps, values, MOST_POINTS),
+        "mean": _points(steps, mean, _MEAN_POINTS),
+        "validation": _points(
+            [each.step for each in checks], [each.eval_loss for each in checks], _MEAN_POINTS
+        ),
+        "crosses": [[steps[index], shown_number(value)] for index, value in kept],
+        "restarts": [each.step for each in record.metrics[1:] if each.is_restart],
     }
 
 
-def _smooth_line(kind: _Kind, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-    line = _line(kind, steps, values, is_soft=False)
-    return line | {"mode": "lines", "hoverinfo": "skip", "hovertemplate": None}
+def _points(steps: Sequence[int], values: Sequence[float], most: int) -> list[list[Any]]:
+    """Return steps and values; null, as JSON has no NaN, leaves a gap."""
+    kept = downsampled(values, most)
+    return [[steps[index] for index in kept], [_short(values[index]) for index in kept]]
 
 
-def _crosses(steps: Sequence[int], values: Sequence[float], at: Sequence[int]) -> dict[str, Any]:
-    """Mark the steps at these indices, whose value is not finite, at the bottom of the figure."""
-    bottom = min((value for value in values if isfinite(value)), default=0.0)
-    kept = [at[index] for index in downsampled([float(index) for index in at])]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [steps[index] for index in kept],
-        "y": [bottom] * len(kept),
-        "text": [shown_number(values[index]) for index in kept],
-        "marker": {"symbol": "x-thin", "size": 8, "line": {"color": "$alarm", "width": 2}},
-        "name": "not finite",
-        "hovertemplate": "step %{x:,}: %{text}<extra></extra>",
-    }
+def _short(value: float) -> float | None:
+    return float(f"{value:.6g}") if isfinite(value) else None
 
 
-def _layout(kind: _Kind, steps: Sequence[int]) -> dict[str, Any]:
-    is_long = steps[-1] >= 10_000
-    steps_axis: dict[str, Any] = {
-        "title": {"text": "step"},
-        "tickformat": "~s" if is_long else ",d",
-    }
-    if steps[-1] - steps[0] <= 8:  # otherwise ticks would appear between steps
-        steps_axis |= {"dtick": 1, "range": [steps[0] - 0.5, steps[-1] + 0.5]}
-    return {
-        "xaxis": steps_axis,
-        "yaxis": {"title": {"text": kind.axis}, "tickformat": kind.tick},
-        "hovermode": "closest" if len(steps) == 1 else "x",
-    }
-
-
-def _summary(kind: _Kind, steps: Sequence[int], values: Sequence[float]) -> str:
-    finite = [(value, step) for value, step in zip(values, steps, strict=True) if isfinite(value)]
+def _summary(metric: _Metric, record: RunRecord, is_named: bool) -> str:
+    title = f"{metric.title} of {plain(record.title)}" if is_named else metric.title
+    finite = [(value, each.step) for each in record.metrics if isfinite(value := metric.of(each))]
     if not finite:
-        return f"{kind.title} by step: not finite at any step."
+        return f"{title} by step: no finite number."
     low, high = min(finite), max(finite)
     return (
-        f"{kind.title} by step, from {shown_number(finite[0][0])} at step {finite[0][1]:,} to "
+        f"{title} by step, from {shown_number(finite[0][0])} at step {finite[0][1]:,} to "
         f"{shown_number(finite[-1][0])} at step {finite[-1][1]:,}; lowest {shown_number(low[0])} "
         f"at step {low[1]:,}, highest {shown_number(high[0])} at step {high[1]:,}."
     )
-
-
-def _unit(kind: _Kind) -> str:
-    return {"tokens-per-s": "tokens/s", "exposed": "%"}.get(kind.key, "")
 
 
 def downsampled(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:

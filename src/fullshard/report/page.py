@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping
-from importlib import import_module
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,17 @@ from fullshard.report.curves import curves_of
 from fullshard.report.formatting import plain
 from fullshard.report.palette import KEYS, PALETTES
 from fullshard.report.record import RunRecord
-from fullshard.report.step_timeline import step_figure
-from fullshard.report.tables import subtitle, summary, unit_table
+from fullshard.report.step_timeline import StepFigure, step_figure
+from fullshard.report.tables import memory_kinds, subtitle, summary, unit_table
 
 
-def write_report(record: RunRecord, path: Path) -> Path:
+def write_report(record: RunRecord, path: Path, *, others: Sequence[RunRecord] = ()) -> Path:
     """Write `record` as an HTML page to `path`, replacing any file there, and return `path`.
 
-    The page needs no network and no other file. It is written completely or not at all.
+    With `others`, the page compares the runs. It needs no network and no other file, and is written
+    completely or not at all.
     """
-    page = page_of(record)
+    page = page_of(record, others)
     path.parent.mkdir(parents=True, exist_ok=True)
     incoming = path.with_name(f".{path.name}.incoming-{uuid.uuid4().hex}")
     try:
@@ -37,9 +39,15 @@ def write_report(record: RunRecord, path: Path) -> Path:
     return path
 
 
-def page_of(record: RunRecord) -> str:
+def page_of(record: RunRecord, others: Sequence[RunRecord] = ()) -> str:
     """Return the page as text."""
-    jinja2, plotly = _needed("jinja2"), _needed("plotly.offline")
+    try:
+        import jinja2
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "report: jinja2 is needed to write it, found no jinja2; "
+            "run: pip install 'fullshard[report]'"
+        ) from error
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fullshard", "report"),
         autoescape=True,
@@ -48,43 +56,76 @@ def page_of(record: RunRecord) -> str:
         lstrip_blocks=True,
     )
     environment.filters["plain"] = plain
-    curves = curves_of(record.metrics)
-    step = step_figure(record)
+    records = _distinct([record, *others])
+    curves = curves_of(records)
+    step = None if others else step_figure(record)
     content = {
-        "palettes": PALETTES,
-        "curves": {curve.key: curve.figure for curve in curves},
+        "curves": {curve.key: curve.content for curve in curves},
         "step": None if step is None else step.content,
     }
     as_markup = environment.filters["safe"]
-    page = environment.get_template("report.html.j2").render(
-        record=record,
-        facts=summary(record),
-        subtitle=subtitle(record),
+    template = environment.get_template("comparison.html.j2" if others else "report.html.j2")
+    return template.render(
+        title=", ".join(plain(each.title) for each in records),
         curves=curves,
-        step=step,
-        legend=[(key, activity.value) for activity, key in KEYS.items()],
-        table=unit_table(record),
-        sample=_sample(record),
-        config=_shown_config(record.config),
-        environment=record.environment,
         palettes=PALETTES,
         style=as_markup(_beside("report.css")),
         script=as_markup(_beside("report.js")),
-        plotly=as_markup(plotly.get_plotlyjs()),
         content=as_markup(_json_in_html(content)),
+        **(_comparison(records) if others else _details(record, step)),
     )
-    return str(page)
 
 
-def _needed(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.split(".")[0]
-        raise ConfigError(
-            f"report: plotly and jinja2 are needed to draw it, found no {package}; "
-            "run: pip install 'fullshard[report]'"
-        ) from error
+def _details(record: RunRecord, step: StepFigure | None) -> dict[str, Any]:
+    return {
+        "record": record,
+        "facts": summary(record),
+        "subtitle": subtitle(record),
+        "step": step,
+        "legend": [(key, activity.value) for activity, key in KEYS.items()],
+        "memory": memory_kinds(record),
+        "table": unit_table(record),
+        "sample": _sample(record),
+        "config": _shown_config(record.config),
+        "environment": record.environment,
+    }
+
+
+def _comparison(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return the facts of every run, and the settings that differ, by name."""
+    facts = [{fact.name: fact for fact in summary(each)} for each in records]
+    settings = [
+        {
+            f"{section}.{key}": value
+            for section, keys in found.items()
+            for key, value in keys.items()
+        }
+        for each in records
+        for found in [_shown_config({**each.config, "environment": each.environment})]
+    ]
+    return {
+        "names": [plain(each.title) for each in records],
+        "sizes": [", ".join(subtitle(each)) for each in records],
+        "facts": {name: [each.get(name) for each in facts] for name in _all_keys(facts)},
+        "settings": {
+            name: values
+            for name in _all_keys(settings)
+            if len(set(values := [each.get(name) for each in settings])) > 1
+        },
+    }
+
+
+def _all_keys(found: Iterable[Mapping[str, object]]) -> list[str]:
+    return list(dict.fromkeys(key for each in found for key in each))
+
+
+def _distinct(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Number the runs whose title another one has too."""
+    count = Counter(each.title for each in records)
+    return [
+        replace(each, title=f"{each.title} ({index})") if count[each.title] > 1 else each
+        for index, each in enumerate(records, 1)
+    ]
 
 
 def _beside(name: str) -> str:

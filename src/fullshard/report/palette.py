@@ -1,8 +1,8 @@
 """The colours of a report, for the light and the dark scheme.
 
-The colours of activities, from the palette of Okabe and Ito, can be told apart with colour
-blindness; waiting is also hatched. Each activity has two tones, for alternating units, and a text
-colour that is legible on both.
+The colours of activities, ranks and runs, from the palette of Okabe and Ito, can be told apart with
+colour blindness; waiting is also hatched. Each activity has two tones, for alternating units, and a
+text colour that is legible on both.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ _TONES = {
     for suffix, colour in zip(("", "-next", "-ink"), colours, strict=True)
 }
 
+
+def _series(*colours: str) -> dict[str, str]:
+    """Name the colours of ranks, runs and kinds of memory; the page adds dashes for more ranks."""
+    return {f"series-{index}": f"#{colour}" for index, colour in enumerate(colours)}
+
+
 PALETTES = {
     "light": {
         "page": "#f6f6f4",
@@ -44,8 +50,8 @@ PALETTES = {
         "line": "#d9dbdf",
         "grid": "#e8e9ec",
         "accent": "#0b62a4",
-        "accent-soft": "#a8cbe6",
         "alarm": "#b34700",
+        **_series("0072b2", "d55e00", "009e73", "c0609a", "a08f00", "3a9ad9", "6a3fa8", "3d434d"),
         **_TONES,
     },
     "dark": {
@@ -56,8 +62,8 @@ PALETTES = {
         "line": "#343942",
         "grid": "#282c33",
         "accent": "#74b9f2",
-        "accent-soft": "#33597b",
         "alarm": "#ff9d57",
+        **_series("4aa3df", "f07f2e", "2fc197", "dd94bd", "f0e442", "a5d8f7", "9479ea", "868e9c"),
         **_TONES,
     },
 }

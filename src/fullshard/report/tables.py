@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import exp, isfinite
 
 from fullshard.formatting import counted
 from fullshard.report.curves import exposed_share, tokens_per_s
 from fullshard.report.formatting import (
     DASH,
     finite_median,
+    plain,
     shown_bytes,
     shown_count,
     shown_number,
@@ -35,7 +36,7 @@ class Fact:
 
 
 def summary(record: RunRecord) -> list[Fact]:
-    """Return five facts; the value is a dash if nothing was measured."""
+    """Return the facts; a dash if nothing was measured. Validation and MFU are left out then."""
     metrics = record.metrics
     speed = finite_median(tokens_per_s(each) for each in metrics)
     step_s = finite_median(each.step_s for each in metrics)
@@ -44,10 +45,12 @@ def summary(record: RunRecord) -> list[Fact]:
     exposed = finite_median(exposed_share(each) for each in metrics)
     return [
         _final_loss(record),
+        *_best_validation(record),
         Fact("Tokens per second", shown_count(speed) if isfinite(speed) else DASH, "median"),
         Fact("Step time", shown_time(step_s), f"median; slowest {shown_time(slowest_s)}"),
         Fact("Peak memory", DASH if memory is None else shown_bytes(memory), "most on any rank"),
         Fact("Exposed communication", shown_share(exposed), "of the step, median"),
+        *_computed(record),
     ]
 
 
@@ -74,6 +77,33 @@ def _final_loss(record: RunRecord) -> Fact:
     if len(record.metrics) > 1:
         note = f"from {shown_number(first.loss)} in {counted(len(record.metrics), 'step')}"
     return Fact("Final loss", shown_number(last.loss), note, not isfinite(last.loss))
+
+
+def _best_validation(record: RunRecord) -> list[Fact]:
+    found = [(each.eval_loss, each.step) for each in record.metrics if isfinite(each.eval_loss)]
+    if not found:
+        return []
+    loss, step = min(found)
+    perplexity = exp(min(loss, 700))  # beyond, there is no such float
+    note = f"after step {step:,}; perplexity {shown_number(perplexity)}"
+    return [Fact("Best validation loss", shown_number(loss), note)]
+
+
+def _computed(record: RunRecord) -> list[Fact]:
+    mfu = finite_median(each.mfu for each in record.metrics)
+    tflops = finite_median(each.tflops for each in record.metrics)
+    if not isfinite(mfu):
+        rate = Fact("TFLOP/s per rank", shown_number(tflops), "median")
+        return [rate] if isfinite(tflops) else []
+    note = f"median; {shown_number(tflops)} TFLOP/s per rank" if isfinite(tflops) else "median"
+    return [Fact("MFU", shown_share(mfu), note)]
+
+
+def memory_kinds(record: RunRecord) -> list[tuple[str, str, float]]:
+    """Return the name, size and percentage of each kind of memory."""
+    kinds = {plain(name): size for name, size in record.memory.items() if size > 0}
+    total = sum(kinds.values())
+    return [(name, shown_bytes(size), 100 * size / total) for name, size in kinds.items()]
 
 
 @dataclass(frozen=True, slots=True)

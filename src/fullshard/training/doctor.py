@@ -17,7 +17,7 @@ _BF16_CAPABILITY = (8, 0)
 
 # The extra and the feature that need a package.
 _EXTRAS = {
-    "plotly": ("report", "report.html of a run"),
+    "jinja2": ("report", "report.html of a run"),
     "transformers": ("huggingface", "models in Hugging Face's layout"),
     "peft": ("lora", "low-rank adapters"),
     "tensorboard": ("tensorboard", "metrics for TensorBoard"),

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-OPTIONAL = ("click", "rich", "plotly", "transformers", "peft", "tensorboard")
+OPTIONAL = ("click", "rich", "jinja2", "transformers", "peft", "tensorboard")
 _PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "FULLSHARD_", "CUDA_", "OMP_", "PYTORCH_", "TORCHELASTIC_")
 
 
