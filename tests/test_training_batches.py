@@ -98,6 +98,46 @@ def test_every_sequence_comes_once_an_epoch(num_sequences, batch, num_ranks, see
 
 @settings(deadline=None)
 @given(
+    num_sequences=st.integers(2, 40),
+    batch=st.integers(1, 5),
+    num_ranks=st.integers(1, 4),
+    share=st.floats(0.5, 0.99),
+)
+def test_what_is_held_out_is_never_trained_on_and_counts_once(
+    num_sequences, batch, num_ranks, share
+):
+    corpus, held_out, trained = corpus_of(num_sequences), Counter(), set()
+    for is_eval in (True, False):
+        for rank in range(num_ranks):
+            batches = Batches(
+                corpus,
+                sequence=SEQUENCE,
+                batch=batch,
+                rank=rank,
+                num_ranks=num_ranks,
+                seed=7,
+                held_out=share,
+                is_eval=is_eval,
+            )
+            while batches.position < 2 * num_sequences:
+                _, targets = batches.next()
+                if is_eval:
+                    held_out.update(targets[targets >= 0].tolist())
+                else:
+                    trained |= set(targets.flatten().tolist())
+    assert set(held_out.values()) == {1}
+    assert len(held_out) == int(num_sequences * share) * SEQUENCE
+    assert not held_out.keys() & trained
+    assert len(held_out) + len(trained) == num_sequences * SEQUENCE
+
+
+def test_a_share_of_no_sequence_is_refused():
+    with pytest.raises(ConfigError, match="at least one of 5 sequences"):
+        Batches(corpus_of(5), sequence=SEQUENCE, batch=1, rank=0, num_ranks=1, seed=0, held_out=0.1)
+
+
+@settings(deadline=None)
+@given(
     num_sequences=st.integers(1, 40),
     sizes=st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]),
     seed=st.integers(0, 1000),

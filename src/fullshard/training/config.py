@@ -88,6 +88,15 @@ class DataSection:
         _text("a file or a folder"),
         option="data",
     )
+    eval_paths: tuple[str, ...] = _key(
+        (),
+        "Files or folders for validation, which are not trained on.",
+        _text("a file or a folder"),
+        option="eval-data",
+    )
+    eval_share: float = _key(
+        0.0, "Share of the data's sequences held out for validation.", _FRACTION
+    )
     tokenizer: str = _key("auto", "How text is converted to tokens.", choices=TOKENIZERS)
     text_field: str = _key(
         "text", "The field of a .jsonl line that contains the text.", _text("the name of a field")
@@ -160,7 +169,9 @@ class RunSection:
     max_restarts: int = _key(2, "How often the ranks are restarted after one has died.", _NATURAL)
     seed: int = _key(0, "Seed of the initial weights and the order of the data.", _NATURAL)
     save_every: int = _key(50, "Steps between checkpoints; 0: only at the end.", _NATURAL)
-    keep: int = _key(2, "Checkpoints to keep.", _COUNT)
+    keep: int = _key(2, "Checkpoints to keep, beside the one of the best validation.", _COUNT)
+    eval_every: int = _key(0, "Steps between validations; 0: only at the end.", _NATURAL)
+    eval_batches: int = _key(16, "Most micro-batches of a rank in a validation.", _COUNT)
     on_nan: str = _key(
         "stop",
         "When steps in a row have a loss or gradient that is not finite: stop, skip them, or roll "
@@ -350,47 +361,43 @@ def _require_utf8(subject: str, text: str) -> None:
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     """Yield a message for values that are valid alone but not together."""
-    sharding, optimizer, run = config.sharding, config.optimizer, config.run
+    data, sharding, optimizer, run = config.data, config.sharding, config.optimizer, config.run
+    mesh = parse_mesh(sharding.mesh)
 
-    def named(section: str, name: str) -> str:
+    def named(place: str) -> str:
+        section, name = place.split(".")
         return KEYS[section, name].subject
 
+    def problem(place: str, expected: str, found: str, remedy: str) -> str:
+        return f"{named(place)}: {expected} is expected, found {found}; {remedy}."
+
     if sharding.precision == "fp16" and run.device == "cpu":
-        yield (
-            f"{named('sharding', 'precision')}: fp16 needs a GPU, found "
-            f"{named('run', 'device')} 'cpu'; choose bf16 or float32."
-        )
+        found = f"{named('run.device')} 'cpu'"
+        yield problem("sharding.precision", "a GPU for fp16", found, "choose bf16 or float32")
     if run.capture == "on" and (run.device == "cpu" or sharding.offload):
-        other = ("sharding", "offload") if sharding.offload else ("run", "device")
-        yield (
-            f"{named('run', 'capture')}: parameters on a GPU are expected, found "
-            f"{named(*other)} {'true' if sharding.offload else repr(run.device)}; choose auto or "
-            "off."
-        )
+        found = f"{named('run.device')} 'cpu'"
+        if sharding.offload:
+            found = f"{named('sharding.offload')} true"
+        yield problem("run.capture", "one with parameters on a GPU", found, "choose auto or off")
     if sharding.strategy == "none" and sharding.offload:
-        yield (
-            f"{named('sharding', 'offload')}: sharded parameters are expected, found "
-            f"{named('sharding', 'strategy')} 'none'; choose full or grad-op, or do not offload."
-        )
-    mesh = parse_mesh(sharding.mesh)
+        found, remedy = f"{named('sharding.strategy')} 'none'", "choose full or grad-op, or do not"
+        yield problem("sharding.offload", "a sharded model", found, f"{remedy} offload")
     if mesh is not None and run.ranks and mesh[0] * mesh[1] % run.ranks:
-        yield (
-            f"{named('sharding', 'mesh')}: a multiple of the {run.ranks} ranks per machine is "
-            f"expected, found {mesh[0] * mesh[1]} ranks in {sharding.mesh}; change the mesh or "
-            f"{named('run', 'ranks')}."
-        )
+        expected = f"a multiple of the {run.ranks} ranks per machine"
+        found = f"{mesh[0] * mesh[1]} ranks in {sharding.mesh}"
+        yield problem("sharding.mesh", expected, found, f"change it or {named('run.ranks')}")
     if run.trace_step > optimizer.steps:
-        yield (
-            f"{named('run', 'trace_step')}: one of {optimizer.steps} steps is expected, found "
-            f"{run.trace_step}."
-        )
+        expected = f"one of {optimizer.steps} steps"
+        yield problem("run.trace_step", expected, str(run.trace_step), "choose one of them")
+    if run.eval_every and not (data.eval_paths or data.eval_share):
+        remedy = f"pass {named('data.eval_paths')} or {named('data.eval_share')}"
+        yield problem("run.eval_every", "data for validation", "none", remedy)
+    if data.eval_paths and data.eval_share:
+        found = f"{named('data.eval_paths')}, too"
+        yield problem("data.eval_share", "one source", found, "leave out one of them")
     if run.resume_strict and not run.resume:
-        yield (
-            f"{named('run', 'resume_strict')}: a run to resume is expected, found none; pass "
-            f"{named('run', 'resume')}, too."
-        )
+        remedy = f"pass {named('run.resume')}, too"
+        yield problem("run.resume_strict", "a run to resume", "none", remedy)
     if run.resume and not run.out:
-        yield (
-            f"{named('run', 'resume')}: the folder of the run to resume is expected, found none; "
-            f"name it with {named('run', 'out')}."
-        )
+        remedy = f"name it with {named('run.out')}"
+        yield problem("run.resume", "the folder of the run to resume", "none", remedy)

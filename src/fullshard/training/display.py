@@ -59,6 +59,11 @@ class Display:
         elif metrics.step % self._every == 0 or metrics.step in ends:
             number = f"{metrics.step:>{len(str(self._num_steps))}}/{self._num_steps}"
             print(f"step {number}  {step_line(metrics)}  {left} left", flush=True)
+        if not math.isnan(loss := metrics.eval_loss):
+            perplexity = math.exp(min(loss, 700))
+            self.say(
+                f"step {metrics.step}: validation loss {loss:.4f}, perplexity {perplexity:.4g}"
+            )
 
 
 class _LiveLines:
@@ -128,9 +133,14 @@ def closing_lines(folder: RunFolder, record: RunRecord, *, is_done: bool) -> Ite
         took = shown_duration(sum(each.step_s for each in metrics))
         speed = median(each.tokens_per_s for each in metrics)
         yield f"loss        {last.loss:.3f} after {last.step} steps ({took}, {speed:,.0f} tokens/s)"
-    found = next(iter(folder.complete()), None)
-    if found is not None:
-        yield f"checkpoint  {found}"
+    complete = folder.complete()
+    if complete:
+        yield f"checkpoint  {complete[0]}"
+    kept = [each for each in metrics if folder.checkpoint(each.step) in complete]
+    kept = [each for each in kept if not math.isnan(each.eval_loss)]
+    if kept:
+        best = min(kept, key=lambda each: each.eval_loss)
+        yield f"best        {folder.checkpoint(best.step)} (validation loss {best.eval_loss:.4f})"
     if folder.report.exists():
         yield f"report      {folder.report}"
     if not is_done:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import re
 import socket
@@ -203,6 +204,8 @@ class MetricsLog:
         if self._writer is not None:
             for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "exposed_s"):
                 self._writer.add_scalar(name, getattr(metrics, name), metrics.step)
+            if not math.isnan(metrics.eval_loss):
+                self._writer.add_scalar("eval_loss", metrics.eval_loss, metrics.step)
             self._writer.add_scalar("memory_GiB", metrics.memory_bytes / 2**30, metrics.step)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,6 +56,7 @@ class Parts:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Batches
+    eval_batches: Batches | None = None
 
 
 class Trainer:
@@ -84,6 +85,8 @@ class Trainer:
         self.num_nonfinite, self._cause = 0, ""
         self._rollbacks: list[list[Path]] = []
         self._saved_step = 0
+        # The best validation loss and its step, which has a checkpoint; the step after a resume.
+        self._best, self._restarted_at = (math.inf, 0), 0
         self._saving: Handle | None = None
         self._num_run = 0
         is_possible = world.device.type == "cuda" and not config.sharding.offload
@@ -97,8 +100,14 @@ class Trainer:
     def resume(self, path: Path) -> None:
         """Load a checkpoint."""
         parts = self._parts
-        self.step = load(path, parts.model, parts.optimizer, extra=self._extra()).step or 0
-        self._saved_step = self.step
+        loaded = load(path, parts.model, parts.optimizer, extra=self._extra())
+        self.step = self._saved_step = loaded.step or 0
+        self._restarted_at = self.step + 1
+        best = loaded.extra.get("best", (math.inf, 0))
+        found = RankGroup.world().run_first(
+            "train", lambda: [best] * self._folder.checkpoint(best[1]).is_dir()
+        )
+        self._best = found[0] if found else (math.inf, 0)
 
     def _extra(self) -> dict[str, Any]:
         extra: dict[str, Any] = {"batches": self._parts.batches}
@@ -116,11 +125,12 @@ class Trainer:
             self._folder.checkpoint(self.step),
             self._parts.model,
             self._parts.optimizer,
-            extra=self._extra(),
+            extra={**self._extra(), "best": self._best},
             step=self.step,
             only="trainable" if self._config.model.lora_rank else None,
             # Whether this one is any good, the next step shows.
             keep=max(keep, 2) if in_background else keep,
+            pinned=self._folder.checkpoint(self._best[1]).name,
         )
         self._saving = written if isinstance(written, Handle) else None
         self._saved_step = self.step
@@ -139,12 +149,18 @@ class Trainer:
         traced_step = self._traced_step()
         meter = Meter(self._world)
         pending: deque[PendingStep] = deque()
+        is_eval_due = False
 
         def finish(num_pending: int) -> bool:
             """Read all but the last `num_pending` steps; return whether any rank must stop."""
             must_stop = False
             while len(pending) > num_pending:
                 metrics, is_requested = meter.finish(pending.popleft())
+                is_finite = math.isfinite(metrics.loss + metrics.grad_norm)
+                if is_eval_due and is_finite and not pending:
+                    metrics = replace(metrics, eval_loss=self._evaluate())
+                if metrics.step == self._restarted_at:
+                    metrics = replace(metrics, is_restart=True)
                 tensors = self._tensors.popleft()
                 must_stop = must_stop or is_requested
                 display.show(metrics)
@@ -155,7 +171,7 @@ class Trainer:
                     self._go_back(log, display)
                     pending.clear()
                     self._tensors.clear()
-                if not math.isfinite(metrics.loss + metrics.grad_norm):
+                if not is_finite:
                     meter.restart()  # a second pass is no part of a step
             return must_stop
 
@@ -165,15 +181,15 @@ class Trainer:
                 is_traced = self.step + 1 == traced_step
                 with self._traced(is_traced):
                     pending.append(self._one_step(meter, stop, is_traced=is_traced))
-                is_save_due = self._is_save_due()
-                is_read = is_save_due or is_traced or self.step == num_steps
+                is_save_due, is_eval_due = self._is_save_due(), self._is_eval_due()
+                is_read = is_save_due or is_eval_due or is_traced or self.step == num_steps
                 must_stop = finish(0 if is_read else meter.max_pending)
                 if must_stop:
                     stop.acknowledge()
                     break
-                if is_save_due:
+                if is_save_due or self._best[1] == self.step < num_steps:
                     self.save(in_background=True)
-                if is_save_due or is_traced:
+                if is_save_due or is_eval_due or is_traced:
                     meter.restart()
             finish(0)
         return self.step == num_steps
@@ -181,6 +197,30 @@ class Trainer:
     def _is_save_due(self) -> bool:
         every = self._config.run.save_every
         return bool(every) and self.step % every == 0 and self.step < self._config.optimizer.steps
+
+    def _is_eval_due(self) -> bool:
+        every, num_steps = self._config.run.eval_every, self._config.optimizer.steps
+        is_due = self.step == num_steps or (every > 0 and self.step % every == 0)
+        return is_due and self._parts.eval_batches is not None
+
+    def _evaluate(self) -> float:
+        """Return the validation loss, a mean over the tokens of all ranks that have a loss."""
+        model, batches = self._parts.model, self._parts.eval_batches
+        assert batches is not None
+        batches.position = 0
+        total = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        model.eval()
+        with torch.no_grad():
+            for _ in range(self._config.run.eval_batches):
+                total += torch.stack(self._loss_and_count(*self._on_device(batches.next())))
+                if batches.position >= batches.num_sequences:
+                    break
+        model.train()
+        losses, counts = zip(*self._world.all_gather(total.tolist()), strict=True)
+        loss: float = sum(losses) / max(sum(counts), 1)
+        if loss < self._best[0]:
+            self._best = (loss, self.step)
+        return loss
 
     def _one_step(self, meter: Meter, stop: StopRequest, *, is_traced: bool) -> PendingStep:
         start = time.perf_counter()
@@ -190,9 +230,7 @@ class Trainer:
         for _ in range(self._config.optimizer.accumulate):
             tensors += self._parts.batches.next()
         tokens = tensors[1].numel() * self._config.optimizer.accumulate
-        device = self._world.device
-        if device.type != "cpu":
-            tensors = [each.pin_memory().to(device, non_blocking=True) for each in tensors]
+        tensors = self._on_device(tensors)
         captured = None if is_traced else self._captured
         num_graphs = 0 if captured is None else captured.num_graphs
         loss_and_norm = (captured or self._update)(*tensors)
@@ -244,17 +282,25 @@ class Trainer:
         number = self._config.optimizer.accumulate
         width = len(tensors) // number
         for first in range(0, len(tensors), width):
-            loss = self._loss(*tensors[first : first + width]) / number
+            total_loss, count = self._loss_and_count(*tensors[first : first + width])
+            loss = total_loss / count.clamp(min=1) / number  # none may be trained
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             total += loss.detach()
         return total
 
-    def _loss(
+    def _on_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        device = self._world.device
+        if device.type == "cpu":
+            return list(tensors)
+        return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
+
+    def _loss_and_count(
         self, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses of tokens, and the number of tokens that have one."""
         logits = self._parts.architecture.logits(self._parts.model, inputs, positions)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return loss / targets.ge(0).sum().clamp(min=1)  # there may be none that is trained
+        return loss, targets.ge(0).sum()
 
     def _decide_on_capture(self, host_share: float) -> None:
         """After a few eager steps, capture the others if the device waited for the host."""
