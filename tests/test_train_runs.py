@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import resource
 import shutil
 import warnings
@@ -87,6 +88,10 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(folder: Path) -
     assert [each.step for each in record.metrics] == [1, 2, 3, 4, 5, 6]
     assert all(each.tokens == 2 * 2 * 32 for each in record.metrics)
     assert all(each.step_s > 0 and each.memory_bytes > 0 for each in record.metrics)
+    # Six for each of a million parameters and token, and attention's.
+    tflop = [each.tflops * each.step_s for each in record.metrics]
+    assert tflop == pytest.approx([6 * 1_017_984 * 2 * 32 / 1e12] * 6, rel=0.05)
+    assert all(math.isnan(each.mfu) for each in record.metrics)
     assert [timeline.rank for timeline in record.timelines] == [0, 1]
     assert record.traced_step == 6
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step_4", "step_6"]
@@ -186,6 +191,9 @@ def test_lora_trains_adapters_and_saves_only_them(rank: Rank, folder: Path, tmp_
     )
     found = trained(rank, config)
     assert found[-1] < found[0]
+    # Frozen weights have no gradients.
+    adapted, whole = (read_record(run).metrics for run in (tmp_path / "lora", folder / "reference"))
+    assert adapted[0].tflops * adapted[0].step_s < 0.9 * whole[0].tflops * whole[0].step_s
     small, large = (
         sum(path.stat().st_size for path in (run / "checkpoints" / "step_6").iterdir())
         for run in (tmp_path / "lora", folder / "reference")

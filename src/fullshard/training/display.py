@@ -107,6 +107,10 @@ def step_line(metrics: StepMetrics) -> str:
     share = metrics.exposed_s / metrics.step_s if metrics.step_s else 0.0
     # In a replayed step nobody sees compute wait.
     exposed = "captured" if math.isnan(share) else f"exposed {share:.0%}"
+    if not math.isnan(metrics.mfu):
+        exposed += f"  MFU {metrics.mfu:.0%}"
+    elif not math.isnan(metrics.tflops):
+        exposed += f"  {metrics.tflops:.2g} TFLOP/s"
     return (
         f"loss {metrics.loss:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  "
         f"{metrics.step_s:.2f} s/step  {metrics.memory_bytes / 2**30:.2f} GiB  {exposed}"

@@ -176,6 +176,10 @@ def _is_alive(found: dict[str, Any], own: dict[str, Any]) -> bool:
     return not was_rebooted and not is_same_launch
 
 
+_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "exposed_s", "tflops", "mfu",
+            "eval_loss")  # fmt: skip
+
+
 class MetricsLog:
     """Writes the metrics of every step as a line of JSON, and optionally for TensorBoard.
 
@@ -199,13 +203,14 @@ class MetricsLog:
         self._open(last_step)
 
     def add(self, metrics: StepMetrics) -> None:
-        self._file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+        values = dataclasses.asdict(metrics).items()
+        line = {name: None if value != value else value for name, value in values}
+        self._file.write(json.dumps(line) + "\n")  # which has no NaN
         self._file.flush()
         if self._writer is not None:
-            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "exposed_s"):
-                self._writer.add_scalar(name, getattr(metrics, name), metrics.step)
-            if not math.isnan(metrics.eval_loss):
-                self._writer.add_scalar("eval_loss", metrics.eval_loss, metrics.step)
+            for name in _SCALARS:
+                if not math.isnan(value := getattr(metrics, name)) or name == "loss":
+                    self._writer.add_scalar(name, value, metrics.step)
             self._writer.add_scalar("memory_GiB", metrics.memory_bytes / 2**30, metrics.step)
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
 from fullshard.training.control import StopRequest
 from fullshard.training.display import Display
+from fullshard.training.flops import peak_tflops, step_tflop
 from fullshard.training.nonfinite import first_nonfinite
 from fullshard.training.optimizer import learning_rate
 from fullshard.training.output import MetricsLog, RunFolder
@@ -147,7 +148,10 @@ class Trainer:
         """Train to the last step; return False if a stop was requested before."""
         num_steps = self._config.optimizer.steps
         traced_step = self._traced_step()
-        meter = Meter(self._world)
+        tflop = math.nan
+        if self._world.is_first:
+            tflop = step_tflop(self._config, self._parts.architecture)
+        meter = Meter(self._world, tflop, peak_tflops(self._config, self._world.device))
         pending: deque[PendingStep] = deque()
         is_eval_due = False
 
@@ -430,8 +434,9 @@ class Meter:
     `host_share` is the share of the last step that was read in which the busiest host was busy.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, step_tflop: float, peak_tflops: float) -> None:
         self._world = world
+        self._step_tflop, self._peak_tflops = step_tflop, peak_tflops
         self._device = world.device
         self._clock = Clock(world.device)
         self.exposure = Exposure(self._clock)
@@ -476,6 +481,7 @@ class Meter:
         columns = zip(*self._world.all_gather(own), strict=True)
         losses, norms, steps_s, waits_s, memory, hosts_s, must_stop = columns
         self.host_share = max(hosts_s) / max(steps_s)
+        tflops = self._step_tflop / max(steps_s)
         metrics = StepMetrics(
             step=pending.step,
             loss=sum(losses) / len(losses),
@@ -485,6 +491,8 @@ class Meter:
             step_s=max(steps_s),
             exposed_s=max(waits_s),
             memory_bytes=int(max(memory)),
+            tflops=tflops,
+            mfu=tflops / self._peak_tflops,
         )
         return metrics, any(must_stop)
 
