@@ -94,6 +94,13 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(folder: Path) -
     assert all(math.isnan(each.mfu) for each in record.metrics)
     assert [timeline.rank for timeline in record.timelines] == [0, 1]
     assert record.traced_step == 6
+    # Half of a million parameters, and of their gradients and moments; all of a block at a time.
+    memory = record.memory
+    assert memory["parameters"] == memory["gradients"] == pytest.approx(2 * 1_017_984, rel=0.01)
+    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
+    assert memory["full parameters"] == max(m.full_bytes for m in record.timelines[0].memory) > 0
+    peak = max(m.allocated_bytes for each in record.timelines for m in each.memory)
+    assert sum(memory.values()) == peak
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step_4", "step_6"]
     assert list(verify(run / "checkpoints" / "step_6")) == []
     assert (run / "sample.txt").read_text().startswith("def ")
@@ -419,8 +426,12 @@ def test_a_step_that_is_not_finite_is_reported_and_not_applied(
         return configured(folder, name, run={**out, **run})
 
     # One such step is survived, whichever API; its data is as if it had not been there.
-    for api, is_gradient in (("fully_shard", False), ("wrapper", True)):
-        config = replace(settings(api, sample_tokens=2), sharding=ShardingSection(api=api))
+    for api, is_gradient in (("fully_shard", False), ("wrapper", True), ("muon", True)):
+        config = settings(api, sample_tokens=2)
+        if api == "muon":
+            config = replace(config, optimizer=replace(config.optimizer, name="muon"))
+        else:
+            config = replace(config, sharding=ShardingSection(api=api))
         said, found = poisoned(rank, config, 3, is_gradient=is_gradient)
         assert [step for step, loss in enumerate(found, 1) if loss != loss] == (
             [] if is_gradient else [3]
@@ -457,6 +468,20 @@ def test_a_step_that_is_not_finite_is_reported_and_not_applied(
     assert len(found) == 4
     assert "it was rolled back 2 times to one checkpoint" in said
     assert kept(tmp_path / "forever") == ["step_1", "step_2"]
+
+
+@on_ranks(2)
+def test_a_run_with_muon_is_resumed_to_the_last_bit(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    def settings(name: str, **run: Any) -> TrainConfig:
+        run = {"out": str(tmp_path / name), **run}
+        return configured(folder, name, optimizer={"name": "muon", "steps": 4}, run=run)
+
+    whole = trained(rank, settings("whole"))
+    assert whole[-1] < whole[0] - 0.5
+    assert trained(rank, settings("parts"), num_steps=2) == whole[:2]
+    assert trained(rank, settings("parts", resume=True)) == whole
 
 
 @on_ranks(2)

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
 from fullshard.training.batches import Batches, Permutation
-from fullshard.training.config import OptimizerSection
+from fullshard.training.config import KEYS, OptimizerSection
 from fullshard.training.corpus import Corpus
 from fullshard.training.optimizer import learning_rate
 
 SEQUENCE = 3
+SCHEDULES = KEYS["optimizer", "schedule"].choices
 
 
 def corpus_of(num_sequences: int, fingerprint: str = "corpus") -> Corpus:
@@ -213,6 +214,18 @@ def test_the_learning_rate_rises_in_a_line_and_falls_along_a_cosine():
     assert learning_rate(100, section) == 0.1
 
 
+def test_other_schedules_end_where_they_should():
+    shape = {"steps": 10, "warmup": 2, "lr": 1.0, "lr_end": 0.2}
+    found = {name: rates(**shape, schedule=name) for name in SCHEDULES}
+    assert {tuple(each[:2]) for each in found.values()} == {(0.5, 1.0)}
+    assert found["constant"][2:] == [1.0] * 8
+    assert found["linear"][2:] == pytest.approx([1 - 0.1 * n for n in range(1, 9)])
+    assert rates(**shape, schedule="wsd", decay=0.3)[2:] == pytest.approx(
+        [1, 1, 1, 1, 1, 1 - 0.8 / 3, 1 - 1.6 / 3, 0.2]
+    )
+    assert rates(**shape, schedule="wsd", decay=0.0)[-2:] == [1.0, 0.2]
+
+
 @given(
     steps=st.integers(1, 200),
     warmup=st.integers(0, 300),
@@ -220,7 +233,10 @@ def test_the_learning_rate_rises_in_a_line_and_falls_along_a_cosine():
     share=st.floats(0, 1),
 )
 def test_a_rate_is_positive_and_never_above_the_largest(steps, warmup, step, share):
-    section = OptimizerSection(steps=steps, warmup=warmup, lr=1.0, lr_end=share)
-    found = learning_rate(step, section)
-    assert 0 <= found <= 1 + 1e-12
-    assert found > 0 or share == 0
+    for name in SCHEDULES:
+        section = OptimizerSection(
+            steps=steps, warmup=warmup, lr=1.0, lr_end=share, schedule=name, decay=share
+        )
+        found = learning_rate(step, section)
+        assert 0 <= found <= 1 + 1e-12
+        assert found > 0 or share == 0

@@ -98,10 +98,8 @@ class Batches:
         number = corpus.num_sequences(sequence)
         num_held_out = int(number * held_out)
         if held_out and not num_held_out:
-            raise ConfigError(
-                f"--eval-share: at least one of {number} sequences is expected, found none; pass a "
-                "larger share, or text with --eval-data."
-            )
+            what = f"--eval-share: at least one of {number} sequences is expected, found none"
+            raise ConfigError(f"{what}; pass a larger share, or text with --eval-data.")
         # The number of sequences in an epoch.
         self.num_sequences = num_held_out if is_eval else number - num_held_out
         self._first = 0 if is_eval else num_held_out

@@ -15,13 +15,7 @@ from typing import Any, get_type_hints
 
 from fullshard.errors import ConfigError, TopologyError
 
-APIS = ("fully_shard", "wrapper")
-STRATEGIES = ("full", "grad-op", "none")
-PRECISIONS = ("auto", "float32", "bf16", "bf16-reduce", "fp16")
-TOKENIZERS = ("auto", "bytes", "model")
 DEVICES = ("auto", "cpu", "cuda")
-CAPTURES = ("auto", "on", "off")
-ON_NAN = ("stop", "skip", "rollback")
 
 _MESH = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 
@@ -89,15 +83,12 @@ class DataSection:
         option="data",
     )
     eval_paths: tuple[str, ...] = _key(
-        (),
-        "Files or folders for validation, which are not trained on.",
-        _text("a file or a folder"),
-        option="eval-data",
+        (), "Files or folders for validation.", _text("a file or a folder"), option="eval-data"
     )
-    eval_share: float = _key(
-        0.0, "Share of the data's sequences held out for validation.", _FRACTION
+    eval_share: float = _key(0.0, "Share of the sequences held out for validation.", _FRACTION)
+    tokenizer: str = _key(
+        "auto", "How text is converted to tokens.", choices=("auto", "bytes", "model")
     )
-    tokenizer: str = _key("auto", "How text is converted to tokens.", choices=TOKENIZERS)
     text_field: str = _key(
         "text", "The field of a .jsonl line that contains the text.", _text("the name of a field")
     )
@@ -107,12 +98,14 @@ class DataSection:
 class ShardingSection:
     """[sharding]: how the model is distributed over the ranks."""
 
-    api: str = _key("fully_shard", "The API that shards the model.", choices=APIS)
+    api: str = _key(
+        "fully_shard", "The API that shards the model.", choices=("fully_shard", "wrapper")
+    )
     strategy: str = _key(
         "full",
         "What to shard: full shards everything, grad-op keeps parameters unsharded from forward "
         "to backward, none replicates.",
-        choices=STRATEGIES,
+        choices=("full", "grad-op", "none"),
     )
     mesh: str = _key(
         "auto", "Ranks as replicas x shards, as in 2x4; by default one replica.", _MESH_SHAPE
@@ -126,7 +119,7 @@ class ShardingSection:
     precision: str = _key(
         "auto",
         "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; auto is bf16 on a GPU.",
-        choices=PRECISIONS,
+        choices=("auto", "float32", "bf16", "bf16-reduce", "fp16"),
     )
     offload: bool = _key(False, "Keep shards, gradients and optimizer state in host memory.")
     activation_checkpointing: bool = _key(False, "Recompute each block's activations in backward.")
@@ -135,17 +128,27 @@ class ShardingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
-    """[optimizer]: AdamW with linear warmup and cosine decay."""
+    """[optimizer]: the optimizer and its learning rate."""
 
+    name: str = _key(
+        "adamw",
+        "The optimizer; muon is for the matrices of blocks, and AdamW for the rest.",
+        option="optimizer",
+        choices=("adamw", "muon"),
+    )
     steps: int = _key(200, "Number of steps.", _COUNT)
     batch: int = _key(2, "Sequences per rank in a micro-batch.", _COUNT)
     accumulate: int = _key(1, "Micro-batches per step.", _COUNT)
     lr: float = _key(1e-3, "Learning rate after the warmup.", _POSITIVE)
     lr_end: float = _key(0.1, "Final learning rate, as a fraction of lr.", _UNIT_INTERVAL)
-    warmup: int = _key(20, "Steps of the warmup.", _NATURAL)
-    weight_decay: float = _key(
-        0.1, "Weight decay of matrices; vectors and embeddings have none.", _NOT_NEGATIVE
+    schedule: str = _key(
+        "cosine",
+        "The learning rate after the warmup; wsd decays late.",
+        choices=("cosine", "linear", "constant", "wsd"),
     )
+    decay: float = _key(0.2, "The share of steps in which wsd decays.", _UNIT_INTERVAL)
+    warmup: int = _key(20, "Steps of the warmup.", _NATURAL)
+    weight_decay: float = _key(0.1, "Weight decay of matrices but embeddings.", _NOT_NEGATIVE)
     beta1: float = _key(0.9, "Decay of the running mean of gradients.", _FRACTION)
     beta2: float = _key(0.95, "Decay of the running mean of squared gradients.", _FRACTION)
     clip: float = _key(1.0, "Largest gradient norm; 0 disables clipping.", _NOT_NEGATIVE)
@@ -163,7 +166,7 @@ class RunSection:
     capture: str = _key(
         "auto",
         "Replay whole steps as CUDA graphs; auto does if the GPU waits for the host.",
-        choices=CAPTURES,
+        choices=("auto", "on", "off"),
     )
     port: int = _key(0, "Port of the rendezvous; 0: a free one.", _PORT)
     max_restarts: int = _key(2, "How often the ranks are restarted after one has died.", _NATURAL)
@@ -176,7 +179,7 @@ class RunSection:
         "stop",
         "When steps in a row have a loss or gradient that is not finite: stop, skip them, or roll "
         "back to the newest checkpoint.",
-        choices=ON_NAN,
+        choices=("stop", "skip", "rollback"),
     )
     nan_limit: int = _key(3, "How many such steps in a row; none of them is applied.", _COUNT)
     report: bool = _key(True, "Write report.html.")
@@ -374,11 +377,15 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if sharding.precision == "fp16" and run.device == "cpu":
         found = f"{named('run.device')} 'cpu'"
         yield problem("sharding.precision", "a GPU for fp16", found, "choose bf16 or float32")
-    if run.capture == "on" and (run.device == "cpu" or sharding.offload):
-        found = f"{named('run.device')} 'cpu'"
-        if sharding.offload:
-            found = f"{named('sharding.offload')} true"
-        yield problem("run.capture", "one with parameters on a GPU", found, "choose auto or off")
+    is_muon = optimizer.name == "muon"
+    if run.capture == "on" and (run.device == "cpu" or sharding.offload or is_muon):
+        found = f"{named('optimizer.name')} 'muon'" if is_muon else f"{named('run.device')} 'cpu'"
+        found = f"{named('sharding.offload')} true" if sharding.offload else found
+        yield problem("run.capture", "AdamW with parameters on a GPU", found, "choose auto or off")
+    if is_muon and (sharding.api == "wrapper" or sharding.offload):
+        found = f"{named('sharding.api')} {sharding.api!r}{' with --offload' * sharding.offload}"
+        remedy = "choose adamw, or --api fully_shard and --no-offload"
+        yield problem("optimizer.name", "fully_shard on the device for muon", found, remedy)
     if sharding.strategy == "none" and sharding.offload:
         found, remedy = f"{named('sharding.strategy')} 'none'", "choose full or grad-op, or do not"
         yield problem("sharding.offload", "a sharded model", found, f"{remedy} offload")

@@ -107,10 +107,8 @@ def step_line(metrics: StepMetrics) -> str:
     share = metrics.exposed_s / metrics.step_s if metrics.step_s else 0.0
     # In a replayed step nobody sees compute wait.
     exposed = "captured" if math.isnan(share) else f"exposed {share:.0%}"
-    if not math.isnan(metrics.mfu):
-        exposed += f"  MFU {metrics.mfu:.0%}"
-    elif not math.isnan(metrics.tflops):
-        exposed += f"  {metrics.tflops:.2g} TFLOP/s"
+    speed = f"{metrics.tflops:.2g} TFLOP/s" if math.isnan(metrics.mfu) else f"MFU {metrics.mfu:.0%}"
+    exposed += "" if math.isnan(metrics.tflops) else f"  {speed}"
     return (
         f"loss {metrics.loss:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  "
         f"{metrics.step_s:.2f} s/step  {metrics.memory_bytes / 2**30:.2f} GiB  {exposed}"
@@ -140,8 +138,8 @@ def closing_lines(folder: RunFolder, record: RunRecord, *, is_done: bool) -> Ite
     complete = folder.complete()
     if complete:
         yield f"checkpoint  {complete[0]}"
-    kept = [each for each in metrics if folder.checkpoint(each.step) in complete]
-    kept = [each for each in kept if not math.isnan(each.eval_loss)]
+    evaluated = [each for each in metrics if not math.isnan(each.eval_loss)]
+    kept = [each for each in evaluated if folder.checkpoint(each.step) in complete]
     if kept:
         best = min(kept, key=lambda each: each.eval_loss)
         yield f"best        {folder.checkpoint(best.step)} (validation loss {best.eval_loss:.4f})"

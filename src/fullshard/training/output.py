@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import math
 import os
 import re
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 
 from fullshard.comm.processes import machine_id, start_of
 from fullshard.errors import ConfigError
+from fullshard.models.optional import optional
 from fullshard.report.record import CONFIG, METRICS, SAMPLE, TIMELINE, StepMetrics
 from fullshard.state.store import checkpoints, is_ours, latest, read_manifest
 from fullshard.training.config import TrainConfig
@@ -176,10 +176,6 @@ def _is_alive(found: dict[str, Any], own: dict[str, Any]) -> bool:
     return not was_rebooted and not is_same_launch
 
 
-_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "exposed_s", "tflops", "mfu",
-            "eval_loss")  # fmt: skip
-
-
 class MetricsLog:
     """Writes the metrics of every step as a line of JSON, and optionally for TensorBoard.
 
@@ -208,10 +204,13 @@ class MetricsLog:
         self._file.write(json.dumps(line) + "\n")  # which has no NaN
         self._file.flush()
         if self._writer is not None:
-            for name in _SCALARS:
-                if not math.isnan(value := getattr(metrics, name)) or name == "loss":
+            line |= {
+                "tokens_per_s": metrics.tokens_per_s,
+                "memory_GiB": metrics.memory_bytes / 2**30,
+            }
+            for name, value in line.items():
+                if isinstance(value, float):
                     self._writer.add_scalar(name, value, metrics.step)
-            self._writer.add_scalar("memory_GiB", metrics.memory_bytes / 2**30, metrics.step)
 
     def close(self) -> None:
         self._file.close()
@@ -237,11 +236,5 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 
 def _summary_writer(folder: Path, last_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            "--tensorboard: the package tensorboard is needed, found none; run: pip install "
-            "'fullshard[tensorboard]'"
-        ) from None
-    return SummaryWriter(str(folder), purge_step=last_step + 1)
+    module = optional("torch.utils.tensorboard", "--tensorboard", "tensorboard")
+    return module.SummaryWriter(str(folder), purge_step=last_step + 1)

@@ -148,7 +148,6 @@ class Run:
             if shard.is_trainable or not is_adapted
         )
         num_saves = -(-self._config.optimizer.steps // run.save_every) if run.save_every else 1
-        # Those to keep, the best, and the one that is written.
         num_more = min(num_saves, max(run.keep, 2) + 1) + bool(run.eval_every) - num_complete
         require_room(self._folder.checkpoints, num_bytes * num_more)
 
@@ -182,8 +181,7 @@ class Run:
 
         trained, evaluated = batches(data.paths, data.eval_share), None
         if data.eval_paths or data.eval_share:
-            paths, held_out = data.eval_paths or data.paths, data.eval_share or 1.0
-            evaluated = batches(paths, held_out, is_eval=True)
+            evaluated = batches(data.eval_paths or data.paths, data.eval_share or 1.0, is_eval=True)
         model = ranks.run(
             "model", lambda: build_sharded_model(architecture, config.sharding, world)
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.report.record import StepMetrics
-from fullshard.runtime.unit_facts import unit_facts
+from fullshard.runtime.unit_facts import memory_by_kind, unit_facts
 from fullshard.state.checkpoint import Handle, load, save, save_async
 from fullshard.state.rank_group import OtherRankError, RankGroup
 from fullshard.trace import seam
@@ -90,7 +90,9 @@ class Trainer:
         self._best, self._restarted_at = (math.inf, 0), 0
         self._saving: Handle | None = None
         self._num_run = 0
-        is_possible = world.device.type == "cuda" and not config.sharding.offload
+        # Others have to be told by the host not to apply a step.
+        self._is_fused = bool(parts.optimizer.defaults.get("fused"))
+        is_possible = world.device.type == "cuda" and not config.sharding.offload and self._is_fused
         self._may_capture = is_possible and config.run.capture != "off"
         self._captured: CapturedStep[Any, torch.Tensor] | None = None
         if config.run.capture == "on":
@@ -104,11 +106,7 @@ class Trainer:
         loaded = load(path, parts.model, parts.optimizer, extra=self._extra())
         self.step = self._saved_step = loaded.step or 0
         self._restarted_at = self.step + 1
-        best = loaded.extra.get("best", (math.inf, 0))
-        found = RankGroup.world().run_first(
-            "train", lambda: [best] * self._folder.checkpoint(best[1]).is_dir()
-        )
-        self._best = found[0] if found else (math.inf, 0)
+        self._best = loaded.extra.get("best", (math.inf, 0))
 
     def _extra(self) -> dict[str, Any]:
         extra: dict[str, Any] = {"batches": self._parts.batches}
@@ -148,9 +146,8 @@ class Trainer:
         """Train to the last step; return False if a stop was requested before."""
         num_steps = self._config.optimizer.steps
         traced_step = self._traced_step()
-        tflop = math.nan
-        if self._world.is_first:
-            tflop = step_tflop(self._config, self._parts.architecture)
+        is_first, architecture = self._world.is_first, self._parts.architecture
+        tflop = step_tflop(self._config, architecture) if is_first else math.nan
         meter = Meter(self._world, tflop, peak_tflops(self._config, self._world.device))
         pending: deque[PendingStep] = deque()
         is_eval_due = False
@@ -161,7 +158,7 @@ class Trainer:
             while len(pending) > num_pending:
                 metrics, is_requested = meter.finish(pending.popleft())
                 is_finite = math.isfinite(metrics.loss + metrics.grad_norm)
-                if is_eval_due and is_finite and not pending:
+                if is_eval_due and self._parts.eval_batches and is_finite and not pending:
                     metrics = replace(metrics, eval_loss=self._evaluate())
                 if metrics.step == self._restarted_at:
                     metrics = replace(metrics, is_restart=True)
@@ -185,32 +182,27 @@ class Trainer:
                 is_traced = self.step + 1 == traced_step
                 with self._traced(is_traced):
                     pending.append(self._one_step(meter, stop, is_traced=is_traced))
-                is_save_due, is_eval_due = self._is_save_due(), self._is_eval_due()
-                is_read = is_save_due or is_eval_due or is_traced or self.step == num_steps
+                is_last = self.step == num_steps
+                is_save_due = self._is_due(self._config.run.save_every) and not is_last
+                is_eval_due = self._is_due(self._config.run.eval_every) or is_last
+                is_read = is_save_due or is_eval_due or is_traced
                 must_stop = finish(0 if is_read else meter.max_pending)
                 if must_stop:
                     stop.acknowledge()
                     break
-                if is_save_due or self._best[1] == self.step < num_steps:
+                if is_save_due or (self._best[1] == self.step and not is_last):
                     self.save(in_background=True)
                 if is_save_due or is_eval_due or is_traced:
                     meter.restart()
             finish(0)
         return self.step == num_steps
 
-    def _is_save_due(self) -> bool:
-        every = self._config.run.save_every
-        return bool(every) and self.step % every == 0 and self.step < self._config.optimizer.steps
-
-    def _is_eval_due(self) -> bool:
-        every, num_steps = self._config.run.eval_every, self._config.optimizer.steps
-        is_due = self.step == num_steps or (every > 0 and self.step % every == 0)
-        return is_due and self._parts.eval_batches is not None
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
 
     def _evaluate(self) -> float:
         """Return the validation loss, a mean over the tokens of all ranks that have a loss."""
-        model, batches = self._parts.model, self._parts.eval_batches
-        assert batches is not None
+        model, batches = self._parts.model, cast(Batches, self._parts.eval_batches)
         batches.position = 0
         total = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         model.eval()
@@ -233,27 +225,23 @@ class Trainer:
         tensors: list[torch.Tensor] = []
         for _ in range(self._config.optimizer.accumulate):
             tensors += self._parts.batches.next()
-        tokens = tensors[1].numel() * self._config.optimizer.accumulate
+        tokens = tensors[1].numel() * self._config.optimizer.accumulate * self._world.size
         tensors = self._on_device(tensors)
         captured = None if is_traced else self._captured
         num_graphs = 0 if captured is None else captured.num_graphs
         loss_and_norm = (captured or self._update)(*tensors)
         self.step += 1
         self._tensors.append(tensors)
-        return meter.start(
-            self.step,
-            lr,
-            tokens,
-            loss_and_norm,
-            # The save at the end then raises what went wrong.
-            must_stop=stop.is_requested or self._has_failed_save(),
-            host_s=time.perf_counter() - start,
-            is_replayed=num_graphs > 0,
-        )
+        # The save at the end then raises what went wrong.
+        must_stop = stop.is_requested or self._has_failed_save()
+        facts = {"step": self.step, "lr": lr, "tokens": tokens}
+        own = (time.perf_counter() - start, must_stop)
+        return meter.start(facts, loss_and_norm, own, is_replayed=num_graphs > 0)
 
     def _set_learning_rate(self, lr: float) -> None:
         for group in self._parts.optimizer.param_groups:
-            group["capturable"] = self._may_capture
+            if "capturable" in group:
+                group["capturable"] = self._may_capture
             rate = group["lr"]
             if not self._may_capture:
                 group["lr"] = lr
@@ -276,7 +264,8 @@ class Trainer:
             else:
                 # Where this is 1, a fused optimizer changes nothing; the host need not know.
                 optimizer.found_inf = 1 - norm.isfinite().float()  # type: ignore[attr-defined]
-                optimizer.step()
+                if self._is_fused or norm.isfinite():
+                    optimizer.step()
             optimizer.zero_grad()
         return torch.stack([total.double(), norm.detach().double()])
 
@@ -394,12 +383,15 @@ class Trainer:
         ranks.all_gather(None)  # so that the clocks of all ranks start together
         with record(self._world.device, self._world.rank) as recording:
             yield
-        timelines = ranks.all_gather(recording.timeline.as_json())
+        model, timeline, device = self._parts.model, recording.timeline, self._world.device
+        memory = ranks.all_gather(memory_by_kind(model, self._parts.optimizer, timeline, device))
+        timelines = ranks.all_gather(timeline.as_json())
         if self._world.is_first:
             found = {
                 "step": self.step,
                 "ranks": timelines,
-                "units": [asdict(facts) for facts in unit_facts(self._parts.model)],
+                "units": [asdict(facts) for facts in unit_facts(model)],
+                "memory": max(memory, key=lambda kinds: sum(kinds.values())),
                 "environment": dict(self._environment),
             }
             self._folder.timeline.write_text(json.dumps(found), encoding="utf-8")
@@ -412,19 +404,16 @@ class Trainer:
 class PendingStep:
     """A step of this rank that may still be running on its device.
 
-    `waits` are those of compute for communication; None if nobody saw them. `host_s` is how long
-    the host was busy with it.
+    `facts` are metrics that are known. `waits` are those of compute for communication; None if
+    nobody saw them. `own` is how long the host was busy with it, and whether the run must stop.
     """
 
-    step: int
-    lr: float
-    tokens: int
+    facts: Mapping[str, Any]
     loss_and_norm: torch.Tensor
+    own: tuple[float, bool]
     start: Any
     end: Any
     waits: list[tuple[Any, Any]] | None
-    host_s: float
-    must_stop: bool
 
 
 class Meter:
@@ -442,22 +431,11 @@ class Meter:
         self.exposure = Exposure(self._clock)
         self._end = self._clock.stamp()
         self.host_share = 0.0
-
-    @property
-    def max_pending(self) -> int:
-        """How many steps may be unread when the next one begins."""
-        return 0 if self._device.type == "cpu" else 1
+        # How many steps may be unread when the next one begins.
+        self.max_pending = 0 if world.device.type == "cpu" else 1
 
     def start(
-        self,
-        step: int,
-        lr: float,
-        tokens: int,
-        both: torch.Tensor,
-        *,
-        must_stop: bool,
-        host_s: float,
-        is_replayed: bool,
+        self, facts: Mapping[str, Any], both: torch.Tensor, own: Any, *, is_replayed: bool
     ) -> PendingStep:
         """Start reading the loss and the norm, and the times, of a step that has been issued."""
         if self._device.type != "cpu":
@@ -466,7 +444,7 @@ class Meter:
         start, self._end = self._end, self._clock.stamp()
         taken = self.exposure.taken()
         waits = None if is_replayed else taken
-        return PendingStep(step, lr, tokens, both, start, self._end, waits, host_s, must_stop)
+        return PendingStep(facts, both, own, start, self._end, waits)
 
     def finish(self, pending: PendingStep) -> tuple[StepMetrics, bool]:
         """Return the metrics of a step over all ranks, and whether any of them must stop."""
@@ -477,17 +455,15 @@ class Meter:
         if pending.waits is not None:
             exposed_s = sum(self._clock.between(*wait) for wait in pending.waits)
         loss, norm = pending.loss_and_norm.tolist()
-        own = [loss, norm, step_s, exposed_s, self._memory(), pending.host_s, pending.must_stop]
+        own = [loss, norm, step_s, exposed_s, self._memory(), *pending.own]
         columns = zip(*self._world.all_gather(own), strict=True)
         losses, norms, steps_s, waits_s, memory, hosts_s, must_stop = columns
         self.host_share = max(hosts_s) / max(steps_s)
         tflops = self._step_tflop / max(steps_s)
         metrics = StepMetrics(
-            step=pending.step,
+            **pending.facts,
             loss=sum(losses) / len(losses),
-            lr=pending.lr,
             grad_norm=norms[0],
-            tokens=pending.tokens * self._world.size,
             step_s=max(steps_s),
             exposed_s=max(waits_s),
             memory_bytes=int(max(memory)),
