@@ -86,8 +86,7 @@ class Trainer:
         self.num_nonfinite, self._cause = 0, ""
         self._rollbacks: list[list[Path]] = []
         self._saved_step = 0
-        # The best validation loss and its step, which has a checkpoint; the step after a resume.
-        self._best, self._restarted_at = (math.inf, 0), 0
+        self._best, self._restarted_at = (math.inf, 0), 0  # a validation loss and its step
         self._saving: Handle | None = None
         self._num_run = 0
         # Others have to be told by the host not to apply a step.
