@@ -482,6 +482,10 @@ def test_a_run_with_muon_is_resumed_to_the_last_bit(
     assert whole[-1] < whole[0] - 0.5
     assert trained(rank, settings("parts"), num_steps=2) == whole[:2]
     assert trained(rank, settings("parts", resume=True)) == whole
+    other = settings("parts", resume=True)
+    other = replace(other, optimizer=replace(other.optimizer, name="adamw"))
+    with pytest.raises(ConfigError, match="--optimizer: muon, as before, is expected"):
+        run_of(rank, other).run(StopRequest())
 
 
 @on_ranks(2)

@@ -102,7 +102,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def _momentum(self, param: torch.Tensor, momentum: float) -> torch.Tensor:
         """Return the whole matrix that Nesterov's momentum makes of the gradient."""
         grad: Any = param.grad
-        if param not in self.state:
+        if "momentum_buffer" not in self.state[param]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(grad)
         buffer = self.state[param]["momentum_buffer"].lerp_(grad, 1 - momentum)
         update: torch.Tensor = grad.lerp(buffer, momentum)
@@ -153,16 +153,14 @@ def learning_rate(step: int, section: OptimizerSection) -> float:
     The rate is `lr` in the last step of the warmup and, unless it is constant, `lr * lr_end` in the
     last step of all. If the warmup is longer than the run, it ends with the last step.
     """
-    warmup = max(1, min(section.warmup, section.steps))
-    number = step + 1
+    warmup, number = max(1, min(section.warmup, section.steps)), step + 1
     if number <= warmup:
         return section.lr * number / warmup
     progress = min(1.0, (number - warmup) / max(1, section.steps - warmup))
-    num_left = max(0, section.steps - number)
     share = {
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
         "linear": 1 - progress,
         "constant": 1.0,
-        "wsd": min(1.0, num_left / max(1.0, section.decay * section.steps)),
+        "wsd": min(1.0, max(0, section.steps - number) / max(1.0, section.decay * section.steps)),
     }[section.schedule]
     return section.lr * (section.lr_end + (1 - section.lr_end) * share)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.captured_step import CapturedStep, capture
 from fullshard.comm.placement import full_tensor
-from fullshard.errors import FullshardError
+from fullshard.errors import ConfigError, FullshardError
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.optim.grad_scaler import ShardedGradScaler
@@ -106,6 +106,9 @@ class Trainer:
         self.step = self._saved_step = loaded.step or 0
         self._restarted_at = self.step + 1
         self._best = loaded.extra.get("best", (math.inf, 0))
+        was, own = loaded.extra.get("optimizer", "adamw"), self._config.optimizer.name
+        if was != own:
+            raise ConfigError(f"--optimizer: {was}, as before, is expected, found {own}; pass it.")
 
     def _extra(self) -> dict[str, Any]:
         extra: dict[str, Any] = {"batches": self._parts.batches}
@@ -123,7 +126,7 @@ class Trainer:
             self._folder.checkpoint(self.step),
             self._parts.model,
             self._parts.optimizer,
-            extra={**self._extra(), "best": self._best},
+            extra={**self._extra(), "best": self._best, "optimizer": self._config.optimizer.name},
             step=self.step,
             only="trainable" if self._config.model.lora_rank else None,
             # Whether this one is any good, the next step shows.
@@ -145,9 +148,7 @@ class Trainer:
         """Train to the last step; return False if a stop was requested before."""
         num_steps = self._config.optimizer.steps
         traced_step = self._traced_step()
-        is_first, architecture = self._world.is_first, self._parts.architecture
-        tflop = step_tflop(self._config, architecture) if is_first else math.nan
-        meter = Meter(self._world, tflop, peak_tflops(self._config, self._world.device))
+        meter = Meter(self._world, self._config, self._parts.architecture)
         pending: deque[PendingStep] = deque()
         is_eval_due = False
 
@@ -232,9 +233,8 @@ class Trainer:
         self.step += 1
         self._tensors.append(tensors)
         # The save at the end then raises what went wrong.
-        must_stop = stop.is_requested or self._has_failed_save()
+        own = (time.perf_counter() - start, stop.is_requested or self._has_failed_save())
         facts = {"step": self.step, "lr": lr, "tokens": tokens}
-        own = (time.perf_counter() - start, must_stop)
         return meter.start(facts, loss_and_norm, own, is_replayed=num_graphs > 0)
 
     def _set_learning_rate(self, lr: float) -> None:
@@ -422,9 +422,10 @@ class Meter:
     `host_share` is the share of the last step that was read in which the busiest host was busy.
     """
 
-    def __init__(self, world: World, step_tflop: float, peak_tflops: float) -> None:
+    def __init__(self, world: World, config: TrainConfig, architecture: Architecture) -> None:
         self._world = world
-        self._step_tflop, self._peak_tflops = step_tflop, peak_tflops
+        self._step_tflop = step_tflop(config, architecture) if world.is_first else math.nan
+        self._peak_tflops = peak_tflops(config, world.device)
         self._device = world.device
         self._clock = Clock(world.device)
         self.exposure = Exposure(self._clock)
