@@ -314,6 +314,7 @@ def test_pruning_keeps_the_newest_by_count(tmp_path: Path) -> None:
     assert names(prune(tmp_path, keep=3)) == ["step_1"]
     assert names(prune(str(tmp_path), keep=2)) == ["step_2"]
     assert prune(tmp_path, keep=7) == []
+    assert prune(tmp_path, keep=1, pinned="step_3") == []
     assert names(prune(tmp_path, keep=1)) == ["step_3"]
     assert os.listdir(tmp_path) == ["step_10"]
 

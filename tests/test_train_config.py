@@ -178,7 +178,7 @@ WRONG = {
         "lora_alpha": 0.0,
         "lora_targets": ("q", ""),
     },
-    "data": {"paths": ("",), "text_field": ""},
+    "data": {"paths": ("",), "eval_paths": ("",), "eval_share": 1.0, "text_field": ""},
     "sharding": {"mesh": "2*4", "units": ("",)},
     "optimizer": {
         "steps": 0,
@@ -186,6 +186,7 @@ WRONG = {
         "accumulate": 0,
         "lr": 0.0,
         "lr_end": -1.0,
+        "decay": 1.1,
         "warmup": -1,
         "weight_decay": float("inf"),
         "beta1": 1.0,
@@ -200,6 +201,8 @@ WRONG = {
         "seed": -1,
         "save_every": -1,
         "keep": 0,
+        "eval_every": -1,
+        "eval_batches": 0,
         "trace_step": -1,
         "prompt": "\udcff",
         "sample_tokens": -1,
@@ -222,12 +225,16 @@ def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, v
 @pytest.mark.parametrize(
     "values, said",
     [
-        ({("sharding", "precision"): "fp16", ("run", "device"): "cpu"}, "fp16 needs a GPU"),
+        ({("sharding", "precision"): "fp16", ("run", "device"): "cpu"}, "a GPU for fp16"),
         ({("sharding", "strategy"): "none", ("sharding", "offload"): True}, "--offload"),
         ({("run", "capture"): "on", ("run", "device"): "cpu"}, "parameters on a GPU"),
         ({("run", "capture"): "on", ("sharding", "offload"): True}, "found sharding.offload"),
         ({("sharding", "mesh"): "2x4", ("run", "ranks"): 3}, "8 ranks in 2x4"),
         ({("run", "trace_step"): 201}, "one of 200 steps"),
+        ({("optimizer", "name"): "muon", ("sharding", "api"): "wrapper"}, "--api fully_shard"),
+        ({("optimizer", "name"): "muon", ("run", "capture"): "on"}, "found optimizer.name"),
+        ({("run", "eval_every"): 5}, "pass data.eval_paths (--eval-data)"),
+        ({("data", "eval_share"): 0.1, ("data", "eval_paths"): ("a",)}, "leave out one of them"),
         ({("run", "resume"): True}, "name it with run.out (--out)"),
     ],
 )

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,9 @@ def test_what_to_do_next_fits_the_run(tmp_path, is_adapted):
 def test_facts_of_a_step_are_one_line():
     line = step_line(metrics(1))
     assert line == "loss 2.500  4,096 tokens/s  0.50 s/step  3.00 GiB  exposed 10%"
+    known = replace(metrics(1), tflops=0.1234)
+    assert step_line(known) == f"{line}  0.12 TFLOP/s"
+    assert step_line(replace(known, mfu=0.412)) == f"{line}  MFU 41%"
 
 
 @pytest.mark.parametrize(
@@ -141,5 +145,6 @@ def test_metrics_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Pa
     again.close()
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [each["step"] for each in found] == [1, 2, 3, 4]
+    assert found[0]["mfu"] is None  # JSON has no NaN
     assert found[-1]["loss"] == 1.0
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import resource
 import shutil
 import warnings
@@ -58,6 +59,10 @@ def trained(rank: Rank, config: TrainConfig, num_steps: int | None = None) -> li
     return losses(Path(config.run.out))
 
 
+def kept(run: Path) -> list[str]:
+    return [path.name for path in checkpoints(run / "checkpoints")]
+
+
 def train_reference(rank: Rank, folder: Path) -> None:
     run = {"report": True, "save_every": 2, "keep": 2, "tensorboard": True, "sample_tokens": 4}
     trained(rank, configured(folder, "reference", run=run))
@@ -68,6 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a text, and a run of six steps on it."""
     path = tmp_path_factory.mktemp("runs")
     (path / "text.txt").write_text(TEXT)
+    # The more is learned of the text, the less likely is this: the first validation is the best.
+    (path / "other.txt").write_text("~" * 2000)
     pool(2).run(train_reference, path)
     return path
 
@@ -81,8 +88,19 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(folder: Path) -
     assert [each.step for each in record.metrics] == [1, 2, 3, 4, 5, 6]
     assert all(each.tokens == 2 * 2 * 32 for each in record.metrics)
     assert all(each.step_s > 0 and each.memory_bytes > 0 for each in record.metrics)
+    # Six for each of a million parameters and token, and attention's.
+    tflop = [each.tflops * each.step_s for each in record.metrics]
+    assert tflop == pytest.approx([6 * 1_017_984 * 2 * 32 / 1e12] * 6, rel=0.05)
+    assert all(math.isnan(each.mfu) for each in record.metrics)
     assert [timeline.rank for timeline in record.timelines] == [0, 1]
     assert record.traced_step == 6
+    # Half of a million parameters, and of their gradients and moments; all of a block at a time.
+    memory = record.memory
+    assert memory["parameters"] == memory["gradients"] == pytest.approx(2 * 1_017_984, rel=0.01)
+    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
+    assert memory["full parameters"] == max(m.full_bytes for m in record.timelines[0].memory) > 0
+    peak = max(m.allocated_bytes for each in record.timelines for m in each.memory)
+    assert sum(memory.values()) == peak
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step_4", "step_6"]
     assert list(verify(run / "checkpoints" / "step_6")) == []
     assert (run / "sample.txt").read_text().startswith("def ")
@@ -120,19 +138,34 @@ def test_a_run_that_is_stopped_goes_on_with_the_losses_of_one_that_was_not(
     rank: Rank, folder: Path, tmp_path: Path
 ) -> None:
     whole = losses(folder / "reference")
-    config = configured(folder, "parts", run={"out": str(tmp_path / "parts"), "save_every": 2})
+    data = {"paths": (str(folder / "text.txt"),), "eval_paths": (str(folder / "other.txt"),)}
+    run = {"out": str(tmp_path / "parts"), "save_every": 2, "keep": 1, "eval_every": 1}
+    config = configured(folder, "parts", data=data, run=run)
     assert trained(rank, config, num_steps=3) == whole[:3]
+    assert kept(tmp_path / "parts") == ["step_1", "step_3"]
     if rank.rank == 0:
         shutil.copytree(tmp_path / "parts", tmp_path / "others")
     dist.barrier()
     resumed = replace(config, run=replace(config.run, resume=True))
-    assert trained(rank, resumed) == whole
-    assert (tmp_path / "parts" / "checkpoints" / "step_6").is_dir()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert trained(rank, resumed) == whole
+    assert kept(tmp_path / "parts") == ["step_1", "step_6"]
+    found = read_record(tmp_path / "parts").metrics
+    evaluated = [each.eval_loss for each in found]
+    assert sorted(evaluated) == evaluated
+    assert evaluated[0] < evaluated[-1]
+    assert [each.step for each in found if each.is_restart] == [4]
+    if rank.rank == 0:
+        assert f"step 6: validation loss {evaluated[-1]:.4f}, perplexity" in said.getvalue()
+        best = tmp_path / "parts" / "checkpoints" / "step_1"
+        assert f"best        {best} (validation loss {evaluated[0]:.4f})" in said.getvalue()
     # By the other API, and with parameters in host memory.
     sharding = replace(config.sharding, api="wrapper", offload=True)
     run = replace(resumed.run, out=str(tmp_path / "others"))
     other = replace(resumed, sharding=sharding, run=run)
     assert trained(rank, other) == pytest.approx(whole, rel=2e-4)
+    others = [each.eval_loss for each in read_record(tmp_path / "others").metrics]
+    assert others == pytest.approx(evaluated, rel=2e-4)
 
 
 @on_ranks(2)
@@ -165,6 +198,9 @@ def test_lora_trains_adapters_and_saves_only_them(rank: Rank, folder: Path, tmp_
     )
     found = trained(rank, config)
     assert found[-1] < found[0]
+    # Frozen weights have no gradients.
+    adapted, whole = (read_record(run).metrics for run in (tmp_path / "lora", folder / "reference"))
+    assert adapted[0].tflops * adapted[0].step_s < 0.9 * whole[0].tflops * whole[0].step_s
     small, large = (
         sum(path.stat().st_size for path in (run / "checkpoints" / "step_6").iterdir())
         for run in (tmp_path / "lora", folder / "reference")
@@ -330,6 +366,16 @@ def test_a_run_learns_what_an_assistant_says(rank: Rank, folder: Path, tmp_path:
     assert 0.0 in found
     assert all(loss == loss for loss in found)
     assert max(found) > 0
+    # The loss of a validation is a mean over tokens, however they are spread over ranks.
+    settings["data"]["eval_share"] = 0.7
+    evaluated = []
+    for batch in (1, 7):
+        optimizer = {"lr": 1e-30, "steps": 1, "batch": batch, "warmup": 0}
+        run = {"out": str(tmp_path / f"batch {batch}"), "eval_batches": 99}
+        trained(rank, configured(folder, "", data=settings["data"], optimizer=optimizer, run=run))
+        evaluated.append(read_record(Path(run["out"])).metrics[0].eval_loss)
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+    assert 4 < evaluated[0] < 7
 
 
 class Poisoned(Run):
@@ -345,7 +391,7 @@ class Poisoned(Run):
 
         def poison(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
             is_due = parts.batches.position // per_step in self.steps and self._world.rank == 1
-            if not is_due and module.training:
+            if not is_due and (module.training or not self._config.run.sample_tokens):
                 return output
             if self.is_gradient and module.training:
                 output.register_hook(lambda grad: grad * torch.nan)
@@ -379,12 +425,13 @@ def test_a_step_that_is_not_finite_is_reported_and_not_applied(
         out = {"out": str(tmp_path / name), "save_every": 1, "keep": 1, "nan_limit": 2}
         return configured(folder, name, run={**out, **run})
 
-    def kept(name: str) -> list[str]:
-        return [path.name for path in checkpoints(tmp_path / name / "checkpoints")]
-
     # One such step is survived, whichever API; its data is as if it had not been there.
-    for api, is_gradient in (("fully_shard", False), ("wrapper", True)):
-        config = replace(settings(api, sample_tokens=2), sharding=ShardingSection(api=api))
+    for api, is_gradient in (("fully_shard", False), ("wrapper", True), ("muon", True)):
+        config = settings(api, sample_tokens=2)
+        if api == "muon":
+            config = replace(config, optimizer=replace(config.optimizer, name="muon"))
+        else:
+            config = replace(config, sharding=ShardingSection(api=api))
         said, found = poisoned(rank, config, 3, is_gradient=is_gradient)
         assert [step for step, loss in enumerate(found, 1) if loss != loss] == (
             [] if is_gradient else [3]
@@ -396,12 +443,12 @@ def test_a_step_that_is_not_finite_is_reported_and_not_applied(
             assert said.count("not finite") == 1
             # The model that samples is poisoned, too: a run that is trained has not failed.
             assert "sample: failed (" in said
-        assert kept(api) == ["step_6"]
+        assert kept(tmp_path / api) == ["step_6"]
 
     # Too many in a row stop the run; what was saved before them stays.
     said, found = poisoned(rank, settings("stop"), 3, 4, 5, 6)
     assert len(found) == 4
-    assert kept("stop") == ["step_1", "step_2"]
+    assert kept(tmp_path / "stop") == ["step_1", "step_2"]
     assert "found 2 steps in a row without (step 3: loss nan" in said
     assert len(said.splitlines()[-1]) > 100
 
@@ -410,16 +457,35 @@ def test_a_step_that_is_not_finite_is_reported_and_not_applied(
     assert len(found) == 6
     assert found[5] < found[0]
     # or the run goes back, and on with other data.
-    config = settings("rollback", on_nan="rollback")
+    config = settings("rollback", on_nan="rollback", eval_every=1)
+    config = replace(config, data=replace(config.data, eval_paths=(str(folder / "other.txt"),)))
     said, found = poisoned(rank, config, 3, 4)
     assert len(found) == 6
     assert all(loss == loss for loss in found)
-    assert kept("rollback") == ["step_6"]
+    assert kept(tmp_path / "rollback") == ["step_1", "step_6"]
     # Not forever.
     said, found = poisoned(rank, settings("forever", on_nan="rollback"), *range(3, 99))
     assert len(found) == 4
     assert "it was rolled back 2 times to one checkpoint" in said
-    assert kept("forever") == ["step_1", "step_2"]
+    assert kept(tmp_path / "forever") == ["step_1", "step_2"]
+
+
+@on_ranks(2)
+def test_a_run_with_muon_is_resumed_to_the_last_bit(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    def settings(name: str, **run: Any) -> TrainConfig:
+        run = {"out": str(tmp_path / name), **run}
+        return configured(folder, name, optimizer={"name": "muon", "steps": 4}, run=run)
+
+    whole = trained(rank, settings("whole"))
+    assert whole[-1] < whole[0] - 0.5
+    assert trained(rank, settings("parts"), num_steps=2) == whole[:2]
+    assert trained(rank, settings("parts", resume=True)) == whole
+    other = settings("parts", resume=True)
+    other = replace(other, optimizer=replace(other.optimizer, name="adamw"))
+    with pytest.raises(ConfigError, match="--optimizer: muon, as before, is expected"):
+        run_of(rank, other).run(StopRequest())
 
 
 @on_ranks(2)

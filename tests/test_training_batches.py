@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
 from fullshard.training.batches import Batches, Permutation
-from fullshard.training.config import OptimizerSection
+from fullshard.training.config import KEYS, OptimizerSection
 from fullshard.training.corpus import Corpus
 from fullshard.training.optimizer import learning_rate
 
 SEQUENCE = 3
+SCHEDULES = KEYS["optimizer", "schedule"].choices
 
 
 def corpus_of(num_sequences: int, fingerprint: str = "corpus") -> Corpus:
@@ -98,6 +99,46 @@ def test_every_sequence_comes_once_an_epoch(num_sequences, batch, num_ranks, see
 
 @settings(deadline=None)
 @given(
+    num_sequences=st.integers(2, 40),
+    batch=st.integers(1, 5),
+    num_ranks=st.integers(1, 4),
+    share=st.floats(0.5, 0.99),
+)
+def test_what_is_held_out_is_never_trained_on_and_counts_once(
+    num_sequences, batch, num_ranks, share
+):
+    corpus, held_out, trained = corpus_of(num_sequences), Counter(), set()
+    for is_eval in (True, False):
+        for rank in range(num_ranks):
+            batches = Batches(
+                corpus,
+                sequence=SEQUENCE,
+                batch=batch,
+                rank=rank,
+                num_ranks=num_ranks,
+                seed=7,
+                held_out=share,
+                is_eval=is_eval,
+            )
+            while batches.position < 2 * num_sequences:
+                _, targets = batches.next()
+                if is_eval:
+                    held_out.update(targets[targets >= 0].tolist())
+                else:
+                    trained |= set(targets.flatten().tolist())
+    assert set(held_out.values()) == {1}
+    assert len(held_out) == int(num_sequences * share) * SEQUENCE
+    assert not held_out.keys() & trained
+    assert len(held_out) + len(trained) == num_sequences * SEQUENCE
+
+
+def test_a_share_of_no_sequence_is_refused():
+    with pytest.raises(ConfigError, match="at least one of 5 sequences"):
+        Batches(corpus_of(5), sequence=SEQUENCE, batch=1, rank=0, num_ranks=1, seed=0, held_out=0.1)
+
+
+@settings(deadline=None)
+@given(
     num_sequences=st.integers(1, 40),
     sizes=st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]),
     seed=st.integers(0, 1000),
@@ -173,6 +214,18 @@ def test_the_learning_rate_rises_in_a_line_and_falls_along_a_cosine():
     assert learning_rate(100, section) == 0.1
 
 
+def test_other_schedules_end_where_they_should():
+    shape = {"steps": 10, "warmup": 2, "lr": 1.0, "lr_end": 0.2}
+    found = {name: rates(**shape, schedule=name) for name in SCHEDULES}
+    assert {tuple(each[:2]) for each in found.values()} == {(0.5, 1.0)}
+    assert found["constant"][2:] == [1.0] * 8
+    assert found["linear"][2:] == pytest.approx([1 - 0.1 * n for n in range(1, 9)])
+    assert rates(**shape, schedule="wsd", decay=0.3)[2:] == pytest.approx(
+        [1, 1, 1, 1, 1, 1 - 0.8 / 3, 1 - 1.6 / 3, 0.2]
+    )
+    assert rates(**shape, schedule="wsd", decay=0.0)[-2:] == [1.0, 0.2]
+
+
 @given(
     steps=st.integers(1, 200),
     warmup=st.integers(0, 300),
@@ -180,7 +233,10 @@ def test_the_learning_rate_rises_in_a_line_and_falls_along_a_cosine():
     share=st.floats(0, 1),
 )
 def test_a_rate_is_positive_and_never_above_the_largest(steps, warmup, step, share):
-    section = OptimizerSection(steps=steps, warmup=warmup, lr=1.0, lr_end=share)
-    found = learning_rate(step, section)
-    assert 0 <= found <= 1 + 1e-12
-    assert found > 0 or share == 0
+    for name in SCHEDULES:
+        section = OptimizerSection(
+            steps=steps, warmup=warmup, lr=1.0, lr_end=share, schedule=name, decay=share
+        )
+        found = learning_rate(step, section)
+        assert 0 <= found <= 1 + 1e-12
+        assert found > 0 or share == 0

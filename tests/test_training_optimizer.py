@@ -1,10 +1,15 @@
 """What decays and what does not, however the model is sharded."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fullshard import FullyShardedDataParallel, auto_shard
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError
 from fullshard.state.shards import tensor_shards
 from fullshard.testing import Rank, on_ranks
@@ -95,8 +100,8 @@ def names_by_decay(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[f
     }
 
 
-def trained(model: nn.Module, num_steps: int) -> list[float]:
-    optimizer = build_optimizer(model, SECTION, CPU)
+def trained(model: nn.Module, num_steps: int, optimizer: Any = None) -> list[float]:
+    optimizer = optimizer or build_optimizer(model, SECTION, CPU)
     tokens, losses = torch.arange(6).view(2, 3), []
     for _ in range(num_steps):
         optimizer.zero_grad()
@@ -118,6 +123,55 @@ def test_matrices_decay_in_every_form_and_each_trains_as_the_model_alone(rank: R
         assert optimizer.defaults["fused"]
         assert optimizer.defaults["betas"] == (0.8, 0.9)
         assert trained(model, 4) == pytest.approx(expected, rel=1e-5), form
+
+
+class Alone:
+    """torch's own Muon and AdamW, one after the other."""
+
+    def __init__(self, model: Model) -> None:
+        matrices = [block.linear.weight for block in model.blocks]
+        ids = {id(each) for each in (*matrices, model.head.weight)}
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
+        decay = {"lr": SECTION.lr, "weight_decay": SECTION.weight_decay}
+        muon = torch.optim.Muon(matrices, **decay, adjust_lr_fn="match_rms_adamw")
+        betas = (SECTION.beta1, SECTION.beta2)
+        groups = [{"params": others, "weight_decay": 0.0}, {"params": [model.head.weight]}]
+        adamw = torch.optim.AdamW(groups, **decay, betas=betas)
+        self.both = (muon, adamw)
+
+    def zero_grad(self) -> None:
+        for each in self.both:
+            each.zero_grad()
+
+    def step(self) -> None:
+        for each in self.both:
+            each.step()
+
+
+@on_ranks(2, 3)
+def test_muon_trains_hidden_matrices_as_torchs_does_unsharded(rank: Rank) -> None:
+    section = replace(SECTION, name="muon")
+    model = built(None, "none")
+    assert isinstance(model, Model)
+    expected = trained(model, 4, Alone(model))
+    assert expected[-1] < expected[0]
+    for form in ("none", "rows"):
+        sharded = built(rank, form)
+        optimizer = build_optimizer(sharded, section, rank.device)
+        found = trained(sharded, 4, optimizer)
+        assert found == pytest.approx(expected, rel=1e-3), form
+        names = {id(shard.tensor): shard.name for shard in tensor_shards(sharded)}
+        with_momentum = {names[id(p)] for p, s in optimizer.state.items() if "momentum_buffer" in s}
+        assert with_momentum == DECAYED - {"head.weight"}
+        assert {names[id(p)] for p, s in optimizer.state.items() if "exp_avg" in s} == (
+            OTHERS | {"head.weight"}
+        )
+        for shard in tensor_shards(sharded):
+            value = shard.tensor
+            whole = full_tensor(value) if isinstance(value, DTensor) else value
+            torch.testing.assert_close(
+                whole, model.get_parameter(shard.name), rtol=1e-3, atol=1e-4, msg=shard.name
+            )
 
 
 @on_ranks(2)

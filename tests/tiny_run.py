@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,4 +33,4 @@ def losses(folder: Path) -> list[float]:
     """Of every step, each of which is there once."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in found] == list(range(1, len(found) + 1))
-    return [each["loss"] for each in found]
+    return [math.nan if each["loss"] is None else each["loss"] for each in found]

@@ -174,3 +174,18 @@ def test_the_memory_that_a_run_takes_was_predicted(
     taken = torch.cuda.max_memory_allocated() - before
     print(f"recomputed {recomputes}: predicted {plan.device_bytes >> 20}, taken {taken >> 20} MiB")
     assert 0.9 * taken < plan.device_bytes < 1.3 * taken
+
+
+@on_ranks(2, backend="nccl")
+def test_a_captured_run_is_validated_as_an_eager_one(rank: Rank, tmp_path: Path) -> None:
+    found = []
+    for capture in ("off", "on"):
+        run = {"capture": capture, "eval_every": 4}
+        data = {"eval_share": 0.1, "paths": (str(tmp_path / "text.txt"),)}
+        config = configured(tmp_path, capture, data=data, optimizer={"steps": 12}, run=run)
+        trained(rank, config)
+        found.append(read_record(Path(config.run.out)).metrics)
+    eager, captured = ([each.eval_loss for each in some if each.step % 4 == 0] for some in found)
+    assert captured == pytest.approx(eager, rel=1e-4)
+    assert eager[-1] < eager[0]
+    assert all(each.tflops > 0 for some in found for each in some)

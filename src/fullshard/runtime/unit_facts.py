@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from fullshard._torch import to_local
 from fullshard.runtime.hooks import units_below
-from fullshard.trace.timeline import UnitFacts
+from fullshard.trace.timeline import Timeline, UnitFacts
 from fullshard.unit.unit import Unit
 
 
 def unit_facts(model: nn.Module) -> list[UnitFacts]:
     """The units of a model, outer ones first; units without parameters are left out."""
     return [_facts(unit) for unit in units_below(model) if unit.params]
+
+
+def memory_by_kind(
+    model: nn.Module, optimizer: Optimizer, timeline: Timeline, device: torch.device
+) -> dict[str, int]:
+    """Bytes at the peak of a step; "activations" are the rest of it, on a CPU of the process."""
+    kinds: dict[str, list[Any]] = {"parameters": list(model.parameters())}
+    kinds["gradients"] = [p for p in kinds["parameters"] if p.requires_grad]
+    state = (value for each in optimizer.state.values() for value in each.values())
+    kinds["optimizer"] = [value for value in state if isinstance(value, torch.Tensor)]
+    found = {k: sum(to_local(t).nbytes for t in v if t.device == device) for k, v in kinds.items()}
+    found["full parameters"] = max(each.full_bytes for each in timeline.memory)
+    rest = max(each.allocated_bytes for each in timeline.memory) - sum(found.values())
+    return {**found, "activations": max(0, rest)}
 
 
 def _facts(unit: Unit) -> UnitFacts:

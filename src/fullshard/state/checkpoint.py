@@ -48,6 +48,7 @@ def save(
     only: str | Callable[[str], bool] | None = None,
     shards: int = 1,
     keep: int | None = None,
+    pinned: str | None = None,
 ) -> Path:
     """Write a checkpoint; all ranks call it, and it is there, whole, when it returns.
 
@@ -64,9 +65,10 @@ def save(
         only: "trainable" for what is trained alone (adapters), or a function of a name.
         shards: How many files each rank writes, in parallel.
         keep: How many checkpoints beside each other to keep; older ones are removed.
+        pinned: The name of one that stays as well, such as the best so far.
     """
     ranks = _ranks_after_saves(wait=True)
-    writer = _Writer(Path(path), Manifest(step=step), num_threads=shards, keep=keep)
+    writer = _Writer(Path(path), Manifest(step=step), num_threads=shards, keep=keep, pinned=pinned)
     writer.add_model(model, optimizer, extra or {}, only, ranks)
     writer.write(ranks)
     return Path(path)
@@ -82,6 +84,7 @@ def save_async(
     only: str | Callable[[str], bool] | None = None,
     shards: int = 1,
     keep: int | None = None,
+    pinned: str | None = None,
 ) -> Handle:
     """Copy everything to host memory, then write it in the background while training goes on.
 
@@ -89,7 +92,7 @@ def save_async(
     handle's `wait`, and by the next save, on all ranks.
     """
     ranks = _ranks_after_saves(wait=False)
-    writer = _Writer(Path(path), Manifest(step=step), num_threads=shards, keep=keep)
+    writer = _Writer(Path(path), Manifest(step=step), num_threads=shards, keep=keep, pinned=pinned)
     writer.add_model(model, optimizer, extra or {}, only, ranks)
     ranks.run(f"save {path}", writer.copy_to_host)
     _BACKGROUND.last = Handle(writer, RankGroup.world(in_background=True), _BACKGROUND.last)
@@ -257,7 +260,7 @@ class _Writer:
         states: What the files of ranks hold: of this rank, or of all if this process is alone.
         sources: Tensors, with the boxes that this rank writes: views of the memory that is trained.
         file_names: The files that those boxes are dealt out to, `num_threads` at a time.
-        keep: How many checkpoints beside each other to keep.
+        keep, pinned: How many checkpoints beside each other to keep, and one that stays as well.
         checksums: What tensors must have.
     """
 
@@ -268,6 +271,7 @@ class _Writer:
     file_names: Sequence[str] = ()
     num_threads: int = 1
     keep: int | None = None
+    pinned: str | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
 
     def add_model(
@@ -463,7 +467,7 @@ class _Writer:
         store.write_synced(staging / store.MANIFEST, manifest.to_json().encode())
         store.commit(staging, self.path)
         if self.keep is not None:
-            store.prune(self.path.parent, self.keep)
+            store.prune(self.path.parent, self.keep, self.pinned)
 
 
 # State that is not sharded, by parameter and name, and whether this rank trains the parameter.

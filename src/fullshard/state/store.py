@@ -445,18 +445,18 @@ def latest(folder: str | Path, *, verify: bool = False) -> Path | None:
     return next((path for path in found if not (verify and _problems_of(path))), None)
 
 
-def prune(folder: str | Path, keep: int) -> list[Path]:
+def prune(folder: str | Path, keep: int, pinned: str | None = None) -> list[Path]:
     """Remove all whole checkpoints but the newest `keep`, and what dead processes left behind.
 
-    Damaged checkpoints are left for a person to look at, and do not count. Returns what was
-    removed.
+    Damaged checkpoints are left for a person to look at, and do not count; one named `pinned`
+    stays. Returns what was removed.
     """
     if type(keep) is not int or keep < 1:
         text = f"prune: keep must be at least 1, found {keep!r}; the last whole one stays."
         raise ConfigError(text)
     whole = checkpoints(folder)
     left = [path for path in _folders(Path(folder)) if path not in whole and _is_abandoned(path)]
-    removed = whole[:-keep] + left
+    removed = [path for path in whole[:-keep] if path.name != pinned] + left
     for path in removed:
         _remove(path)
     return removed

@@ -70,10 +70,22 @@ class Batches:
     `position` counts the sequences taken by all ranks. Every sequence occurs once per epoch; an
     epoch may end within a micro-batch. The sequences of a micro-batch depend on
     `batch * num_ranks`, but not on the number of ranks alone.
+
+    The share `held_out` of the sequences, chosen by the seed, is left to batches with `is_eval`.
+    These have one epoch, in one order: what follows it has no loss.
     """
 
     def __init__(
-        self, corpus: Corpus, *, sequence: int, batch: int, rank: int, num_ranks: int, seed: int
+        self,
+        corpus: Corpus,
+        *,
+        sequence: int,
+        batch: int,
+        rank: int,
+        num_ranks: int,
+        seed: int,
+        held_out: float = 0.0,
+        is_eval: bool = False,
     ) -> None:
         self.position = 0
         self._corpus = corpus
@@ -82,13 +94,18 @@ class Batches:
         self._rank = rank
         self._num_ranks = num_ranks
         self._seed = seed
+        self._held_out, self._is_eval = held_out, is_eval
+        number = corpus.num_sequences(sequence)
+        num_held_out = int(number * held_out)
+        if held_out and not num_held_out:
+            what = f"--eval-share: at least one of {number} sequences is expected, found none"
+            raise ConfigError(f"{what}; pass a larger share, or text with --eval-data.")
+        # The number of sequences in an epoch.
+        self.num_sequences = num_held_out if is_eval else number - num_held_out
+        self._first = 0 if is_eval else num_held_out
+        self._split = Permutation.of(number, seed, -1)
         self._epoch = 0
         self._order = Permutation.of(self.num_sequences, seed, 0)
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences in an epoch."""
-        return self._corpus.num_sequences(self._sequence)
 
     def next(self) -> tuple[torch.Tensor, ...]:
         """Return inputs and targets, [batch, sequence] of int64, and advance the position.
@@ -103,11 +120,13 @@ class Batches:
             ]
         )
         self.position += self._batch * self._num_ranks
-        if not self._corpus.has_chats:
-            return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        tokens, is_trained, positions = unmarked(rows)
-        targets = tokens.masked_fill(~is_trained, -100)[:, 1:]
-        return tokens[:, :-1].contiguous(), targets.contiguous(), positions[:, :-1].contiguous()
+        has_chats = self._corpus.has_chats
+        tokens, is_trained, positions = unmarked(rows) if has_chats else (rows, rows >= 0, rows)
+        if self._is_eval:
+            is_trained[max(0, self.num_sequences - first) :] = False
+        targets = tokens.masked_fill(~is_trained, -100)
+        found = (tokens[:, :-1], targets[:, 1:], positions[:, :-1])
+        return tuple(each.contiguous() for each in found[: 2 + has_chats])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which is the same on every rank."""
@@ -117,10 +136,11 @@ class Batches:
         """Continue from a state, with any number of ranks and any batch size."""
         expected = self._setting()
         words = {"corpus": "--data or --tokenizer", "sequence": "--sequence", "seed": "--seed"}
+        words["held_out"] = "--eval-share"
         for key, option in words.items():
-            if state[key] != expected[key]:
+            if state.get(key, 0.0) != expected[key]:
                 raise ConfigError(
-                    f"data: the {key} of the resumed run is expected, {state[key]!r}, found "
+                    f"data: the {key} of the resumed run is expected, {state.get(key)!r}, found "
                     f"{expected[key]!r}; pass the same {option} as before, or start a new run in "
                     "another folder."
                 )
@@ -132,6 +152,7 @@ class Batches:
             "corpus": self._corpus.fingerprint,
             "sequence": self._sequence,
             "seed": self._seed,
+            "held_out": self._held_out,
         }
 
     def _index(self, place: int) -> int:
@@ -139,4 +160,6 @@ class Batches:
         epoch, within = divmod(place, self.num_sequences)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, Permutation.of(self.num_sequences, self._seed, epoch)
-        return self._order(within)
+        if not self._held_out:
+            return self._order(within)
+        return self._split(self._first + (within if self._is_eval else self._order(within)))

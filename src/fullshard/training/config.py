@@ -15,13 +15,7 @@ from typing import Any, get_type_hints
 
 from fullshard.errors import ConfigError, TopologyError
 
-APIS = ("fully_shard", "wrapper")
-STRATEGIES = ("full", "grad-op", "none")
-PRECISIONS = ("auto", "float32", "bf16", "bf16-reduce", "fp16")
-TOKENIZERS = ("auto", "bytes", "model")
 DEVICES = ("auto", "cpu", "cuda")
-CAPTURES = ("auto", "on", "off")
-ON_NAN = ("stop", "skip", "rollback")
 
 _MESH = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 
@@ -88,7 +82,13 @@ class DataSection:
         _text("a file or a folder"),
         option="data",
     )
-    tokenizer: str = _key("auto", "How text is converted to tokens.", choices=TOKENIZERS)
+    eval_paths: tuple[str, ...] = _key(
+        (), "Files or folders for validation.", _text("a file or a folder"), option="eval-data"
+    )
+    eval_share: float = _key(0.0, "Share of the sequences held out for validation.", _FRACTION)
+    tokenizer: str = _key(
+        "auto", "How text is converted to tokens.", choices=("auto", "bytes", "model")
+    )
     text_field: str = _key(
         "text", "The field of a .jsonl line that contains the text.", _text("the name of a field")
     )
@@ -98,12 +98,14 @@ class DataSection:
 class ShardingSection:
     """[sharding]: how the model is distributed over the ranks."""
 
-    api: str = _key("fully_shard", "The API that shards the model.", choices=APIS)
+    api: str = _key(
+        "fully_shard", "The API that shards the model.", choices=("fully_shard", "wrapper")
+    )
     strategy: str = _key(
         "full",
         "What to shard: full shards everything, grad-op keeps parameters unsharded from forward "
         "to backward, none replicates.",
-        choices=STRATEGIES,
+        choices=("full", "grad-op", "none"),
     )
     mesh: str = _key(
         "auto", "Ranks as replicas x shards, as in 2x4; by default one replica.", _MESH_SHAPE
@@ -117,7 +119,7 @@ class ShardingSection:
     precision: str = _key(
         "auto",
         "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; auto is bf16 on a GPU.",
-        choices=PRECISIONS,
+        choices=("auto", "float32", "bf16", "bf16-reduce", "fp16"),
     )
     offload: bool = _key(False, "Keep shards, gradients and optimizer state in host memory.")
     activation_checkpointing: bool = _key(False, "Recompute each block's activations in backward.")
@@ -126,17 +128,27 @@ class ShardingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
-    """[optimizer]: AdamW with linear warmup and cosine decay."""
+    """[optimizer]: the optimizer and its learning rate."""
 
+    name: str = _key(
+        "adamw",
+        "The optimizer; muon is for the matrices of blocks, and AdamW for the rest.",
+        option="optimizer",
+        choices=("adamw", "muon"),
+    )
     steps: int = _key(200, "Number of steps.", _COUNT)
     batch: int = _key(2, "Sequences per rank in a micro-batch.", _COUNT)
     accumulate: int = _key(1, "Micro-batches per step.", _COUNT)
     lr: float = _key(1e-3, "Learning rate after the warmup.", _POSITIVE)
     lr_end: float = _key(0.1, "Final learning rate, as a fraction of lr.", _UNIT_INTERVAL)
-    warmup: int = _key(20, "Steps of the warmup.", _NATURAL)
-    weight_decay: float = _key(
-        0.1, "Weight decay of matrices; vectors and embeddings have none.", _NOT_NEGATIVE
+    schedule: str = _key(
+        "cosine",
+        "The learning rate after the warmup; wsd decays late.",
+        choices=("cosine", "linear", "constant", "wsd"),
     )
+    decay: float = _key(0.2, "The share of steps in which wsd decays.", _UNIT_INTERVAL)
+    warmup: int = _key(20, "Steps of the warmup.", _NATURAL)
+    weight_decay: float = _key(0.1, "Weight decay of matrices but embeddings.", _NOT_NEGATIVE)
     beta1: float = _key(0.9, "Decay of the running mean of gradients.", _FRACTION)
     beta2: float = _key(0.95, "Decay of the running mean of squared gradients.", _FRACTION)
     clip: float = _key(1.0, "Largest gradient norm; 0 disables clipping.", _NOT_NEGATIVE)
@@ -154,18 +166,20 @@ class RunSection:
     capture: str = _key(
         "auto",
         "Replay whole steps as CUDA graphs; auto does if the GPU waits for the host.",
-        choices=CAPTURES,
+        choices=("auto", "on", "off"),
     )
     port: int = _key(0, "Port of the rendezvous; 0: a free one.", _PORT)
     max_restarts: int = _key(2, "How often the ranks are restarted after one has died.", _NATURAL)
     seed: int = _key(0, "Seed of the initial weights and the order of the data.", _NATURAL)
     save_every: int = _key(50, "Steps between checkpoints; 0: only at the end.", _NATURAL)
-    keep: int = _key(2, "Checkpoints to keep.", _COUNT)
+    keep: int = _key(2, "Checkpoints to keep, beside the one of the best validation.", _COUNT)
+    eval_every: int = _key(0, "Steps between validations; 0: only at the end.", _NATURAL)
+    eval_batches: int = _key(16, "Most micro-batches of a rank in a validation.", _COUNT)
     on_nan: str = _key(
         "stop",
         "When steps in a row have a loss or gradient that is not finite: stop, skip them, or roll "
         "back to the newest checkpoint.",
-        choices=ON_NAN,
+        choices=("stop", "skip", "rollback"),
     )
     nan_limit: int = _key(3, "How many such steps in a row; none of them is applied.", _COUNT)
     report: bool = _key(True, "Write report.html.")
@@ -350,47 +364,47 @@ def _require_utf8(subject: str, text: str) -> None:
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     """Yield a message for values that are valid alone but not together."""
-    sharding, optimizer, run = config.sharding, config.optimizer, config.run
+    data, sharding, optimizer, run = config.data, config.sharding, config.optimizer, config.run
+    mesh = parse_mesh(sharding.mesh)
 
-    def named(section: str, name: str) -> str:
+    def named(place: str) -> str:
+        section, name = place.split(".")
         return KEYS[section, name].subject
 
+    def problem(place: str, expected: str, found: str, remedy: str) -> str:
+        return f"{named(place)}: {expected} is expected, found {found}; {remedy}."
+
     if sharding.precision == "fp16" and run.device == "cpu":
-        yield (
-            f"{named('sharding', 'precision')}: fp16 needs a GPU, found "
-            f"{named('run', 'device')} 'cpu'; choose bf16 or float32."
-        )
-    if run.capture == "on" and (run.device == "cpu" or sharding.offload):
-        other = ("sharding", "offload") if sharding.offload else ("run", "device")
-        yield (
-            f"{named('run', 'capture')}: parameters on a GPU are expected, found "
-            f"{named(*other)} {'true' if sharding.offload else repr(run.device)}; choose auto or "
-            "off."
-        )
+        found = f"{named('run.device')} 'cpu'"
+        yield problem("sharding.precision", "a GPU for fp16", found, "choose bf16 or float32")
+    is_muon = optimizer.name == "muon"
+    if run.capture == "on" and (run.device == "cpu" or sharding.offload or is_muon):
+        found = f"{named('optimizer.name')} 'muon'" if is_muon else f"{named('run.device')} 'cpu'"
+        found = f"{named('sharding.offload')} true" if sharding.offload else found
+        yield problem("run.capture", "AdamW with parameters on a GPU", found, "choose auto or off")
+    if is_muon and (sharding.api == "wrapper" or sharding.offload):
+        found = f"{named('sharding.api')} {sharding.api!r}{' with --offload' * sharding.offload}"
+        remedy = "choose adamw, or --api fully_shard and --no-offload"
+        yield problem("optimizer.name", "fully_shard on the device for muon", found, remedy)
     if sharding.strategy == "none" and sharding.offload:
-        yield (
-            f"{named('sharding', 'offload')}: sharded parameters are expected, found "
-            f"{named('sharding', 'strategy')} 'none'; choose full or grad-op, or do not offload."
-        )
-    mesh = parse_mesh(sharding.mesh)
+        found, remedy = f"{named('sharding.strategy')} 'none'", "choose full or grad-op, or do not"
+        yield problem("sharding.offload", "a sharded model", found, f"{remedy} offload")
     if mesh is not None and run.ranks and mesh[0] * mesh[1] % run.ranks:
-        yield (
-            f"{named('sharding', 'mesh')}: a multiple of the {run.ranks} ranks per machine is "
-            f"expected, found {mesh[0] * mesh[1]} ranks in {sharding.mesh}; change the mesh or "
-            f"{named('run', 'ranks')}."
-        )
+        expected = f"a multiple of the {run.ranks} ranks per machine"
+        found = f"{mesh[0] * mesh[1]} ranks in {sharding.mesh}"
+        yield problem("sharding.mesh", expected, found, f"change it or {named('run.ranks')}")
     if run.trace_step > optimizer.steps:
-        yield (
-            f"{named('run', 'trace_step')}: one of {optimizer.steps} steps is expected, found "
-            f"{run.trace_step}."
-        )
+        expected = f"one of {optimizer.steps} steps"
+        yield problem("run.trace_step", expected, str(run.trace_step), "choose one of them")
+    if run.eval_every and not (data.eval_paths or data.eval_share):
+        remedy = f"pass {named('data.eval_paths')} or {named('data.eval_share')}"
+        yield problem("run.eval_every", "data for validation", "none", remedy)
+    if data.eval_paths and data.eval_share:
+        found = f"{named('data.eval_paths')}, too"
+        yield problem("data.eval_share", "one source", found, "leave out one of them")
     if run.resume_strict and not run.resume:
-        yield (
-            f"{named('run', 'resume_strict')}: a run to resume is expected, found none; pass "
-            f"{named('run', 'resume')}, too."
-        )
+        remedy = f"pass {named('run.resume')}, too"
+        yield problem("run.resume_strict", "a run to resume", "none", remedy)
     if run.resume and not run.out:
-        yield (
-            f"{named('run', 'resume')}: the folder of the run to resume is expected, found none; "
-            f"name it with {named('run', 'out')}."
-        )
+        remedy = f"name it with {named('run.out')}"
+        yield problem("run.resume", "the folder of the run to resume", "none", remedy)

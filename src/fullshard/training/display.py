@@ -59,6 +59,11 @@ class Display:
         elif metrics.step % self._every == 0 or metrics.step in ends:
             number = f"{metrics.step:>{len(str(self._num_steps))}}/{self._num_steps}"
             print(f"step {number}  {step_line(metrics)}  {left} left", flush=True)
+        if not math.isnan(loss := metrics.eval_loss):
+            perplexity = math.exp(min(loss, 700))
+            self.say(
+                f"step {metrics.step}: validation loss {loss:.4f}, perplexity {perplexity:.4g}"
+            )
 
 
 class _LiveLines:
@@ -102,6 +107,8 @@ def step_line(metrics: StepMetrics) -> str:
     share = metrics.exposed_s / metrics.step_s if metrics.step_s else 0.0
     # In a replayed step nobody sees compute wait.
     exposed = "captured" if math.isnan(share) else f"exposed {share:.0%}"
+    speed = f"{metrics.tflops:.2g} TFLOP/s" if math.isnan(metrics.mfu) else f"MFU {metrics.mfu:.0%}"
+    exposed += "" if math.isnan(metrics.tflops) else f"  {speed}"
     return (
         f"loss {metrics.loss:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  "
         f"{metrics.step_s:.2f} s/step  {metrics.memory_bytes / 2**30:.2f} GiB  {exposed}"
@@ -128,9 +135,14 @@ def closing_lines(folder: RunFolder, record: RunRecord, *, is_done: bool) -> Ite
         took = shown_duration(sum(each.step_s for each in metrics))
         speed = median(each.tokens_per_s for each in metrics)
         yield f"loss        {last.loss:.3f} after {last.step} steps ({took}, {speed:,.0f} tokens/s)"
-    found = next(iter(folder.complete()), None)
-    if found is not None:
-        yield f"checkpoint  {found}"
+    complete = folder.complete()
+    if complete:
+        yield f"checkpoint  {complete[0]}"
+    evaluated = [each for each in metrics if not math.isnan(each.eval_loss)]
+    kept = [each for each in evaluated if folder.checkpoint(each.step) in complete]
+    if kept:
+        best = min(kept, key=lambda each: each.eval_loss)
+        yield f"best        {folder.checkpoint(best.step)} (validation loss {best.eval_loss:.4f})"
     if folder.report.exists():
         yield f"report      {folder.report}"
     if not is_done:

@@ -91,7 +91,7 @@ def _require_possible(config: TrainConfig, num_ranks: int) -> None:
     mesh_shape(config.sharding, num_ranks)
     architecture = architecture_for(config.model)
     RunFolder.of(config).require_usable(config)
-    require_files(config.data.paths)
+    require_files(config.data.paths + config.data.eval_paths)
     if config.sharding.units:
         unit_classes(architecture.build(), architecture, config.sharding)
 

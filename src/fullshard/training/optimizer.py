@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
+from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError
 from fullshard.optim.by_unit import by_unit
 from fullshard.runtime.names import clean_name
@@ -21,36 +25,97 @@ _UNDECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 
 def build_optimizer(
     model: nn.Module, section: OptimizerSection, device: torch.device
-) -> torch.optim.AdamW:
-    """Return fused AdamW over the trainable parameters of a model, stepped unit by unit.
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the trainable parameters of a model; AdamW steps unit by unit.
 
     The model may be sharded with either API, or not at all. Weight decay applies to matrices, but
     not to vectors, biases, norms and embeddings, nor to a head that is tied to an embedding. The
-    shape of the unsharded parameter decides.
+    shape of the unsharded parameter decides. Muon trains those that decay, without heads.
     """
     decayed: dict[torch.Tensor, None] = {}
     others: dict[torch.Tensor, None] = {}
+    matrices: dict[torch.Tensor, None] = {}
     kinds = _modules_by_name(model)
+    # A matrix of the shape of an embedding is a head.
+    heads = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Embedding)]
     for shard in _trained(model):
-        (decayed if _is_decayed(shard, kinds) else others)[shard.tensor] = None
+        found = decayed if _is_decayed(shard, kinds) else others
+        is_hidden = len(shard.shape) == 2 and tuple(shard.shape) not in heads
+        if section.name == "muon" and found is decayed and is_hidden:
+            found = matrices
+        found[shard.tensor] = None
     if decayed.keys() & others.keys():
         raise ConfigError(
             "optimizer: flat parameters with the same weight decay throughout are expected, found "
             "one that mixes parameters with and without; wrap with use_orig_params=True."
         )
-    if not decayed and not others:
+    if not decayed and not others and not matrices:
         raise ConfigError(
             f"{type(model).__name__}: trainable parameters are expected, found no parameter that "
             "takes a gradient; call requires_grad_() on some."
         )
-    groups = [(decayed, section.weight_decay), (others, 0.0)]
-    optimizer = torch.optim.AdamW(
-        [{"params": list(params), "weight_decay": decay} for params, decay in groups if params],
-        lr=section.lr,
-        betas=(section.beta1, section.beta2),
-        fused=device.type in _FUSED_ON,
-    )
-    return by_unit(optimizer)
+    groups: Any = [
+        {"params": list(params), "weight_decay": decay}
+        for params, decay in ((decayed, section.weight_decay), (others, 0.0))
+        if params or matrices
+    ]
+    betas, is_fused = (section.beta1, section.beta2), device.type in _FUSED_ON
+    adamw = by_unit(torch.optim.AdamW(groups, lr=section.lr, betas=betas, fused=is_fused))
+    return MuonAdamW([*matrices], adamw, section) if matrices else adamw
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for matrices, its first group, and another optimizer's groups.
+
+    Learning rate and weight decay are those of AdamW (`adjust_lr_fn="match_rms_adamw"`). Whole
+    matrices are gathered to be orthogonalized, as many at a time as there are ranks, one by each.
+    """
+
+    def __init__(
+        self, matrices: list[torch.Tensor], others: torch.optim.AdamW, section: OptimizerSection
+    ) -> None:
+        group = {"params": matrices, "weight_decay": section.weight_decay, "lr": section.lr}
+        super().__init__([{**group, "momentum": 0.95}, *others.param_groups], {})
+        self._others = others
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._others.state, self._others.param_groups = self.state, self.param_groups[1:]
+        self._others.step()
+        group = self.param_groups[0]
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        params = [param for param in group["params"] if param.grad is not None]
+        for first in range(0, len(params), size):
+            some = params[first : first + size]
+            updates = [self._momentum(param, group["momentum"]) for param in some]
+            if rank < len(some):
+                updates[rank] = _orthogonalized(updates[rank])
+            for owner, (param, update) in enumerate(zip(some, updates, strict=True)):
+                if size > 1:
+                    dist.broadcast(update, owner)
+                if isinstance(param, DTensor):
+                    mesh, whole = param.device_mesh, [Replicate()] * param.device_mesh.ndim
+                    update = DTensor.from_local(update, mesh, whole, run_check=False)
+                    update = update.redistribute(placements=param.placements)
+                param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=group["lr"])
+
+    def _momentum(self, param: torch.Tensor, momentum: float) -> torch.Tensor:
+        """Return the whole matrix that Nesterov's momentum makes of the gradient."""
+        grad: Any = param.grad
+        if "momentum_buffer" not in self.state[param]:
+            self.state[param]["momentum_buffer"] = torch.zeros_like(grad)
+        buffer = self.state[param]["momentum_buffer"].lerp_(grad, 1 - momentum)
+        update: torch.Tensor = grad.lerp(buffer, momentum)
+        return full_tensor(update) if isinstance(update, DTensor) else update
+
+
+def _orthogonalized(update: torch.Tensor) -> torch.Tensor:
+    """Return the step that torch's Muon takes from zero, with this gradient and no momentum."""
+    param = torch.zeros_like(update, requires_grad=True)
+    param.grad = update
+    alone: Any = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    torch.optim.Muon([param], lr=1.0, adjust_lr_fn="match_rms_adamw", **alone).step()
+    return param.detach()
 
 
 def _trained(model: nn.Module) -> Iterator[TensorShard]:
@@ -83,17 +148,19 @@ def _is_undecayed(module: nn.Module) -> bool:
 
 
 def learning_rate(step: int, section: OptimizerSection) -> float:
-    """Return the learning rate of the step after `step` others: linear warmup, cosine decay.
+    """Return the learning rate of the step after `step` others: linear warmup, then the schedule.
 
-    The rate is `lr` in the last step of the warmup and `lr * lr_end` in the last step of all. If
-    the warmup is longer than the run, it ends with the last step.
+    The rate is `lr` in the last step of the warmup and, unless it is constant, `lr * lr_end` in the
+    last step of all. If the warmup is longer than the run, it ends with the last step.
     """
-    warmup = max(1, min(section.warmup, section.steps))
-    number = step + 1
+    warmup, number = max(1, min(section.warmup, section.steps)), step + 1
     if number <= warmup:
         return section.lr * number / warmup
-    if number >= section.steps:
-        return section.lr * section.lr_end
-    progress = (number - warmup) / (section.steps - warmup)
-    share = (1 + math.cos(math.pi * progress)) / 2
+    progress = min(1.0, (number - warmup) / max(1, section.steps - warmup))
+    share = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "constant": 1.0,
+        "wsd": min(1.0, max(0, section.steps - number) / max(1.0, section.decay * section.steps)),
+    }[section.schedule]
     return section.lr * (section.lr_end + (1 - section.lr_end) * share)

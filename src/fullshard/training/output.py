@@ -15,6 +15,7 @@ from typing import Any
 
 from fullshard.comm.processes import machine_id, start_of
 from fullshard.errors import ConfigError
+from fullshard.models.optional import optional
 from fullshard.report.record import CONFIG, METRICS, SAMPLE, TIMELINE, StepMetrics
 from fullshard.state.store import checkpoints, is_ours, latest, read_manifest
 from fullshard.training.config import TrainConfig
@@ -198,12 +199,18 @@ class MetricsLog:
         self._open(last_step)
 
     def add(self, metrics: StepMetrics) -> None:
-        self._file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+        values = dataclasses.asdict(metrics).items()
+        line = {name: None if value != value else value for name, value in values}
+        self._file.write(json.dumps(line) + "\n")  # which has no NaN
         self._file.flush()
         if self._writer is not None:
-            for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "exposed_s"):
-                self._writer.add_scalar(name, getattr(metrics, name), metrics.step)
-            self._writer.add_scalar("memory_GiB", metrics.memory_bytes / 2**30, metrics.step)
+            line |= {
+                "tokens_per_s": metrics.tokens_per_s,
+                "memory_GiB": metrics.memory_bytes / 2**30,
+            }
+            for name, value in line.items():
+                if isinstance(value, float):
+                    self._writer.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:
         self._file.close()
@@ -229,11 +236,5 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 
 def _summary_writer(folder: Path, last_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            "--tensorboard: the package tensorboard is needed, found none; run: pip install "
-            "'fullshard[tensorboard]'"
-        ) from None
-    return SummaryWriter(str(folder), purge_step=last_step + 1)
+    module = optional("torch.utils.tensorboard", "--tensorboard", "tensorboard")
+    return module.SummaryWriter(str(folder), purge_step=last_step + 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -148,40 +148,45 @@ class Run:
             if shard.is_trainable or not is_adapted
         )
         num_saves = -(-self._config.optimizer.steps // run.save_every) if run.save_every else 1
-        num_more = min(num_saves, max(run.keep, 2) + 1) - num_complete
+        num_more = min(num_saves, max(run.keep, 2) + 1) + bool(run.eval_every) - num_complete
         require_room(self._folder.checkpoints, num_bytes * num_more)
 
     def _build(self, architecture: Architecture) -> Parts:
         config, world, ranks = self._config, self._world, self._ranks
-        tokenizer = architecture.tokenizer(config.data.tokenizer)
-        documents = ranks.run(
-            "data", lambda: Documents.of(config.data.paths, config.data.text_field)
-        )
+        tokenizer, data = architecture.tokenizer(config.data.tokenizer), config.data
 
-        def prepared() -> Any:
-            return prepare_corpus(
-                documents,
-                tokenizer,
-                self._folder.tokens,
+        def batches(paths: Sequence[str], held_out: float, *, is_eval: bool = False) -> Batches:
+            documents = ranks.run("data", lambda: Documents.of(paths, data.text_field))
+
+            def prepared() -> Any:
+                return prepare_corpus(
+                    documents,
+                    tokenizer,
+                    self._folder.tokens,
+                    sequence=config.model.sequence,
+                    vocabulary=architecture.vocabulary,
+                )
+
+            ranks.run_first("data", lambda: prepared() and None)
+            return Batches(
+                ranks.run("data", prepared),
                 sequence=config.model.sequence,
-                vocabulary=architecture.vocabulary,
+                batch=config.optimizer.batch,
+                rank=world.rank,
+                num_ranks=world.size,
+                seed=config.run.seed,
+                held_out=held_out,
+                is_eval=is_eval,
             )
 
-        ranks.run_first("data", lambda: prepared() and None)
-        corpus = ranks.run("data", prepared)
+        trained, evaluated = batches(data.paths, data.eval_share), None
+        if data.eval_paths or data.eval_share:
+            evaluated = batches(data.eval_paths or data.paths, data.eval_share or 1.0, is_eval=True)
         model = ranks.run(
             "model", lambda: build_sharded_model(architecture, config.sharding, world)
         )
         optimizer = build_optimizer(model, config.optimizer, world.device)
-        batches = Batches(
-            corpus,
-            sequence=config.model.sequence,
-            batch=config.optimizer.batch,
-            rank=world.rank,
-            num_ranks=world.size,
-            seed=config.run.seed,
-        )
-        return Parts(architecture, model, optimizer, batches)
+        return Parts(architecture, model, optimizer, trained, evaluated)
 
     def _log(self, last_step: int) -> MetricsLog | None:
         if not self._world.is_first:

@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.captured_step import CapturedStep, capture
 from fullshard.comm.placement import full_tensor
-from fullshard.errors import FullshardError
+from fullshard.errors import ConfigError, FullshardError
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.report.record import StepMetrics
-from fullshard.runtime.unit_facts import unit_facts
+from fullshard.runtime.unit_facts import memory_by_kind, unit_facts
 from fullshard.state.checkpoint import Handle, load, save, save_async
 from fullshard.state.rank_group import OtherRankError, RankGroup
 from fullshard.trace import seam
@@ -35,6 +35,7 @@ from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
 from fullshard.training.control import StopRequest
 from fullshard.training.display import Display
+from fullshard.training.flops import peak_tflops, step_tflop
 from fullshard.training.nonfinite import first_nonfinite
 from fullshard.training.optimizer import learning_rate
 from fullshard.training.output import MetricsLog, RunFolder
@@ -56,6 +57,7 @@ class Parts:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Batches
+    eval_batches: Batches | None = None
 
 
 class Trainer:
@@ -84,9 +86,12 @@ class Trainer:
         self.num_nonfinite, self._cause = 0, ""
         self._rollbacks: list[list[Path]] = []
         self._saved_step = 0
+        self._best, self._restarted_at = (math.inf, 0), 0  # a validation loss and its step
         self._saving: Handle | None = None
         self._num_run = 0
-        is_possible = world.device.type == "cuda" and not config.sharding.offload
+        # Others have to be told by the host not to apply a step.
+        self._is_fused = bool(parts.optimizer.defaults.get("fused"))
+        is_possible = world.device.type == "cuda" and not config.sharding.offload and self._is_fused
         self._may_capture = is_possible and config.run.capture != "off"
         self._captured: CapturedStep[Any, torch.Tensor] | None = None
         if config.run.capture == "on":
@@ -97,8 +102,13 @@ class Trainer:
     def resume(self, path: Path) -> None:
         """Load a checkpoint."""
         parts = self._parts
-        self.step = load(path, parts.model, parts.optimizer, extra=self._extra()).step or 0
-        self._saved_step = self.step
+        loaded = load(path, parts.model, parts.optimizer, extra=self._extra())
+        self.step = self._saved_step = loaded.step or 0
+        self._restarted_at = self.step + 1
+        self._best = loaded.extra.get("best", (math.inf, 0))
+        was, own = loaded.extra.get("optimizer", "adamw"), self._config.optimizer.name
+        if was != own:
+            raise ConfigError(f"--optimizer: {was}, as before, is expected, found {own}; pass it.")
 
     def _extra(self) -> dict[str, Any]:
         extra: dict[str, Any] = {"batches": self._parts.batches}
@@ -116,11 +126,12 @@ class Trainer:
             self._folder.checkpoint(self.step),
             self._parts.model,
             self._parts.optimizer,
-            extra=self._extra(),
+            extra={**self._extra(), "best": self._best, "optimizer": self._config.optimizer.name},
             step=self.step,
             only="trainable" if self._config.model.lora_rank else None,
             # Whether this one is any good, the next step shows.
             keep=max(keep, 2) if in_background else keep,
+            pinned=self._folder.checkpoint(self._best[1]).name,
         )
         self._saving = written if isinstance(written, Handle) else None
         self._saved_step = self.step
@@ -137,14 +148,20 @@ class Trainer:
         """Train to the last step; return False if a stop was requested before."""
         num_steps = self._config.optimizer.steps
         traced_step = self._traced_step()
-        meter = Meter(self._world)
+        meter = Meter(self._world, self._config, self._parts.architecture)
         pending: deque[PendingStep] = deque()
+        is_eval_due = False
 
         def finish(num_pending: int) -> bool:
             """Read all but the last `num_pending` steps; return whether any rank must stop."""
             must_stop = False
             while len(pending) > num_pending:
                 metrics, is_requested = meter.finish(pending.popleft())
+                is_finite = math.isfinite(metrics.loss + metrics.grad_norm)
+                if is_eval_due and self._parts.eval_batches and is_finite and not pending:
+                    metrics = replace(metrics, eval_loss=self._evaluate())
+                if metrics.step == self._restarted_at:
+                    metrics = replace(metrics, is_restart=True)
                 tensors = self._tensors.popleft()
                 must_stop = must_stop or is_requested
                 display.show(metrics)
@@ -155,7 +172,7 @@ class Trainer:
                     self._go_back(log, display)
                     pending.clear()
                     self._tensors.clear()
-                if not math.isfinite(metrics.loss + metrics.grad_norm):
+                if not is_finite:
                     meter.restart()  # a second pass is no part of a step
             return must_stop
 
@@ -165,22 +182,41 @@ class Trainer:
                 is_traced = self.step + 1 == traced_step
                 with self._traced(is_traced):
                     pending.append(self._one_step(meter, stop, is_traced=is_traced))
-                is_save_due = self._is_save_due()
-                is_read = is_save_due or is_traced or self.step == num_steps
+                is_last = self.step == num_steps
+                is_save_due = self._is_due(self._config.run.save_every) and not is_last
+                is_eval_due = self._is_due(self._config.run.eval_every) or is_last
+                is_read = is_save_due or is_eval_due or is_traced
                 must_stop = finish(0 if is_read else meter.max_pending)
                 if must_stop:
                     stop.acknowledge()
                     break
-                if is_save_due:
+                if is_save_due or (self._best[1] == self.step and not is_last):
                     self.save(in_background=True)
-                if is_save_due or is_traced:
+                if is_save_due or is_eval_due or is_traced:
                     meter.restart()
             finish(0)
         return self.step == num_steps
 
-    def _is_save_due(self) -> bool:
-        every = self._config.run.save_every
-        return bool(every) and self.step % every == 0 and self.step < self._config.optimizer.steps
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _evaluate(self) -> float:
+        """Return the validation loss, a mean over the tokens of all ranks that have a loss."""
+        model, batches = self._parts.model, cast(Batches, self._parts.eval_batches)
+        batches.position = 0
+        total = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        model.eval()
+        with torch.no_grad():
+            for _ in range(self._config.run.eval_batches):
+                total += torch.stack(self._loss_and_count(*self._on_device(batches.next())))
+                if batches.position >= batches.num_sequences:
+                    break
+        model.train()
+        losses, counts = zip(*self._world.all_gather(total.tolist()), strict=True)
+        loss: float = sum(losses) / max(sum(counts), 1)
+        if loss < self._best[0]:
+            self._best = (loss, self.step)
+        return loss
 
     def _one_step(self, meter: Meter, stop: StopRequest, *, is_traced: bool) -> PendingStep:
         start = time.perf_counter()
@@ -189,29 +225,22 @@ class Trainer:
         tensors: list[torch.Tensor] = []
         for _ in range(self._config.optimizer.accumulate):
             tensors += self._parts.batches.next()
-        tokens = tensors[1].numel() * self._config.optimizer.accumulate
-        device = self._world.device
-        if device.type != "cpu":
-            tensors = [each.pin_memory().to(device, non_blocking=True) for each in tensors]
+        tokens = tensors[1].numel() * self._config.optimizer.accumulate * self._world.size
+        tensors = self._on_device(tensors)
         captured = None if is_traced else self._captured
         num_graphs = 0 if captured is None else captured.num_graphs
         loss_and_norm = (captured or self._update)(*tensors)
         self.step += 1
         self._tensors.append(tensors)
-        return meter.start(
-            self.step,
-            lr,
-            tokens,
-            loss_and_norm,
-            # The save at the end then raises what went wrong.
-            must_stop=stop.is_requested or self._has_failed_save(),
-            host_s=time.perf_counter() - start,
-            is_replayed=num_graphs > 0,
-        )
+        # The save at the end then raises what went wrong.
+        own = (time.perf_counter() - start, stop.is_requested or self._has_failed_save())
+        facts = {"step": self.step, "lr": lr, "tokens": tokens}
+        return meter.start(facts, loss_and_norm, own, is_replayed=num_graphs > 0)
 
     def _set_learning_rate(self, lr: float) -> None:
         for group in self._parts.optimizer.param_groups:
-            group["capturable"] = self._may_capture
+            if "capturable" in group:
+                group["capturable"] = self._may_capture
             rate = group["lr"]
             if not self._may_capture:
                 group["lr"] = lr
@@ -234,7 +263,8 @@ class Trainer:
             else:
                 # Where this is 1, a fused optimizer changes nothing; the host need not know.
                 optimizer.found_inf = 1 - norm.isfinite().float()  # type: ignore[attr-defined]
-                optimizer.step()
+                if self._is_fused or norm.isfinite():
+                    optimizer.step()
             optimizer.zero_grad()
         return torch.stack([total.double(), norm.detach().double()])
 
@@ -244,17 +274,25 @@ class Trainer:
         number = self._config.optimizer.accumulate
         width = len(tensors) // number
         for first in range(0, len(tensors), width):
-            loss = self._loss(*tensors[first : first + width]) / number
+            total_loss, count = self._loss_and_count(*tensors[first : first + width])
+            loss = total_loss / count.clamp(min=1) / number  # none may be trained
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             total += loss.detach()
         return total
 
-    def _loss(
+    def _on_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        device = self._world.device
+        if device.type == "cpu":
+            return list(tensors)
+        return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
+
+    def _loss_and_count(
         self, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses of tokens, and the number of tokens that have one."""
         logits = self._parts.architecture.logits(self._parts.model, inputs, positions)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return loss / targets.ge(0).sum().clamp(min=1)  # there may be none that is trained
+        return loss, targets.ge(0).sum()
 
     def _decide_on_capture(self, host_share: float) -> None:
         """After a few eager steps, capture the others if the device waited for the host."""
@@ -344,12 +382,15 @@ class Trainer:
         ranks.all_gather(None)  # so that the clocks of all ranks start together
         with record(self._world.device, self._world.rank) as recording:
             yield
-        timelines = ranks.all_gather(recording.timeline.as_json())
+        model, timeline, device = self._parts.model, recording.timeline, self._world.device
+        memory = ranks.all_gather(memory_by_kind(model, self._parts.optimizer, timeline, device))
+        timelines = ranks.all_gather(timeline.as_json())
         if self._world.is_first:
             found = {
                 "step": self.step,
                 "ranks": timelines,
-                "units": [asdict(facts) for facts in unit_facts(self._parts.model)],
+                "units": [asdict(facts) for facts in unit_facts(model)],
+                "memory": max(memory, key=lambda kinds: sum(kinds.values())),
                 "environment": dict(self._environment),
             }
             self._folder.timeline.write_text(json.dumps(found), encoding="utf-8")
@@ -362,19 +403,16 @@ class Trainer:
 class PendingStep:
     """A step of this rank that may still be running on its device.
 
-    `waits` are those of compute for communication; None if nobody saw them. `host_s` is how long
-    the host was busy with it.
+    `facts` are metrics that are known. `waits` are those of compute for communication; None if
+    nobody saw them. `own` is how long the host was busy with it, and whether the run must stop.
     """
 
-    step: int
-    lr: float
-    tokens: int
+    facts: Mapping[str, Any]
     loss_and_norm: torch.Tensor
+    own: tuple[float, bool]
     start: Any
     end: Any
     waits: list[tuple[Any, Any]] | None
-    host_s: float
-    must_stop: bool
 
 
 class Meter:
@@ -384,29 +422,20 @@ class Meter:
     `host_share` is the share of the last step that was read in which the busiest host was busy.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, config: TrainConfig, architecture: Architecture) -> None:
         self._world = world
+        self._step_tflop = step_tflop(config, architecture) if world.is_first else math.nan
+        self._peak_tflops = peak_tflops(config, world.device)
         self._device = world.device
         self._clock = Clock(world.device)
         self.exposure = Exposure(self._clock)
         self._end = self._clock.stamp()
         self.host_share = 0.0
-
-    @property
-    def max_pending(self) -> int:
-        """How many steps may be unread when the next one begins."""
-        return 0 if self._device.type == "cpu" else 1
+        # How many steps may be unread when the next one begins.
+        self.max_pending = 0 if world.device.type == "cpu" else 1
 
     def start(
-        self,
-        step: int,
-        lr: float,
-        tokens: int,
-        both: torch.Tensor,
-        *,
-        must_stop: bool,
-        host_s: float,
-        is_replayed: bool,
+        self, facts: Mapping[str, Any], both: torch.Tensor, own: Any, *, is_replayed: bool
     ) -> PendingStep:
         """Start reading the loss and the norm, and the times, of a step that has been issued."""
         if self._device.type != "cpu":
@@ -415,7 +444,7 @@ class Meter:
         start, self._end = self._end, self._clock.stamp()
         taken = self.exposure.taken()
         waits = None if is_replayed else taken
-        return PendingStep(step, lr, tokens, both, start, self._end, waits, host_s, must_stop)
+        return PendingStep(facts, both, own, start, self._end, waits)
 
     def finish(self, pending: PendingStep) -> tuple[StepMetrics, bool]:
         """Return the metrics of a step over all ranks, and whether any of them must stop."""
@@ -426,19 +455,20 @@ class Meter:
         if pending.waits is not None:
             exposed_s = sum(self._clock.between(*wait) for wait in pending.waits)
         loss, norm = pending.loss_and_norm.tolist()
-        own = [loss, norm, step_s, exposed_s, self._memory(), pending.host_s, pending.must_stop]
+        own = [loss, norm, step_s, exposed_s, self._memory(), *pending.own]
         columns = zip(*self._world.all_gather(own), strict=True)
         losses, norms, steps_s, waits_s, memory, hosts_s, must_stop = columns
         self.host_share = max(hosts_s) / max(steps_s)
+        tflops = self._step_tflop / max(steps_s)
         metrics = StepMetrics(
-            step=pending.step,
+            **pending.facts,
             loss=sum(losses) / len(losses),
-            lr=pending.lr,
             grad_norm=norms[0],
-            tokens=pending.tokens * self._world.size,
             step_s=max(steps_s),
             exposed_s=max(waits_s),
             memory_bytes=int(max(memory)),
+            tflops=tflops,
+            mfu=tflops / self._peak_tflops,
         )
         return metrics, any(must_stop)
 
