@@ -71,10 +71,13 @@ def test_every_key_has_an_option_that_sets_it(tmp_path):
         ("sharding", "mesh"): "1x7",
         ("optimizer", "lr"): 0.5,
         ("optimizer", "lr_end"): 0.25,
+        # Not together with the others.
+        ("optimizer", "name"): "adamw",
+        ("data", "eval_share"): 0.0,
     }
     for at, key in KEYS.items():
         value = fitting.get(at, others.get(key.kind))
-        if key.choices:
+        if key.choices and at not in fitting:
             value = key.choices[-1] if key.choices[-1] != "none" else key.choices[-2]
         if key.kind is bool:
             value = not key.default
@@ -85,6 +88,8 @@ def test_every_key_has_an_option_that_sets_it(tmp_path):
         expected[at] = value
     config = printed(tmp_path, *typed)
     assert {at: value_of(config, key) for at, key in KEYS.items()} == expected
+    config = printed(tmp_path, "--optimizer", "muon", "--eval-share", 0.25)
+    assert (config.optimizer.name, config.data.eval_share) == ("muon", 0.25)
 
 
 def test_what_is_typed_wins_over_the_file_and_the_file_over_defaults(tmp_path):
