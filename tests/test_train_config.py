@@ -204,6 +204,7 @@ WRONG = {
         "eval_every": -1,
         "eval_batches": 0,
         "trace_step": -1,
+        "profile": -1,
         "prompt": "\udcff",
         "sample_tokens": -1,
     },

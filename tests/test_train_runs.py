@@ -1,6 +1,7 @@
 """`fullshard train` in one piece: what a run leaves behind, and that settings change no losses."""
 
 import contextlib
+import gzip
 import io
 import json
 import math
@@ -27,6 +28,20 @@ from fullshard.training.trainer import Parts
 from fullshard.training.world import World
 from tests.stored import damage
 from tests.tiny_run import TEXT, configured, losses
+
+
+def test_a_profiled_step_has_the_engines_collectives_by_unit(folder: Path) -> None:
+    for rank in (0, 1):
+        with gzip.open(folder / "reference" / "profile" / f"rank{rank}.json.gz", "rt") as file:
+            events = json.load(file)["traceEvents"]
+        step = next(each for each in events if each.get("name") == "fullshard step")
+        found = {each["name"]: each for each in events if each.get("cat") == "fullshard"}
+        for name in ("all_gather", "forward", "backward", "reduce_scatter"):
+            each = found[f"{name} model.layers.1"]
+            assert 0 < each["dur"] < step["dur"]
+            assert step["ts"] <= each["ts"] < step["ts"] + step["dur"]
+        # Beside the operators that torch's profiler sees.
+        assert any(each.get("name") == "aten::mm" for each in events)
 
 
 class StopsAfter(StopRequest):
@@ -65,6 +80,7 @@ def kept(run: Path) -> list[str]:
 
 def train_reference(rank: Rank, folder: Path) -> None:
     run = {"report": True, "save_every": 2, "keep": 2, "tensorboard": True, "sample_tokens": 4}
+    run |= {"profile": 3}
     trained(rank, configured(folder, "reference", run=run))
 
 

@@ -184,6 +184,7 @@ class RunSection:
     nan_limit: int = _key(3, "How many such steps in a row; none of them is applied.", _COUNT)
     report: bool = _key(True, "Write report.html.")
     trace_step: int = _key(0, "Step that the report shows in detail; 0: an early one.", _NATURAL)
+    profile: int = _key(0, "Step to profile with torch's profiler; 0: none.", _NATURAL)
     tensorboard: bool = _key(False, "Write metrics for TensorBoard.")
     prompt: str = _key("def ", "Prompt of the text sampled at the end.")
     sample_tokens: int = _key(160, "Tokens to sample at the end; 0: none.", _NATURAL)

@@ -35,6 +35,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tokens = path / "tokens"
         self.tensorboard = path / "tensorboard"
+        self.profile = path / "profile"
         self.places = path / "places.json"
         self._lock = path / "lock.json"
         self._is_locked = False

@@ -8,7 +8,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -39,6 +39,7 @@ from fullshard.training.flops import peak_tflops, step_tflop
 from fullshard.training.nonfinite import first_nonfinite
 from fullshard.training.optimizer import learning_rate
 from fullshard.training.output import MetricsLog, RunFolder
+from fullshard.training.profiling import profiled
 from fullshard.training.world import World
 
 # Steps before the traced one: by then the execution order is known and caches are warm.
@@ -180,19 +181,20 @@ class Trainer:
         with seam.observed(meter.exposure):
             while self.step < num_steps:
                 is_traced = self.step + 1 == traced_step
-                with self._traced(is_traced):
-                    pending.append(self._one_step(meter, stop, is_traced=is_traced))
+                is_profiled = self.step + 1 == self._config.run.profile
+                with self._traced(is_traced), self._profiled(is_profiled):
+                    pending.append(self._one_step(meter, stop, is_eager=is_traced or is_profiled))
                 is_last = self.step == num_steps
                 is_save_due = self._is_due(self._config.run.save_every) and not is_last
                 is_eval_due = self._is_due(self._config.run.eval_every) or is_last
-                is_read = is_save_due or is_eval_due or is_traced
+                is_read = is_save_due or is_eval_due or is_traced or is_profiled
                 must_stop = finish(0 if is_read else meter.max_pending)
                 if must_stop:
                     stop.acknowledge()
                     break
                 if is_save_due or (self._best[1] == self.step and not is_last):
                     self.save(in_background=True)
-                if is_save_due or is_eval_due or is_traced:
+                if is_read:
                     meter.restart()
             finish(0)
         return self.step == num_steps
@@ -218,7 +220,7 @@ class Trainer:
             self._best = (loss, self.step)
         return loss
 
-    def _one_step(self, meter: Meter, stop: StopRequest, *, is_traced: bool) -> PendingStep:
+    def _one_step(self, meter: Meter, stop: StopRequest, *, is_eager: bool) -> PendingStep:
         start = time.perf_counter()
         lr = learning_rate(self.step, self._config.optimizer)
         self._set_learning_rate(lr)
@@ -227,7 +229,7 @@ class Trainer:
             tensors += self._parts.batches.next()
         tokens = tensors[1].numel() * self._config.optimizer.accumulate * self._world.size
         tensors = self._on_device(tensors)
-        captured = None if is_traced else self._captured
+        captured = None if is_eager else self._captured
         num_graphs = 0 if captured is None else captured.num_graphs
         loss_and_norm = (captured or self._update)(*tensors)
         self.step += 1
@@ -394,6 +396,10 @@ class Trainer:
                 "environment": dict(self._environment),
             }
             self._folder.timeline.write_text(json.dumps(found), encoding="utf-8")
+
+    def _profiled(self, is_profiled: bool) -> AbstractContextManager[None]:
+        file, rank = self._folder.profile / f"rank{self._world.rank}.json.gz", self._world.rank
+        return profiled(file, self._world.device, rank) if is_profiled else nullcontext()
 
 
 # Metrics
