@@ -88,8 +88,10 @@ else:
         if name in __all__:
             for module in _MODULES:
                 found = import_module(f"{__name__}.{module}")
-                if hasattr(found, name):
-                    return globals().setdefault(name, getattr(found, name))
+                value = getattr(found, name, None)
+                # A module may have imported something else of that name.
+                if value is not None and value.__module__ == found.__name__:
+                    return globals().setdefault(name, value)
         elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ Finder = Callable[[nn.Module], Any]
 _IS_EXPLAINED = "_fullshard_is_explained"
 
 
-def explain(error: BaseException, hooks_of: Finder) -> None:
+def explain_error(error: BaseException, hooks_of: Finder) -> None:
     """Add a note to an error if the module that raised it has sharded parameters."""
     if isinstance(error, FullshardError) or hasattr(error, _IS_EXPLAINED):
         return
@@ -56,7 +56,7 @@ def explain_uncaught(hooks_of: Finder) -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        explain(error, hooks_of)
+        explain_error(error, hooks_of)
         before(kind, error, frames)
 
     sys.excepthook = hook

@@ -39,7 +39,7 @@ from fullshard.comm.agreement import Agreement
 from fullshard.comm.mesh import MeshInfo
 from fullshard.comm.places import Place
 from fullshard.errors import DisagreementError, LifecycleError, MisuseError
-from fullshard.runtime.explained import explain, explain_uncaught
+from fullshard.runtime.explained import explain_error, explain_uncaught
 from fullshard.runtime.readers import Readers, readers_of
 from fullshard.runtime.trees import map_tensors
 from fullshard.trace import seam
@@ -251,7 +251,7 @@ class ModuleHooks:
         except BaseException as error:
             if not hasattr(error, _FAILED_UNIT):
                 setattr(error, _FAILED_UNIT, self.name)
-            explain(error, hooks_managing)
+            explain_error(error, hooks_managing)
             del self._open[num_open:]
             scheduler = self.scheduler
             if opens_forward and scheduler is not None and scheduler.owner is not None:

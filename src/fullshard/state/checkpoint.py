@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard._torch import to_local
+from fullshard._torch import new_dtensor, spec_of, to_local
 from fullshard.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.layout.split import Box, row_chunks, tiles
 from fullshard.state import store
@@ -363,7 +363,8 @@ class _Writer:
                     names.append(shard.name)
                     for state, value in optimizer.state.get(each.param, {}).items():
                         if _is_like(value, each.param):
-                            self._add(f"{OPTIMIZER}{shard.name}.{state}", shard, value, ranks)
+                            key = f"{OPTIMIZER}{shard.name}.{state}"
+                            self._add(key, shard, _dequantized(value), ranks)
                             continue
                         if isinstance(value, torch.Tensor):
                             # A DTensor without dims is replicated. An optimizer counts on in place.
@@ -519,6 +520,19 @@ def _is_like(value: Any, param: torch.Tensor) -> bool:
         and isinstance(value, DTensor) == isinstance(param, DTensor)
         and value.shape == param.shape
     )
+
+
+def _is_quantized(value: Any) -> bool:
+    """Whether this is state of an optimizer of torchao."""
+    return isinstance(value, torch.Tensor) and hasattr(to_local(value), "codes")
+
+
+def _dequantized(value: torch.Tensor) -> torch.Tensor:
+    """State as a checkpoint has it: in float32, for any optimizer and number of ranks."""
+    if not _is_quantized(value):
+        return value
+    local = to_local(value).dequantize().cpu()
+    return new_dtensor(local, spec_of(value)) if isinstance(value, DTensor) else local
 
 
 def _as_json(subject: str, value: Any) -> Any:
@@ -843,7 +857,10 @@ def _plan_optimizer(
             on_device = bool(group.get("fused") or group.get("capturable"))
             for param in group["params"]:
                 for name, value in states.get(param, {}).items():
-                    if on_device and isinstance(value, torch.Tensor):
+                    there = optimizer.state.get(param, {}).get(name)
+                    if _is_quantized(there):
+                        states[param][name] = there.copy_(value)
+                    elif on_device and isinstance(value, torch.Tensor):
                         states[param][name] = value.to(param.device)
                 if param in states:
                     optimizer.state[param] = states[param]
