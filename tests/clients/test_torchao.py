@@ -1,8 +1,14 @@
 """torchao's optimizers and weights train on fullshard as they do on torch's fully_shard."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from fullshard.testing import Rank, on_ranks
 from tests.clients.clients import Run, assert_same
+from tests.test_train_runs import trained
+from tests.tiny_run import TEXT, configured
 
 PROGRAM = "torchao_training.py"
 OPTIMIZERS = ("adam_8bit", "adam_4bit", "adam_fp8")
@@ -43,3 +49,19 @@ def test_quantized_weights_are_as_on_torchs(ours: Run, theirs: Run, case: str) -
 def test_float8_weights_are_all_gathered(ours: Run, theirs: Run, case: str) -> None:
     same, tolerance = WITHOUT_TORCH[case]
     assert_same(ours.found(case), theirs.found(same), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's own
+@on_ranks(2)
+def test_a_run_with_states_of_8_bits_is_saved_and_resumed(rank: Rank, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    torch.compile = lambda function, **settings: function  # type: ignore[assignment]
+    eight_bits = {"optimizer": {"name": "adamw8bit"}}
+    expected = trained(rank, configured(tmp_path, "whole", **eight_bits))
+    assert expected[-1] < expected[0]
+    trained(rank, configured(tmp_path, "stopped", **eight_bits), 3)
+    resumed = {**eight_bits, "run": {"out": str(tmp_path / "stopped"), "resume": True}}
+    # What was loaded is quantized again, which is exact only where a block is largest.
+    assert trained(rank, configured(tmp_path, "stopped", **resumed)) == pytest.approx(
+        expected, rel=1e-3
+    )

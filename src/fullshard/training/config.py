@@ -134,7 +134,7 @@ class OptimizerSection:
         "adamw",
         "The optimizer; muon is for the matrices of blocks, and AdamW for the rest.",
         option="optimizer",
-        choices=("adamw", "muon"),
+        choices=("adamw", "adamw8bit", "muon"),
     )
     steps: int = _key(200, "Number of steps.", _COUNT)
     batch: int = _key(2, "Sequences per rank in a micro-batch.", _COUNT)
@@ -378,15 +378,17 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if sharding.precision == "fp16" and run.device == "cpu":
         found = f"{named('run.device')} 'cpu'"
         yield problem("sharding.precision", "a GPU for fp16", found, "choose bf16 or float32")
-    is_muon = optimizer.name == "muon"
-    if run.capture == "on" and (run.device == "cpu" or sharding.offload or is_muon):
-        found = f"{named('optimizer.name')} 'muon'" if is_muon else f"{named('run.device')} 'cpu'"
+    chosen = f"{named('optimizer.name')} {optimizer.name!r}"
+    is_adamw = optimizer.name == "adamw"
+    if run.capture == "on" and (run.device == "cpu" or sharding.offload or not is_adamw):
+        found = f"{named('run.device')} 'cpu'" if is_adamw else chosen
         found = f"{named('sharding.offload')} true" if sharding.offload else found
         yield problem("run.capture", "AdamW with parameters on a GPU", found, "choose auto or off")
-    if is_muon and (sharding.api == "wrapper" or sharding.offload):
+    if not is_adamw and (sharding.api == "wrapper" or sharding.offload):
         found = f"{named('sharding.api')} {sharding.api!r}{' with --offload' * sharding.offload}"
         remedy = "choose adamw, or --api fully_shard and --no-offload"
-        yield problem("optimizer.name", "fully_shard on the device for muon", found, remedy)
+        expected = f"fully_shard on the device for {optimizer.name}"
+        yield problem("optimizer.name", expected, found, remedy)
     if sharding.strategy == "none" and sharding.offload:
         found, remedy = f"{named('sharding.strategy')} 'none'", "choose full or grad-op, or do not"
         yield problem("sharding.offload", "a sharded model", found, f"{remedy} offload")

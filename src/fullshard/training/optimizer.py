@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError
+from fullshard.models.optional import optional
 from fullshard.optim.by_unit import by_unit
 from fullshard.runtime.names import clean_name
 from fullshard.state.shards import TensorShard, tensor_shards
@@ -60,8 +61,21 @@ def build_optimizer(
         if params or matrices
     ]
     betas, is_fused = (section.beta1, section.beta2), device.type in _FUSED_ON
+    if section.name == "adamw8bit":
+        torchao: Any = optional("torchao.optim", "--optimizer adamw8bit", "torchao")
+        return cast(torch.optim.Optimizer, torchao.AdamW8bit(groups, lr=section.lr, betas=betas))
     adamw = by_unit(torch.optim.AdamW(groups, lr=section.lr, betas=betas, fused=is_fused))
     return MuonAdamW([*matrices], adamw, section) if matrices else adamw
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer quantize its state, so that what a checkpoint has is quantized, too."""
+    for group in optimizer.param_groups:
+        group["lr"].fill_(0.0)
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -29,6 +29,7 @@ from fullshard.runtime.unit_facts import memory_by_kind, unit_facts
 from fullshard.state.checkpoint import Handle, load, save, save_async
 from fullshard.state.rank_group import OtherRankError, RankGroup
 from fullshard.trace import seam
+from fullshard.trace.profiling import profiled
 from fullshard.trace.recording import Clock, Exposure, record
 from fullshard.trace.seam import Activity
 from fullshard.training.batches import Batches
@@ -37,9 +38,8 @@ from fullshard.training.control import StopRequest
 from fullshard.training.display import Display
 from fullshard.training.flops import peak_tflops, step_tflop
 from fullshard.training.nonfinite import first_nonfinite
-from fullshard.training.optimizer import learning_rate
+from fullshard.training.optimizer import learning_rate, make_state
 from fullshard.training.output import MetricsLog, RunFolder
-from fullshard.training.profiling import profiled
 from fullshard.training.world import World
 
 # Steps before the traced one: by then the execution order is known and caches are warm.
@@ -90,6 +90,7 @@ class Trainer:
         self._best, self._restarted_at = (math.inf, 0), 0  # a validation loss and its step
         self._saving: Handle | None = None
         self._num_run = 0
+        self._is_8bit = config.optimizer.name == "adamw8bit"
         # Others have to be told by the host not to apply a step.
         self._is_fused = bool(parts.optimizer.defaults.get("fused"))
         is_possible = world.device.type == "cuda" and not config.sharding.offload and self._is_fused
@@ -103,6 +104,8 @@ class Trainer:
     def resume(self, path: Path) -> None:
         """Load a checkpoint."""
         parts = self._parts
+        if self._is_8bit:
+            make_state(parts.optimizer)
         loaded = load(path, parts.model, parts.optimizer, extra=self._extra())
         self.step = self._saved_step = loaded.step or 0
         self._restarted_at = self.step + 1
@@ -244,10 +247,11 @@ class Trainer:
             if "capturable" in group:
                 group["capturable"] = self._may_capture
             rate = group["lr"]
-            if not self._may_capture:
-                group["lr"] = lr
-            elif isinstance(rate, torch.Tensor) and rate.is_cuda:
+            is_on_device = isinstance(rate, torch.Tensor) and rate.is_cuda
+            if self._is_8bit or (self._may_capture and is_on_device):
                 rate.fill_(lr)
+            elif not self._may_capture:
+                group["lr"] = lr
             else:
                 group["lr"] = torch.tensor(lr, device=self._world.device)
 
