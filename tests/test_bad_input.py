@@ -445,9 +445,13 @@ class Encoder(nn.Module):
         return self.inner(x)
 
 
-def noted(call: Callable[[], object], error: type[Exception] = RuntimeError) -> str:
+def fails_with(module: nn.Module) -> None:
+    raise RuntimeError(f"not of {type(module).__name__}")
+
+
+def noted(call: Callable[[], object]) -> str:
     """The notes of an error that ends the program."""
-    with pytest.raises(error) as caught:
+    with pytest.raises(RuntimeError) as caught:
         call()
     sys.excepthook(caught.type, caught.value, caught.tb)
     return "".join(getattr(caught.value, "__notes__", ()))
@@ -472,7 +476,8 @@ def test_a_submodule_that_is_called_outside_forward_is_named(
         inside.during = inside.state_dict
         assert "call state_dict(), reshard() and the like after" in noted(lambda: model(x))
         inside.during = int
-    # What goes wrong while parameters are gathered has other reasons.
+    # What goes wrong while parameters are gathered, or elsewhere, has other reasons.
+    assert noted(lambda: fails_with(inside.inner)) == ""
     assert noted(lambda: model(torch.ones(2, WIDTH + 1))) == ""
     assert model(x).shape == x.shape
 

@@ -20,15 +20,17 @@ _IS_EXPLAINED = "_fullshard_is_explained"
 
 def explain_error(error: BaseException, hooks_of: Finder) -> None:
     """Add a note to an error if the module that raised it has sharded parameters."""
-    if isinstance(error, FullshardError) or hasattr(error, _IS_EXPLAINED):
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, FullshardError)
+    if not is_torchs or hasattr(error, _IS_EXPLAINED):
         return
     setattr(error, _IS_EXPLAINED, True)  # what is gathered now may be sharded when it is seen again
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    firsts = [frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")) for frame in frames]
     called = [
         (module, frame.f_code.co_name)
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if isinstance(
-            module := frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")), nn.Module
-        )
+        for module, frame in zip(firsts, frames, strict=True)
+        # A method of a module, and not a function that takes one.
+        if isinstance(module, nn.Module) and hasattr(type(module), frame.f_code.co_name)
     ]
     module = called[-1][0] if called else None
     hooks = None if module is None else hooks_of(module)
