@@ -54,7 +54,6 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
 	$(BIN)/python tests/structure.py
-	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_public_names.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 # The short set. What is committed in benchmarks/results was measured with the defaults of each.

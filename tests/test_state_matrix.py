@@ -101,8 +101,8 @@ def test_state_is_that_of_the_unsharded_model_and_of_torch_and_loads_into_other_
     }
     number_of_case = CASES.index((build, optimizer))
     is_first_case = number_of_case == 0
-    # All forms in the first case, later a third of them, so that every third has several cases.
-    names = list(chosen) if is_first_case else list(chosen)[number_of_case % 3 :: 3]
+    # All forms in the first case, later a quarter of them, so that each has several cases.
+    names = list(chosen) if is_first_case else list(chosen)[number_of_case % 4 :: 4]
     for number, name in enumerate(names):
         form = chosen[name]
         source = Trainee.of(form, build, make).train(rank)
