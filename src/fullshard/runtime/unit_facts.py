@@ -23,7 +23,7 @@ def unit_facts(model: nn.Module) -> list[UnitFacts]:
 def memory_by_kind(
     model: nn.Module, optimizer: Optimizer, timeline: Timeline, device: torch.device
 ) -> dict[str, int]:
-    """Bytes at the peak of a step; "activations" are the rest of it, on a CPU of the process."""
+    """Bytes at the peak of a step; the last ones are the rest, on a CPU of the whole process."""
     kinds: dict[str, list[Any]] = {"parameters": list(model.parameters())}
     kinds["gradients"] = [p for p in kinds["parameters"] if p.requires_grad]
     state = (value for each in optimizer.state.values() for value in each.values())
@@ -31,7 +31,8 @@ def memory_by_kind(
     found = {k: sum(to_local(t).nbytes for t in v if t.device == device) for k, v in kinds.items()}
     found["full parameters"] = max(each.full_bytes for each in timeline.memory)
     rest = max(each.allocated_bytes for each in timeline.memory) - sum(found.values())
-    return {**found, "activations": max(0, rest)}
+    kind = "activations" if device.type != "cpu" else "activations, program and libraries"
+    return {**found, kind: max(0, rest)}
 
 
 def _facts(unit: Unit) -> UnitFacts:
