@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import gzip
+import importlib.util
+import json
 import math
 import warnings
 from pathlib import Path
@@ -16,9 +19,11 @@ from fullshard.testing import Rank, on_ranks
 from fullshard.trace import Activity, Span, Timeline
 from fullshard.training.config import TrainConfig
 from fullshard.training.control import StopRequest
+from fullshard.training.flops import peak_tflops
 from fullshard.training.memory import predict_memory
 from fullshard.training.run import Run
 from fullshard.training.sharding import architecture_for
+from fullshard.training.trainer import Parts
 from fullshard.training.world import World
 from tests import tiny_run
 
@@ -35,12 +40,12 @@ def configured(folder: Path, out: str, **changes: dict[str, Any]) -> TrainConfig
     return tiny_run.configured(folder, out, **both)
 
 
-def trained(rank: Rank, config: TrainConfig) -> list[float]:
+def trained(rank: Rank, config: TrainConfig, kind: type[Run] = Run) -> list[float]:
     folder = Path(config.run.out)
     if rank.rank == 0:
         Path(config.data.paths[0]).write_text(tiny_run.TEXT)
     world = World(rank.rank, rank.size, rank.rank, rank.size, rank.device)
-    assert Run(config, world).run(StopRequest()) is True
+    assert kind(config, world).run(StopRequest()) is True
     torch.distributed.barrier()
     return tiny_run.losses(folder)
 
@@ -189,3 +194,72 @@ def test_a_captured_run_is_validated_as_an_eager_one(rank: Rank, tmp_path: Path)
     assert captured == pytest.approx(eager, rel=1e-4)
     assert eager[-1] < eager[0]
     assert all(each.tflops > 0 for some in found for each in some)
+
+
+class Poisoned(Run):
+    """In the fourth and fifth step, which may be replayed, the data makes outputs infinite."""
+
+    def _build(self, architecture: Any) -> Parts:
+        parts = super()._build(architecture)
+        batches, original, count = parts.batches, parts.batches.next, 0
+
+        def following() -> Any:
+            nonlocal count
+            count += 1
+            tensors = original()
+            tensors[0][0, 0] = 1 if count in (4, 5) else 2
+            return tensors
+
+        def poison(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+            return output * torch.where(args[0][0, 0] == 1, torch.inf, 1.0).to(output.dtype)
+
+        batches.next = following  # type: ignore[method-assign]
+        parts.model.get_submodule("model.embed_tokens").register_forward_hook(poison)
+        return parts
+
+
+@on_ranks(2, backend="nccl")
+def test_a_step_that_is_not_finite_is_not_applied_eager_or_replayed(
+    rank: Rank, tmp_path: Path
+) -> None:
+    found = []
+    for capture in ("off", "on"):
+        run = {"capture": capture, "on_nan": "skip"}
+        config = configured(tmp_path, capture, optimizer={"steps": 12}, run=run)
+        found.append(trained(rank, config, Poisoned))
+    eager, captured = found
+    assert [math.isfinite(loss) for loss in eager] == [*3 * [True], False, False, *7 * [True]]
+    assert captured == pytest.approx(eager, rel=1e-4, nan_ok=True)
+    assert eager[-1] < eager[2]
+
+
+@on_ranks(2, backend="nccl", timeout_s=200)
+def test_optimizers_by_name_train_and_resume(rank: Rank, tmp_path: Path) -> None:
+    has_torchao = importlib.util.find_spec("torchao") is not None
+    for name in ("muon", *(["adamw8bit"] if has_torchao else [])):
+        steady = {"name": name, "lr": 2e-3, "lr_end": 1.0}
+        whole = trained(rank, configured(tmp_path, name, optimizer=steady))
+        assert whole[-1] < whole[0] - 0.5
+        parts = f"{name}-parts"
+        trained(rank, configured(tmp_path, parts, optimizer=steady | {"steps": 3}))
+        rest = configured(tmp_path, parts, optimizer=steady, run={"resume": True})
+        assert trained(rank, rest) == pytest.approx(whole, rel=1e-2)
+
+
+@on_ranks(2, backend="nccl")
+def test_a_profile_has_kernels_and_the_engines_collectives(rank: Rank, tmp_path: Path) -> None:
+    config = configured(tmp_path, "profiled", run={"profile": 4})
+    trained(rank, config)
+    with gzip.open(Path(config.run.out) / "profile" / f"rank{rank.rank}.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    step = next(each for each in events if each.get("name") == "fullshard step")
+    ours = {each["name"]: each for each in events if each.get("cat") == "fullshard"}
+    for name in ("all_gather", "forward", "backward", "reduce_scatter"):
+        each = ours[f"{name} model.layers.1"]
+        # Kernels may end after the host has.
+        assert step["ts"] - 1e3 <= each["ts"] < step["ts"] + 2 * step["dur"] + 1e4
+        assert each["dur"] > 0
+    assert any(each.get("cat") == "kernel" and "nccl" in each["name"] for each in events)
+    # The GPU's peak is known if it is one that the table has, such as an H200.
+    if "H200" in torch.cuda.get_device_name(rank.device):
+        assert peak_tflops(config, rank.device) == 67
