@@ -7,10 +7,12 @@ that run on fullshard alone.
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from tests.clients.clients import Run, run
 
 collect_ignore_glob = [] if find_spec("torchtitan") else ["test_*.py"]
+collect_ignore = [] if torch.cuda.is_available() else ["test_torchtitan_trainer.py"]
 
 
 @pytest.fixture(scope="module")
