@@ -170,8 +170,9 @@ for step in range(100_000):
 """
 
 
-def test_a_program_that_raises_is_named_with_its_last_lines(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
+def run_on_two(tmp_path: Path, program: str) -> tuple[list[int], list[str]]:
+    """Run a program on two ranks; their exit codes, and what they wrote to standard error."""
+    (tmp_path / "program.py").write_text(program)
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     common |= {"GLOO_SOCKET_IFNAME": "lo"}
     started = [
@@ -184,13 +185,43 @@ def test_a_program_that_raises_is_named_with_its_last_lines(tmp_path: Path) -> N
         for rank in range(2)
     ]
     said = [process.communicate(timeout=120)[1] for process in started]
-    assert [process.returncode for process in started] == [1, 1]
+    return [process.returncode for process in started], said
+
+
+def test_a_program_that_raises_is_named_with_its_last_lines(tmp_path: Path) -> None:
+    codes, said = run_on_two(tmp_path, PROGRAM)
+    assert codes == [1, 1]
     assert said[1].rstrip().endswith("ZeroDivisionError: planned")
     last = said[0].rstrip().splitlines()[-1]
     assert "fullshard.comm.watcher.RankFailedError: rank 1: " in last
     assert "step 3, idle" in last
     assert "it raised ZeroDivisionError: planned" in last
     assert "program.py:11 in <module>" in last
+
+
+ENDED = """
+import torch, torch.distributed as dist
+from fullshard import fully_shard
+from fullshard.comm import watcher
+dist.init_process_group("gloo")
+model = fully_shard(torch.nn.Linear(4, 4))
+model(torch.ones(1, 4)).sum().backward()
+watching = watcher.current()
+dist.barrier()
+while not watching._is_complete:
+    watching._stopped.wait(0.1)
+dist.barrier()
+if dist.get_rank() == 0:
+    while watching._neighbours:  # until it has seen that the process of rank 1 is gone
+        watching._stopped.wait(0.1)
+    watching._look()
+    watcher.check()
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_has_destroyed_its_group_and_ended_has_not_failed(tmp_path: Path) -> None:
+    assert run_on_two(tmp_path, ENDED) == ([0, 0], ["", ""])
 
 
 def waits(at: Place, seconds: float) -> Place:

@@ -132,8 +132,8 @@ class Watcher:
         self._give_up(self.rank, self.own.look())
 
     def leave(self) -> None:
-        """This process ends, and nobody should wait for it."""
-        if self.is_running and not self.own.ended:
+        """This process or its process group ends, and nobody should wait for it."""
+        if not self.own.ended:
             self.own.ended = _LEFT
             with suppress(Exception), self._lock:
                 self._write(self.own.look())
@@ -186,6 +186,7 @@ class Watcher:
             except Exception:  # the store is gone, or does not answer
                 self._on_lost_store()
         if self._stopped.is_set():
+            self.leave()
             with self._lock:
                 self._store = None  # closes the connection
 
@@ -322,7 +323,8 @@ class Watcher:
             _log.error("fullshard: %s", text)
         for group in all_groups():
             with suppress(Exception):
-                if "nccl" in dist.get_backend(group):
+                # What the program destroys meanwhile must not be aborted.
+                if self.is_running and "nccl" in dist.get_backend(group):
                     group.abort()
 
 
@@ -385,10 +387,9 @@ def report(error: BaseException) -> None:
 
 
 def leave() -> None:
-    """Tell all ranks that this process ends."""
-    watcher = current()
-    if watcher is not None:
-        watcher.leave()
+    """Tell all ranks that this process ends, also if its process group has ended before."""
+    if _current is not None:
+        _current.leave()
 
 
 def note_failure(text: str, error: BaseException | None = None) -> None:
