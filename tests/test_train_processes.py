@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
+import soak
 from fullshard.cli.commands import fullshard
 from fullshard.testing import Rank, pool
 from fullshard.training.config_file import config_of
@@ -93,18 +94,8 @@ def wait_for(process: subprocess.Popen[str], said: str) -> None:
         raise AssertionError(f"the run ended without {said!r}: {process.communicate()}")
 
 
-def children_of(process: int) -> list[int]:
-    tasks = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(pid) for task in tasks for pid in task.read_text().split()]
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """The ranks that a launcher has started: forks of its server, which is a child of its own."""
-    return [rank for child in children_of(launcher) for rank in children_of(child)]
-
-
 @pytest.mark.long
-def test_a_run_that_is_killed_left_and_resumed_has_the_losses_of_an_undisturbed_one(
+def test_a_run_that_is_left_resumed_and_killed_ten_times_has_the_losses_of_an_undisturbed_one(
     text: str, undisturbed: Path, tmp_path: Path
 ) -> None:
     expected = losses(undisturbed)
@@ -112,21 +103,24 @@ def test_a_run_that_is_killed_left_and_resumed_has_the_losses_of_an_undisturbed_
 
     folder = tmp_path / "run"
     with started(options(text, folder)) as process:
-        wait_for_step(process, 4, folder / "checkpoints" / "step_3")
-        os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
-        wait_for(process, "resuming from step")
-        wait_for_step(process, 6)
+        wait_for_step(process, 4)
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130
-    # By the watcher, or by a collective of the trainer's own, whichever comes first.
-    assert "gave up: rank 1: " in errors or "lost its connection to another rank" in errors
-    assert "Traceback" not in errors
+    assert process.returncode == 130, errors
     assert "--resume" in said
     done = len(losses(folder))
-    assert 6 <= done < 14
+    assert 4 <= done < 14
     assert (folder / "checkpoints" / f"step_{done}").is_dir()
-    pool(2).run(train_on, folder / "config.toml")
+
+    again = ["train", "--config", str(folder / "config.toml"), "--resume", "--max-restarts", "30"]
+    with started(again) as process:
+        kills = list(soak.disturb(process, 10, 0, [signal.SIGKILL], longest_s=1.0))
+        said, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    assert len(kills) == 10
+    # By the watcher, or by a collective of the trainer's own, whichever comes first.
+    assert "gave up: rank " in errors or "lost its connection to another rank" in errors
+    assert "Traceback" not in errors
     assert losses(folder) == expected
 
 
@@ -134,7 +128,7 @@ def test_a_run_that_is_killed_left_and_resumed_has_the_losses_of_an_undisturbed_
 def test_a_second_ctrl_c_leaves_at_once(text: str, tmp_path: Path) -> None:
     with started(options(text, tmp_path / "run", "--steps", "100000")) as process:
         wait_for_step(process, 1)
-        ranks = ranks_of(process.pid)
+        ranks = soak.ranks_of(process.pid)
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGSTOP)  # so that it cannot save
         process.send_signal(signal.SIGINT)
@@ -151,7 +145,7 @@ def test_a_second_ctrl_c_leaves_at_once(text: str, tmp_path: Path) -> None:
 def test_a_rank_that_dies_without_restarts_left_ends_the_run(text: str, tmp_path: Path) -> None:
     with started(options(text, tmp_path / "run", "--max-restarts", "0")) as process:
         wait_for_step(process, 2)
-        ranks = ranks_of(process.pid)
+        ranks = soak.ranks_of(process.pid)
         os.kill(ranks[0], signal.SIGKILL)
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
