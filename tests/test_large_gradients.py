@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
@@ -13,11 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from fullshard.comm.collectives import CollectiveWork, ShmCollectives
 from fullshard.device import Device
 from fullshard.layout import CostModel
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+from fullshard.wrap import ModuleWrapPolicy
 
 WIDTH = 16
 
@@ -91,6 +98,37 @@ def test_large_gradients_that_are_reduced_early_and_by_pieces_train_alike(
         # torch's `fully_shard` cannot reduce in more than it keeps.
         oracle = None if reduced is torch.float64 else torchs
         assert_same_training(build, shard, Training(batch, steps=3), oracle=oracle, **tolerance)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(4)
+def test_flat_gradients_that_are_reduced_by_pieces_train_alike(
+    rank: Rank, use_orig_params: bool
+) -> None:
+    torch.manual_seed(0)
+    expected = build()
+    with ordered_and_small(), watched_reduces() as calls:
+        wrapper = FullyShardedDataParallel(
+            deepcopy(expected),
+            process_group=rank.mesh().get_group(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=MixedPrecision(reduce_dtype=torch.float64),
+            use_orig_params=use_orig_params,
+        )
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (expected, wrapper)]
+        for step in range(3):
+            x = torch.randn(rank.size, 4, WIDTH, generator=torch.Generator().manual_seed(step))
+            expected(x).square().mean().backward()
+            wrapper(x[rank.rank]).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    # Both blocks and the root in each step, each by several pieces.
+    assert len(calls) >= 3 * 3 * 4
+    assert all(numel < 128 for (numel,) in calls)
+    with FullyShardedDataParallel.summon_full_params(wrapper):
+        for ours, theirs in zip(wrapper.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 @contextmanager
@@ -170,6 +208,11 @@ def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
         assert calls == 3 * [[first], [second], [rest + 7]]
     else:  # the one that divides evenly is sent as it is, after the others
         assert calls == 3 * [[first], [rest + 3], [second]]
+    # So small a bucket is not worth it.
+    with patch("fullshard.runtime.build.device_for", Ordered), watched_reduces() as calls:
+        shard(model := build())
+        model(batch(torch.Generator())).sum().backward()
+    assert len(calls) == 1
 
 
 @on_ranks(4)

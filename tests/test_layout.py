@@ -416,6 +416,29 @@ def test_pieces_of_a_bucket_tile_it(layout: UnitLayout, piece_numel: int, alignm
 
 
 @many
+@given(plans(), st.data())
+def test_columns_of_a_flat_bucket_have_all_of_its_parameters(
+    layout: UnitLayout, data: st.DataObject
+) -> None:
+    for _, bucket in all_buckets(layout):
+        if bucket.kind is not BucketKind.FLAT or not bucket.segment_numel:
+            continue
+        size = bucket.segment_numel
+        width = data.draw(st.integers(1, size))
+        found = torch.full((layout.num_ranks, size), EMPTY)
+        for start in range(0, size, width):
+            for slot in bucket.slots:
+                rows = bucket.flat_rows(slot.offset, slot.numel, start, min(start + width, size))
+                for rank, num_ranks, column, num_columns, first in rows:
+                    for each in range(num_ranks):
+                        in_param = torch.arange(num_columns) + first + each * size
+                        found[rank + each, column : column + num_columns] = slot.offset + in_param
+        used = bucket.used_numel
+        expected = torch.cat([torch.arange(used), torch.full((found.numel() - used,), EMPTY)])
+        assert torch.equal(found.flatten(), expected)
+
+
+@many
 @given(cut_splits.filter(lambda split: split.numel > 0))
 def test_permuted_pairs_carry_a_tensor_into_its_bucket_and_back(split: Split) -> None:
     full = torch.arange(split.numel).view(split.shape)

@@ -226,6 +226,26 @@ class Bucket:
             kind=BucketKind.IN_PLACE if is_alone else self.kind,
         )
 
+    def flat_rows(
+        self, offset: int, numel: int, start: int, stop: int
+    ) -> Iterator[tuple[int, int, int, int, int]]:
+        """What elements from `offset` on have in columns `start` to `stop` of flat segments.
+
+        Yields the first rank and how many have the same columns, the first of these and their
+        number, and the element that is there; in the next rank's, it is `segment_numel` later.
+        """
+        size, end = self.segment_numel, offset + numel
+        first, last = offset // size, (end - 1) // size
+        for rank, num_ranks in (
+            (first, 1),
+            (first + 1, last - first - 1),
+            (last, int(last > first)),
+        ):
+            low, high = (rank * size + column for column in (start, stop))
+            low, high = max(low, offset), min(high, end)
+            if num_ranks > 0 and low < high:
+                yield rank, num_ranks, low - rank * size, high - low, low - offset
+
     @property
     def used_numel(self) -> int:
         return sum(slot.numel for slot in self.slots)

@@ -53,8 +53,9 @@ GradSlot = tuple[GradTarget, int]
 """What receives a gradient, and where in a bucket's sums it begins."""
 
 # A gradient that fills two of these pieces, as those of embeddings do, is cast and reduced by
-# pieces that are cut anywhere (rule 9).
+# pieces that are cut anywhere (rule 9). So are those of a flat bucket, by at most so many copies.
 PIECE_BYTES = 64 << 20
+MOST_COPIES = 128
 # The gradients of other parameters are copied into their bucket by about so many pieces (rule 9).
 # On NCCL two took as long as one, and five longer (benchmarks/bench_gpu.py ranks). What travels in
 # a narrow dtype is small already.
@@ -188,14 +189,19 @@ class GradBucket:
         # a part of, without its knowing.
         is_flat_param = any(isinstance(param.split, FlatSplit) for param in self.params)
         self.is_always_reduced = is_flat_param and lane.is_trainable
+        self.is_flat = is_flat = bucket.kind is BucketKind.FLAT
         num_bytes = self.num_bytes
+        # The only gradient of a flat bucket may be the bucket on some ranks, and lack on others.
+        can_be_cut = bucket.kind is BucketKind.IN_PLACE or (is_flat and len(slots) > 1)
         self.is_large = (
-            bucket.kind is BucketKind.IN_PLACE
+            can_be_cut
             and num_bytes >= 2 * PIECE_BYTES
             and num_bytes // num_ranks >= 2 * SMALLEST_PIECE_PART_BYTES
         )
+        smallest = num_bytes * 3 * len(slots) // MOST_COPIES if is_flat else 0
+        self.piece_bytes = max(PIECE_BYTES, smallest, num_ranks * SMALLEST_PIECE_PART_BYTES)
         self._bucket = bucket
-        is_flat = bucket.kind is BucketKind.FLAT
+        self._num_ranks = num_ranks
         self._num_chunks = 1 if is_flat else num_ranks
         self._padding_numel = self.numel // self._num_chunks - bucket.used_numel
         # Rows that are cut into one chunk per rank, of parameters sharded along another dim.
@@ -253,6 +259,27 @@ class GradBucket:
             parts.append(like.new_zeros(num_chunks, self._padding_numel))
         if parts:  # none if all parameters are empty
             chunk_cat(parts, dim=0, num_chunks=num_chunks, out=buffer.view(num_chunks, -1))
+
+    def copy_columns(self, grads: Sequence[Grad], start: int, piece: torch.Tensor) -> None:
+        """Copy what belongs into every rank's segment from `start` on, of gradients or a flat."""
+        rows = piece.view(self._num_ranks, -1)
+        stop, outs, ins = start + rows.size(1), [], []
+        if not self.is_flat:
+            assert grads[0] is not None
+            rows.copy_(grads[0].view(self._num_ranks, -1)[:, start:stop])
+            return
+        size, used = self._bucket.segment_numel, self._bucket.used_numel
+        places = [(slot.offset, slot.numel) for slot in self._bucket.slots]
+        for place, grad in zip((*places, (used, self.numel - used)), (*grads, None), strict=True):
+            flat = None if grad is None else grad.reshape(-1)
+            for rank, num, column, width, first in self._bucket.flat_rows(*place, start, stop):
+                out = rows[rank : rank + num, column - start : column - start + width]
+                if flat is None:
+                    out.zero_()
+                    continue
+                outs.append(out)
+                ins.append(flat[first:].as_strided((num, width), (size, 1)))
+        foreach_copy_(outs, ins)
 
 
 class GradLane:
@@ -496,9 +523,9 @@ class InFlightReduceScatter:
 
     @staticmethod
     def _is_large(bucket: BucketReduce) -> bool:
-        """Whether a bucket is a large gradient that can be cut anywhere."""
-        grad = bucket.grads[0]
-        return bucket.plan.is_large and grad is not None and bucket.plan.is_whole(grad)
+        """Whether a bucket is large, and lies in memory so that it can be cut anywhere."""
+        grad, plan = bucket.grads[0], bucket.plan
+        return plan.is_large and (plan.is_flat or (grad is not None and plan.is_whole(grad)))
 
     def _bucket_input(self, lane: LaneReduce, bucket: BucketReduce) -> torch.Tensor:
         """The gradients of a bucket, as all ranks' segments."""
@@ -576,18 +603,19 @@ class InFlightReduceScatter:
         self, lane: LaneReduce, bucket: BucketReduce, out: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Part of every rank's segment after another, in the same memory, and of the sums."""
-        grad, wire, num_ranks = bucket.grads[0], lane.plan.dtypes.wire, self.comm.reduce_axis.size
-        if grad is None or not self._is_large(bucket):
-            piece = torch.empty(bucket.plan.numel, dtype=wire, device=out.device)
-            bucket.plan.copy_in(bucket.grads, piece)
-            yield piece if lane.before == 1.0 else piece.div_(lane.before), out
-            return
-        numel = max(PIECE_BYTES // num_ranks, SMALLEST_PIECE_PART_BYTES) // wire.itemsize
-        parts = grad.view(num_ranks, -1).split(numel, dim=1)
-        memory = torch.empty(parts[0].numel(), dtype=wire, device=grad.device)
-        for part, sums in zip(parts, out.split(numel), strict=True):
-            piece = memory[: part.numel()]
-            piece.view(part.size()).copy_(part)
+        plan, wire = bucket.plan, lane.plan.dtypes.wire
+        numel = out.numel()
+        if self._is_large(bucket):
+            numel = plan.piece_bytes // (wire.itemsize * self.comm.reduce_axis.size)
+        memory = torch.empty(
+            min(numel, out.numel()) * self.comm.reduce_axis.size, dtype=wire, device=out.device
+        )
+        for start, sums in zip(range(0, out.numel(), numel), out.split(numel), strict=True):
+            piece = memory[: sums.numel() * self.comm.reduce_axis.size]
+            if sums.numel() == out.numel():
+                plan.copy_in(bucket.grads, piece)
+            else:
+                plan.copy_columns(bucket.grads, start, piece)
             yield piece if lane.before == 1.0 else piece.div_(lane.before), sums
 
     # After the reduce-scatter
