@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 
+from fullshard.testing import Rank, pool
 from fullshard.training.config import TrainConfig, validate
 from fullshard.training.config_file import config_as_toml, config_of
+from fullshard.training.control import StopRequest
+from fullshard.training.run import Run
+from fullshard.training.world import World
 from tests.programs import free_port
 from tests.tiny_run import TEXT, configured, losses
 
@@ -98,12 +103,19 @@ def written(config: TrainConfig, folder: Path, steps: int) -> str:
     return str(file)
 
 
+def train(rank: Rank, config: TrainConfig) -> None:
+    world = World(rank.rank, rank.size, rank.rank, rank.size, rank.device)
+    assert Run(config, world).run(StopRequest()) is True
+    dist.barrier()  # the first rank writes when the others are done
+
+
 @pytest.mark.long
 def test_a_run_that_slurm_preempts_is_saved_and_requeued_and_a_pod_finishes_it(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    config, out = configured(tmp_path, "run"), tmp_path / "run"
+    steady = {"lr": 1e-3, "lr_end": 1.0, "warmup": 0}
+    config, out = configured(tmp_path, "run", optimizer=steady), tmp_path / "run"
 
     job = slurm_job(tmp_path / "bin", SRUN, CONFIG=written(config, tmp_path, 100_000), OUT=str(out))
     log = printed(job)
@@ -112,6 +124,7 @@ def test_a_run_that_slurm_preempts_is_saved_and_requeued_and_a_pod_finishes_it(
     assert (job.returncode, log.splitlines()[-1]) == (1, "scontrol requeue 17"), log
     assert f"saving step {step} ..." in log
     assert len(losses(out)) == step
+    assert log.count("step      1/100000") == 1, log  # one display, on the first node
 
     _, kubernetes = documents()
     kubernetes["spec"]["nprocPerNode"] = "2"
@@ -125,7 +138,9 @@ def test_a_run_that_slurm_preempts_is_saved_and_requeued_and_a_pod_finishes_it(
     log = printed(only)
     assert only.returncode == 0, log
     assert f"on 2 CPU ranks, resuming from step {step}" in log
-    assert len(losses(out)) == step + 2
+    undisturbed = configured(tmp_path, "other", optimizer=steady | {"steps": step + 2})
+    pool(2).run(train, undisturbed)
+    assert losses(out) == losses(tmp_path / "other")
 
 
 def test_a_job_resumes_where_there_is_a_checkpoint_and_is_not_requeued_in_vain(

@@ -1,7 +1,6 @@
-"""`fullshard train` as processes: a rank that is killed, Ctrl-C, several hosts, bad input."""
+"""`fullshard train` as processes: ranks that are killed, Ctrl-C, bad input."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from fullshard.training.config_file import config_of
 from fullshard.training.control import DEBUG, StopRequest
 from fullshard.training.run import Run
 from fullshard.training.world import World
-from tests.programs import free_port, has_ended
+from tests.programs import has_ended
 from tests.tiny_run import TEXT, losses
 
 COMMAND = [sys.executable, "-m", "fullshard"]
@@ -151,80 +150,6 @@ def test_a_rank_that_dies_without_restarts_left_ends_the_run(text: str, tmp_path
     assert process.returncode == 1
     assert "rank 0 failed (SIGKILL); its output is above" in errors.splitlines()[-1]
     assert all(has_ended(pid, within_s=20) for pid in ranks)
-
-
-@contextmanager
-def two_hosts() -> Iterator[tuple[list[list[str]], str]]:
-    """What to put before a command to run it on either host, and the address of the first.
-
-    Network namespaces where the machine allows it, otherwise this host twice.
-    """
-    names = [f"fullshard-{os.getpid()}-{index}" for index in range(2)]
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        inner = [f"fs{os.getpid() % 100000}{side}" for side in "ab"]
-        ip("link", "add", inner[0], "type", "veth", "peer", "name", inner[1])
-        for index, name in enumerate(names):
-            ip("link", "set", inner[index], "netns", name)
-            ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", inner[index])
-            ip("-n", name, "link", "set", inner[index], "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        prefixes = [
-            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={inner[index]}"]
-            for index, name in enumerate(names)
-        ]
-        yield prefixes, "10.77.0.1"
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        yield [[], []], "127.0.0.1"
-    finally:
-        if shutil.which("ip"):
-            for name in names:
-                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-@pytest.mark.long
-def test_two_hosts_under_torchrun_have_the_losses_of_one(
-    text: str, undisturbed: Path, tmp_path: Path
-) -> None:
-    with two_hosts() as (prefixes, address):
-        port = free_port()
-        hosts = [
-            subprocess.Popen(
-                [
-                    *prefix,
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--nnodes=2",
-                    "--nproc-per-node=1",
-                    f"--node-rank={index}",
-                    f"--master-addr={address}",
-                    f"--master-port={port}",
-                    "-m",
-                    "fullshard",
-                    *options(text, tmp_path / "two"),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            for index, prefix in enumerate(prefixes)
-        ]
-        try:
-            ends = [host.communicate(timeout=TIMEOUT_S) for host in hosts]
-        finally:
-            for host in hosts:
-                host.kill()
-    assert [host.returncode for host in hosts] == [0, 0], ends
-    assert "step 14/14" in ends[0][0]
-    assert "step 14/14" not in ends[1][0]  # one display, on the first rank
-    assert losses(tmp_path / "two") == losses(undisturbed)
 
 
 @pytest.mark.parametrize(
