@@ -35,7 +35,7 @@ LEVELS = [
         "report",
         "models",
     ),
-    ("auto_shard", "captured_step"),
+    ("auto_shard", "captured_step", "oom_guard"),
     ("training",),
     ("testing", "__init__"),
     ("dropin",),

@@ -12,6 +12,8 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from operator import methodcaller
 from typing import Any, Literal
@@ -40,6 +42,47 @@ Tensors = Sequence[torch.Tensor]
 Group = dist.ProcessGroup
 
 _SMALLEST_SCATTER_BYTES = 64 << 10
+_ALIGNMENT = 512
+
+Form = tuple[torch.Size, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A collective that was issued: all but the values, so that it can be issued again.
+
+    Options do not count when two are compared.
+    """
+
+    call: Callable[..., Any]
+    group: Group
+    outs: Form | list[Form]
+    ins: Form | list[Form]
+    options: tuple[Any, ...] = field(compare=False)
+
+
+# What has been issued, for as long as `fullshard.oom_guard` wants to know.
+issued: list[Issued] | None = None
+
+
+def _issue(
+    call: Callable[..., Any],
+    group: Group,
+    outs: torch.Tensor | list[torch.Tensor],
+    ins: torch.Tensor | list[torch.Tensor],
+    *options: Any,
+) -> Any:
+    """Issue one collective, which either happens or raises: all of the engine's pass here."""
+    work = call(group, outs, ins, *options)
+    if issued is not None:
+        issued.append(Issued(call, group, _form(outs), _form(ins), options))
+    return work
+
+
+def _form(given: torch.Tensor | list[torch.Tensor]) -> Any:
+    if isinstance(given, torch.Tensor):
+        return given.shape, given.dtype
+    return [(each.shape, each.dtype) for each in given]
 
 
 class CollectiveWork:
@@ -107,8 +150,9 @@ class Collectives:
         # On the stream that calls, so that what is enqueued next there follows without an event.
         options.asyncOp = False
         if len(outs) == 1:
-            return CollectiveWork([all_gather_single(group, outs[0], ins[0], options)])
-        return CollectiveWork([all_gather_coalesced(group, list(outs), list(ins), options)])
+            return CollectiveWork([_issue(all_gather_single, group, outs[0], ins[0], options)])
+        lists = list(outs), list(ins)
+        return CollectiveWork([_issue(all_gather_coalesced, group, *lists, options)])
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
@@ -125,8 +169,9 @@ class Collectives:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         options.asyncOp = False
         if len(outs) == 1:
-            return CollectiveWork([reduce_scatter_single(group, outs[0], ins[0], options)])
-        return CollectiveWork([reduce_scatter_coalesced(group, list(outs), list(ins), options)])
+            return CollectiveWork([_issue(reduce_scatter_single, group, outs[0], ins[0], options)])
+        lists = list(outs), list(ins)
+        return CollectiveWork([_issue(reduce_scatter_coalesced, group, *lists, options)])
 
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
@@ -147,7 +192,7 @@ def _exchange_and_sum(out: torch.Tensor, inp: torch.Tensor, group: Group, *, ave
     options.asyncOp = False
     received = torch.empty_like(inp)
     # As bytes: not every backend knows every dtype.
-    work = all_to_all_single(group, _bytes(received), _bytes(inp), [], [], options)
+    work = _issue(all_to_all_single, group, _bytes(received), _bytes(inp), [], [], options)
     CollectiveWork([work]).wait()
     torch.sum(received.view(group.size(), -1), 0, dtype=out.dtype, out=out)
     if average:
@@ -161,7 +206,8 @@ class PythonCollectives(Collectives):
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         pairs = zip(outs, ins, strict=True)
-        works = (all_gather_single(group, out, inp, AllgatherOptions()) for out, inp in pairs)
+        options = AllgatherOptions()
+        works = (_issue(all_gather_single, group, out, inp, options) for out, inp in pairs)
         return CollectiveWork(works, buffers=[*outs, *ins])
 
     def reduce_scatter(
@@ -170,7 +216,7 @@ class PythonCollectives(Collectives):
         if outs[0].dtype != ins[0].dtype:
             return super().reduce_scatter(outs, ins, group, average=average)
         pairs, options = zip(outs, ins, strict=True), dist.ReduceScatterOptions()
-        works = (reduce_scatter_single(group, out, inp, options) for out, inp in pairs)
+        works = (_issue(reduce_scatter_single, group, out, inp, options) for out, inp in pairs)
         return CollectiveWork(works, buffers=[*outs, *ins])
 
 
@@ -186,7 +232,8 @@ class GlooCollectives(Collectives):
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         pairs = zip(outs, ins, strict=True)
-        works = (all_gather_single(group, _bytes(out), _bytes(inp)) for out, inp in pairs)
+        sent = ((_bytes(out), _bytes(inp)) for out, inp in pairs)
+        works = (_issue(all_gather_single, group, *both) for both in sent)
         return CollectiveWork(works, [*outs, *ins], wait=watcher.wait_for)
 
     def reduce_scatter(
@@ -194,7 +241,8 @@ class GlooCollectives(Collectives):
     ) -> CollectiveWork:
         received = [torch.empty_like(inp) for inp in ins]
         pairs, size = zip(received, ins, strict=True), group.size()
-        works = (all_to_all_single(group, _bytes(got), _bytes(inp), [], []) for got, inp in pairs)
+        sent = ((_bytes(got), _bytes(inp)) for got, inp in pairs)
+        works = (_issue(all_to_all_single, group, *both, [], []) for both in sent)
 
         def sum_received() -> None:
             for out, got in zip(outs, received, strict=True):
@@ -207,18 +255,16 @@ class ShmCollectives(GlooCollectives):
     """Between CPU ranks of one host, through memory that they share; otherwise over gloo."""
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
-        link = shm.link_of(group)
-        if link is None:
+        if shm.link_of(group) is None:
             return super().all_gather(outs, ins, group)
-        return CollectiveWork([shm.HostWork(link, outs, ins, is_sum=False)])
+        return CollectiveWork([_issue(_host_work, group, list(outs), list(ins), False)])
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
     ) -> CollectiveWork:
-        link = shm.link_of(group)
-        if link is None:
+        if shm.link_of(group) is None:
             return super().reduce_scatter(outs, ins, group, average=average)
-        return CollectiveWork([shm.HostWork(link, outs, ins, is_sum=True)])
+        return CollectiveWork([_issue(_host_work, group, list(outs), list(ins), True)])
 
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
@@ -226,6 +272,12 @@ class ShmCollectives(GlooCollectives):
         link = shm.known_link(group)
         shared = None if link is None else link.allocate(numel, dtype)
         return super().allocate_bucket(numel, dtype, device) if shared is None else shared
+
+
+def _host_work(group: Group, outs: Tensors, ins: Tensors, is_sum: bool) -> shm.HostWork:
+    link = shm.link_of(group)
+    assert link is not None
+    return shm.HostWork(link, outs, ins, is_sum=is_sum)
 
 
 class CustomCollectives(Collectives):
@@ -302,14 +354,22 @@ def all_reduce(tensor: torch.Tensor, group: Group, *, average: bool) -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     options.asyncOp = False
-    work = group.allreduce([tensor], options)
+    work = _issue(_all_reduce, group, [tensor], [], options)
     CollectiveWork([work], wait=wait_of(group, tensor.device)).wait()
+
+
+def _all_reduce(group: Group, outs: Tensors, ins: Tensors, options: Any) -> Any:
+    return group.allreduce(list(outs), options)
 
 
 def all_reduce_any(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> None:
     """Reduce a small tensor in place by any operation."""
-    work = dist.all_reduce(tensor, op, group, async_op=True)
+    work = _issue(_all_reduce_any, group, [tensor], [], op)
     CollectiveWork([work], wait=wait_of(group, tensor.device)).wait()
+
+
+def _all_reduce_any(group: Group, outs: Tensors, ins: Tensors, op: Any) -> Any:
+    return dist.all_reduce(outs[0], op, group, async_op=True)
 
 
 def _all_reduce_on_host(flat: torch.Tensor, group: Group) -> None:
@@ -329,6 +389,33 @@ def _all_reduce_on_host(flat: torch.Tensor, group: Group) -> None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
+
+
+def issue_again(each: Issued, outs: torch.Tensor, zeros: torch.Tensor) -> None:
+    """Issue a collective again, with zeros and in other memory (`bytes_of`), and wait for it."""
+    if not each.ins:
+        outs.zero_()  # where it is reduced in place
+    sent, received = _tensors_in(zeros, each.ins), _tensors_in(outs, each.outs)
+    work = each.call(each.group, received, sent, *each.options)
+    is_on_host = isinstance(work, shm.HostWork)
+    wait = methodcaller("wait") if is_on_host else wait_of(each.group, outs.device)
+    CollectiveWork([work], wait=wait).wait()
+
+
+def bytes_of(form: Form | list[Form]) -> int:
+    """The memory that tensors of a form take, each of them aligned."""
+    if isinstance(form, list):
+        return sum(map(bytes_of, form))
+    num_bytes = form[0].numel() * form[1].itemsize
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _tensors_in(memory: torch.Tensor, form: Form | list[Form]) -> Any:
+    if not isinstance(form, list):
+        shape, dtype = form
+        return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+    starts = accumulate(map(bytes_of, form), initial=0)
+    return [_tensors_in(memory[start:], each) for start, each in zip(starts, form, strict=False)]
 
 
 # Collectives in memory of a particular kind, behind the interface that users' own have

@@ -801,6 +801,11 @@ class Scheduler:
         for unit in self.units:
             unit.abort()
 
+    def give_up_step(self) -> None:
+        """Abort a step that some ranks have not done, and count anew: places are compared."""
+        self.abort()
+        self._num_forwards = self.comm_ctx.num_collectives = 0
+
     def fail_forward(self, error: BaseException) -> None:
         """The user's code raised: tell the others if they would wait for us, then abort."""
         watcher.note_failure(f"it left the forward of {getattr(error, _FAILED_UNIT)}", error)
