@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import fullshard
 from fullshard import (
     FullyShardedDataParallel,
     OutOfMemoryError,
@@ -21,6 +18,7 @@ from fullshard import (
     fully_shard,
     oom_guard,
 )
+from fullshard._torch import to_local
 from fullshard.comm import shm, watcher
 from fullshard.errors import LifecycleError, UnsupportedError
 from fullshard.testing import Rank, RankPool, RanksFailed, pool
@@ -137,7 +135,7 @@ def losses_and_weights(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return losses, [fullshard._torch.to_local(p).detach() for p in model.parameters()], ran_out
+    return losses, [to_local(p).detach() for p in model.parameters()], ran_out
 
 
 def recovers(rank: Rank, api: str, shape: tuple[int, ...], no_sync: bool) -> None:
@@ -169,3 +167,98 @@ def test_a_step_in_which_a_rank_ran_out_of_memory_can_be_repeated(
     api: str, shape: tuple[int, ...], no_sync: bool
 ) -> None:
     pool(2 ** len(shape)).run(recovers, timeout_s=60, api=api, shape=shape, no_sync=no_sync)
+
+
+class Second(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Uneven(nn.Module):
+    """Reduces its units in another order in its second step than in its first."""
+
+    def __init__(self, planned: Planned) -> None:
+        super().__init__()
+        self.first, self.second = Block(planned, 0), Second()
+        self.third = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.third(self.second(x, x * 2))
+
+
+def cannot_finish(rank: Rank) -> None:
+    os.environ[watcher.SWITCH] = "1"
+    planned = Planned()
+    model = Uneven(planned)
+    for module in (*model.children(), model):
+        fully_shard(module, mesh=rank.mesh())
+    for step in range(3):
+        if rank.rank == 1 and step == 1:
+            planned.place, planned.times = (0, "forward", 0), 1
+        with oom_guard(model) as guard:
+            model(torch.ones(2, WIDTH)).sum().backward()
+        assert not guard.ran_out
+        model.zero_grad()
+
+
+def test_where_the_collectives_of_a_step_are_not_known_the_ranks_are_told_and_none_hangs() -> None:
+    with RankPool(2, timeout_s=60) as ranks, pytest.raises(RanksFailed) as failed:
+        ranks.run(cannot_finish, expect_failure=True)
+    errors = {rank: raised.exception for rank, raised in failed.value.exceptions.items()}
+    assert isinstance(errors[1], OutOfMemoryError)
+    assert "one of the first two blocks of the model" in str(errors[1])
+    assert isinstance(errors[0], RankFailedError)
+    assert str(errors[0]).startswith("rank 1: ")
+    assert "can't allocate memory" in str(errors[0])
+
+
+def passes_and_refuses(rank: Rank) -> None:
+    model = sharded(Planned(), rank.mesh(), "fully_shard")
+    batch = torch.ones(2, WIDTH)
+
+    def step(error: type[Exception] | None = None) -> None:
+        with oom_guard(model) as guard:
+            loss = model(batch).sum()
+            if error is not None:
+                raise error("planned")
+            loss.backward()
+        assert not guard.ran_out
+        assert guard.error is None
+        model.zero_grad()
+
+    step()
+    step()
+    with pytest.raises(ValueError, match="planned"):
+        step(ValueError)
+    step()  # it has left nothing behind
+    with pytest.raises(LifecycleError, match="found one in another"), oom_guard(model):
+        step()
+    with pytest.raises(LifecycleError, match="found no unit in Linear"), oom_guard(nn.Linear(1, 1)):
+        pass
+    model(batch).sum().backward()
+    with pytest.raises(LifecycleError, match="must have no gradients before the block"):
+        step()
+    model.zero_grad()
+    with model.settings(requires_gradient_sync=False):
+        model(batch).sum().backward()
+    with pytest.raises(LifecycleError, match="must have no gradients before the block"):
+        step()
+    model.zero_grad()
+    param = next(model.parameters())
+    handle = param.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(UnsupportedError, match="hooks that use gradients in backward"):
+        step()
+    handle.remove()
+    step()
+    model.set_all_reduce_hook(lambda _: None)
+    with pytest.raises(UnsupportedError, match="found a comm hook"):
+        step()
+
+
+def test_other_errors_pass_and_what_cannot_be_left_out_is_refused() -> None:
+    pool(2).run(passes_and_refuses, timeout_s=60)

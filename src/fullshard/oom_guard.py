@@ -1,9 +1,9 @@
-"""A step in which a rank runs out of memory is left out by all ranks, instead of hanging.
+"""All ranks leave out a step in which one of them runs out of memory, and none hangs.
 
-A rank that cannot go on leaves the others in collectives that they cannot leave, on NCCL not
-without their communicators. So it finishes the step's collectives: it frees what the step held, and
-issues the collectives that are left, with zeros, as blocks before had them. The others complete
-their step. At the end all ranks learn of it, and drop its gradients.
+A rank that cannot go on leaves the others in collectives that they cannot leave: on NCCL, not
+without losing their communicators. So it finishes the step: it frees what the step held, and issues
+the collectives that are left as in the block before, with zeros. The others complete their step. At
+the end of the block all ranks learn of it, and drop their gradients.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from fullshard.comm.agreement import Agreement
 from fullshard.comm.collectives import Issued, all_reduce, bytes_of, issue_again
 from fullshard.errors import FullshardError, LifecycleError, UnsupportedError
 from fullshard.formatting import readable
-from fullshard.runtime.hooks import ModuleHooks, Scheduler, hooks_below
-from fullshard.runtime.unit_facts import memory_now
+from fullshard.runtime.hooks import hooks_below
+from fullshard.runtime.unit_facts import memory_by_kind
 
-_ON_CPU = "can't allocate memory"
 _REMEDY = "use smaller batches, recompute activations in backward, or shard over more ranks"
 
 
@@ -42,18 +41,16 @@ def oom_guard(
 ) -> OomGuard:
     """Guard a step, forward and backward, against ranks that run out of memory in it.
 
-    All ranks must enter the block, which must issue the same collectives each time:
-
         with fullshard.oom_guard(model) as guard:
             model(batch).sum().backward()
         if guard.ran_out:
             ...  # the same on all ranks: gradients are dropped, and the step can be repeated
 
-    Only out-of-memory errors end in it. The first two blocks of a model show which collectives a
-    step has: a rank that runs out of memory in them raises an `OutOfMemoryError`.
+    All ranks must enter the block, which must issue the same collectives each time. The first two
+    blocks of a model show which: who runs out of memory in them raises an `OutOfMemoryError`.
 
-    `micro_batches` says of how many equal ones a block consists, so that the next block may have
-    another number of them. `optimizer` is for `guard.error`: its state is told apart then.
+    `micro_batches` says of how many equal ones a block consists, so that another one may have more.
+    With an `optimizer`, `guard.error` tells the memory of its state from that of activations.
     """
     return OomGuard(model, optimizer, micro_batches)
 
@@ -61,18 +58,16 @@ def oom_guard(
 class _History:
     """The collectives of the last block of a model, and whether the one before had the same."""
 
-    def __init__(self, root: ModuleHooks) -> None:
-        self.agreement = Agreement(root.request.mesh_info, root.device)
+    def __init__(self) -> None:
         self._issued: list[Issued] = []
         self._micro_batches = 1
         self._is_confirmed = False
 
     def expected(self, micro_batches: int) -> list[Issued] | None:
-        """What a block of so many micro-batches will issue; None if that is not known."""
+        """What a block of so many micro-batches issues; None if that is not known."""
         return self._scaled(micro_batches) if self._is_confirmed else None
 
     def add(self, micro_batches: int, issued: list[Issued]) -> None:
-        """Remember a block that all ranks have completed."""
         self._is_confirmed = self._scaled(micro_batches) == issued
         self._issued, self._micro_batches = issued, micro_batches
 
@@ -83,15 +78,14 @@ class _History:
         return one * micro_batches if one * self._micro_batches == self._issued else None
 
 
-# A model cannot have another attribute: it may be any module.
+# Weak, because a model may be any module, and copies of it must not share this.
 _histories: weakref.WeakKeyDictionary[nn.Module, _History] = weakref.WeakKeyDictionary()
 
 
 class OomGuard:
-    """One guarded block; see `oom_guard`.
+    """A guarded block, from `oom_guard`. What it says is the same on all ranks.
 
-    `ran_out` says whether any rank ran out of memory in it, `ranks` which ones, and `error` is what
-    to raise if that must not be. They are the same on all ranks.
+    `ranks` ran out of memory in it, and `error` says so, for who wants to raise it.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, micro_batches: int) -> None:
@@ -100,38 +94,33 @@ class OomGuard:
         self._model = model
         self._optimizer = optimizer
         self._micro_batches = micro_batches
-        self._members = hooks_below(model)
-        self._device = self._members[0].device if self._members else torch.device("cpu")
         self._memory: dict[str, int] = {}
-        self._before: Callable[[BaseException], bool] | None = None
 
     @property
     def ran_out(self) -> bool:
         return bool(self.ranks)
 
     def __enter__(self) -> OomGuard:
+        self._members = hooks_below(self._model)
         self._require_usable()
-        if self._model not in _histories:
-            self._require_engines_collectives()
-            _histories[self._model] = _History(self._members[0])
-        self._history = _histories[self._model]
+        self._device = self._members[0].device
+        self._history = _histories.setdefault(self._model, _History())
         collectives.issued = []
         self._before, watcher.on_failure = watcher.on_failure, self._can_finish
         return self
 
-    def __exit__(
-        self, _: type[BaseException] | None, error: BaseException | None, frames: object
-    ) -> bool:
+    def __exit__(self, _: object, error: BaseException | None, frames: object) -> bool:
         can_finish = error is not None and self._can_finish(error)
         issued, collectives.issued = collectives.issued or [], None
         watcher.on_failure = self._before
         if error is not None and not can_finish:
             if not is_out_of_memory(error):
                 return False
-            reason = "the first two blocks of a model show what a step has to issue"
-            if self._history.expected(self._micro_batches) is not None:
-                reason = "this one has issued other collectives than the block before"
-            raise self._error_of({dist.get_rank(): self._memory}, reason) from error
+            raise _described(
+                {dist.get_rank(): self._memory},
+                "The step cannot be left out: it is one of the first two blocks of the model, or "
+                "took another path than the one before.",
+            ) from error
         try:
             if error is not None:
                 self._finish(error, len(issued))
@@ -143,100 +132,82 @@ class OomGuard:
             watcher.raise_explained(failure)
         return error is not None
 
-    # Before the block
-
     def _require_usable(self) -> None:
-        if collectives.issued is not None:
+        units = [unit for member in self._members for unit in member.units]
+        model = type(self._model).__name__
+        if collectives.issued is not None or not units:
+            found = f"no unit in {model}" if collectives.issued is None else "one in another"
             raise LifecycleError(
-                "oom_guard: one guarded block at a time is expected, found one inside of another; "
-                "guard the whole step."
+                f"oom_guard: one block around a step of a sharded model is expected, found {found}."
             )
-        if not self._members:
+        params = [param for unit in units for param in unit.params]
+        has_grads = any(param.grad is not None for param in self._model.parameters())
+        if has_grads or any(each.accumulated is not None for each in params):
             raise LifecycleError(
-                "oom_guard: a sharded model is expected, found no sharded module in "
-                f"{type(self._model).__name__}; shard it first."
+                f"oom_guard: {model} must have no gradients before the block, found some, which "
+                "would be dropped with those of the block; guard all micro-batches of a step "
+                "together, and call zero_grad() before."
             )
-        kept = (p for each in self._members for unit in each.units for p in unit.params)
-        if any(param.grad is not None for param in self._model.parameters()) or any(
-            param.accumulated is not None or param.partial_grad is not None for param in kept
-        ):
-            raise LifecycleError(
-                "oom_guard: no gradients are expected, found some from before the block, which "
-                "would be lost with its own; guard all micro-batches of a step together, and call "
-                "zero_grad() before it."
-            )
-
-    def _require_engines_collectives(self) -> None:
-        units = [unit for each in self._members for unit in each.units]
+        found = ""
         for comm in (unit.comm for unit in units):
-            own = comm.current.custom_all_gather or comm.current.custom_reduce_scatter
-            if own or comm.comm_hook or comm.all_reduce_hook:
-                raise UnsupportedError(
-                    "oom_guard: collectives of the engine are expected, found custom ones or a "
-                    "comm hook, which a rank cannot finish for others; remove them."
-                )
+            if comm.current.custom_all_gather or comm.current.custom_reduce_scatter:
+                found = "custom collectives"
+            elif comm.comm_hook or comm.all_reduce_hook:
+                found = "a comm hook"
         if any(post_accumulate_grad_hooks(param) for param in self._model.parameters()):
+            found = "hooks that use gradients in backward"
+        elif get_debug_level() == DebugLevel.DETAIL:
+            found = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+        if found:
             raise UnsupportedError(
-                "oom_guard: gradients that can be dropped are expected, found hooks that use them "
-                "in backward (register_post_accumulate_grad_hook); step the optimizer after it."
+                f"oom_guard: steps that a rank can finish and others can drop are expected, found "
+                f"{found}; remove it."
             )
-        if get_debug_level() == DebugLevel.DETAIL:
-            raise UnsupportedError(
-                "oom_guard: steps without checks between ranks are expected, found "
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL; unset it."
-            )
-
-    @property
-    def _schedulers(self) -> list[Scheduler]:
-        found = (each.scheduler for each in self._members)
-        return list(dict.fromkeys(each for each in found if each is not None))
 
     # After an error
 
     def _can_finish(self, error: BaseException) -> bool:
-        """Whether this rank can finish the block for the others after an error."""
+        """Whether this rank can finish the block after an error; asked before memory is freed."""
         if not is_out_of_memory(error):
             return False
-        if not self._memory:  # in forward this is asked before anything is freed
-            self._memory = self._memory_now()
-        issued = collectives.issued or []
-        expected = self._history.expected(self._micro_batches)
+        self._memory = self._memory or self._memory_now()
+        issued, expected = collectives.issued or [], self._history.expected(self._micro_batches)
         return expected is not None and expected[: len(issued)] == issued
 
     def _finish(self, error: BaseException, num_issued: int) -> None:
         """Free what the step holds, and issue the collectives that are left."""
-        _clear_frames(error)
-        for scheduler in self._schedulers:
-            scheduler.abort()
-        self._free_caches()
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)  # they hold activations
+            cause = cause.__cause__ or cause.__context__
+        self._abort()
         rest = (self._history.expected(self._micro_batches) or [])[num_issued:]
-        try:
-            outs, zeros = (
-                torch.zeros(max(sizes, default=0), dtype=torch.uint8, device=self._device)
-                for sizes in (
-                    [bytes_of(each.outs) for each in rest],
-                    [bytes_of(each.ins) for each in rest],
-                )
-            )
-        except Exception as again:
-            if not is_out_of_memory(again):
-                raise
-            reason = "there is no room even for the collectives of the step"
-            raise self._error_of({dist.get_rank(): self._memory}, reason) from again
+        sizes = [(bytes_of(each.outs), bytes_of(each.ins)) for each in rest]
+        outs, zeros = (
+            torch.zeros(max(some, default=0), dtype=torch.uint8, device=self._device)
+            for some in ([size[0] for size in sizes], [size[1] for size in sizes])
+        )
         for each in rest:
             issue_again(each, outs, zeros)
 
     def _leave_out(self, error: BaseException | None) -> None:
         """Leave nothing of the block, on any rank."""
         memory = self._memory or self._memory_now()
-        rows = self._history.agreement.exchange(int(error is not None), *memory.values())
+        agreement = Agreement(self._members[0].request.mesh_info, self._device)
+        rows = agreement.exchange(int(error is not None), *memory.values())
         failed = {row[0]: dict(zip(memory, row[2:], strict=True)) for row in rows if row[1]}
-        self.ranks, self.error = tuple(failed), self._error_of(failed)
+        self.ranks, self.error = tuple(failed), _described(failed)
         self.error.__cause__ = error
-        for scheduler in self._schedulers:
-            scheduler.give_up_step()
+        self._abort()
         self._model.zero_grad()
-        self._free_caches()
+
+    def _abort(self) -> None:
+        for scheduler in {member.scheduler for member in self._members}:
+            if scheduler is not None:
+                scheduler.give_up_step()
+        gc.collect()
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
 
     def _any(self, flag: bool) -> bool:
         """Whether any rank says so; the host waits for it."""
@@ -247,63 +218,48 @@ class OomGuard:
                 all_reduce(said, axis.group, average=False)
         return bool(said.item())
 
-    def _free_caches(self) -> None:
-        gc.collect()
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).empty_cache()
-
     def _memory_now(self) -> dict[str, int]:
-        return memory_now(self._model, self._optimizer, self._device)
-
-    def _error_of(self, failed: dict[int, dict[str, int]], reason: str = "") -> OutOfMemoryError:
-        remedy = f"{reason}, so the step cannot be left out; {_REMEDY}" if reason else _REMEDY
-        return out_of_memory(failed, remedy)
+        return memory_by_kind(self._model, self._optimizer, None, self._device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed."""
+    """Whether an allocation has failed, on an accelerator or in torch's allocator of a CPU."""
     is_told = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return is_told or (isinstance(error, RuntimeError) and _ON_CPU in str(error))
+    return is_told or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
-def out_of_memory(failed: Mapping[int, Mapping[str, int]], remedy: str) -> OutOfMemoryError:
+def _described(failed: Mapping[int, Mapping[str, int]], more: str = "") -> OutOfMemoryError:
     """The error of ranks, with what the memory of the first one was taken by."""
-    first, memory = next(iter(failed.items()))
+    (rank, memory), *others = failed.items()
     taken = ", ".join(f"{kind} {readable(size)}" for kind, size in memory.items() if size)
-    others = f" (as are ranks {', '.join(map(str, [*failed][1:]))})" if len(failed) > 1 else ""
-    return OutOfMemoryError(
-        f"rank {first}: memory for a whole step is expected, found it used up{others} by {taken}; "
-        f"{remedy}."
+    also = f" (also on rank {', '.join(str(each[0]) for each in others)})" if others else ""
+    text = (
+        f"rank {rank}: memory for a step is expected, found it used up{also}: {taken}; {_REMEDY}."
     )
+    return OutOfMemoryError(f"{text} {more}".strip())
 
 
 @contextmanager
 def explained(
-    model: nn.Module, optimizer: Optimizer, device: torch.device, remedy: Callable[[], str]
+    model: nn.Module, optimizer: Optimizer, device: torch.device, more: Callable[[], str]
 ) -> Iterator[None]:
-    """Raise out-of-memory errors of a block as those that say what the memory was taken by."""
+    """Make out-of-memory errors of a block say what the memory was taken by, and more."""
     memory: dict[str, int] = {}
 
     def note(error: BaseException) -> bool:
-        if is_out_of_memory(error):
-            memory.update(memory_now(model, optimizer, device))
+        if is_out_of_memory(error) and not memory:
+            memory.update(memory_by_kind(model, optimizer, None, device))
         return False
 
     before, watcher.on_failure = watcher.on_failure, note
     try:
         yield
     except Exception as error:
-        if not is_out_of_memory(error) or isinstance(error, FullshardError):
-            raise
+        note(error)
         if not memory:
-            note(error)
-        raise out_of_memory({dist.get_rank(): memory}, remedy()) from error
+            raise
+        is_known = isinstance(error, OutOfMemoryError)
+        known = error if is_known else _described({dist.get_rank(): memory})
+        raise OutOfMemoryError(f"{known} {more()}") from error
     finally:
         watcher.on_failure = before
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Let go of the activations that the frames of an error hold."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

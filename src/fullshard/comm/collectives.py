@@ -45,44 +45,35 @@ _SMALLEST_SCATTER_BYTES = 64 << 10
 _ALIGNMENT = 512
 
 Form = tuple[torch.Size, torch.dtype]
+Forms = Form | list[Form]
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A collective that was issued: all but the values, so that it can be issued again.
-
-    Options do not count when two are compared.
-    """
+    """A collective that was issued: all that it takes to issue it again, but the values."""
 
     call: Callable[..., Any]
-    group: Group
-    outs: Form | list[Form]
-    ins: Form | list[Form]
+    group: Any
+    outs: Forms
+    ins: Forms
     options: tuple[Any, ...] = field(compare=False)
 
 
-# What has been issued, for as long as `fullshard.oom_guard` wants to know.
+# What has been issued, while an `oom_guard` wants to know.
 issued: list[Issued] | None = None
 
 
-def _issue(
-    call: Callable[..., Any],
-    group: Group,
-    outs: torch.Tensor | list[torch.Tensor],
-    ins: torch.Tensor | list[torch.Tensor],
-    *options: Any,
-) -> Any:
-    """Issue one collective, which either happens or raises: all of the engine's pass here."""
+def _issue(call: Callable[..., Any], group: Any, outs: Any, ins: Any, *options: Any) -> Any:
+    """Issue one collective, of tensors or lists of them, which happens as a whole or raises."""
     work = call(group, outs, ins, *options)
     if issued is not None:
-        issued.append(Issued(call, group, _form(outs), _form(ins), options))
+        issued.append(Issued(call, group, _forms(outs), _forms(ins), options))
     return work
 
 
-def _form(given: torch.Tensor | list[torch.Tensor]) -> Any:
-    if isinstance(given, torch.Tensor):
-        return given.shape, given.dtype
-    return [(each.shape, each.dtype) for each in given]
+def _forms(given: Any) -> Any:
+    is_one = isinstance(given, torch.Tensor)
+    return (given.shape, given.dtype) if is_one else [(each.shape, each.dtype) for each in given]
 
 
 class CollectiveWork:
@@ -255,16 +246,18 @@ class ShmCollectives(GlooCollectives):
     """Between CPU ranks of one host, through memory that they share; otherwise over gloo."""
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
-        if shm.link_of(group) is None:
+        link = shm.link_of(group)
+        if link is None:
             return super().all_gather(outs, ins, group)
-        return CollectiveWork([_issue(_host_work, group, list(outs), list(ins), False)])
+        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), False)])
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
     ) -> CollectiveWork:
-        if shm.link_of(group) is None:
+        link = shm.link_of(group)
+        if link is None:
             return super().reduce_scatter(outs, ins, group, average=average)
-        return CollectiveWork([_issue(_host_work, group, list(outs), list(ins), True)])
+        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), True)])
 
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
@@ -272,12 +265,6 @@ class ShmCollectives(GlooCollectives):
         link = shm.known_link(group)
         shared = None if link is None else link.allocate(numel, dtype)
         return super().allocate_bucket(numel, dtype, device) if shared is None else shared
-
-
-def _host_work(group: Group, outs: Tensors, ins: Tensors, is_sum: bool) -> shm.HostWork:
-    link = shm.link_of(group)
-    assert link is not None
-    return shm.HostWork(link, outs, ins, is_sum=is_sum)
 
 
 class CustomCollectives(Collectives):
@@ -351,25 +338,20 @@ def all_reduce(tensor: torch.Tensor, group: Group, *, average: bool) -> None:
     if is_on_host and not average and shm.link_of(group) is not None:
         _all_reduce_on_host(tensor.detach().view(-1), group)
         return
+    all_reduce_any(tensor, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group)
+
+
+def all_reduce_any(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> None:
+    """Reduce a tensor in place by any operation; waits for it."""
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+    options.reduceOp = dist.ReduceOp(op)
     options.asyncOp = False
     work = _issue(_all_reduce, group, [tensor], [], options)
     CollectiveWork([work], wait=wait_of(group, tensor.device)).wait()
 
 
-def _all_reduce(group: Group, outs: Tensors, ins: Tensors, options: Any) -> Any:
-    return group.allreduce(list(outs), options)
-
-
-def all_reduce_any(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> None:
-    """Reduce a small tensor in place by any operation."""
-    work = _issue(_all_reduce_any, group, [tensor], [], op)
-    CollectiveWork([work], wait=wait_of(group, tensor.device)).wait()
-
-
-def _all_reduce_any(group: Group, outs: Tensors, ins: Tensors, op: Any) -> Any:
-    return dist.all_reduce(outs[0], op, group, async_op=True)
+def _all_reduce(group: Group, outs: list[torch.Tensor], ins: Tensors, options: Any) -> Any:
+    return group.allreduce(outs, options)
 
 
 def _all_reduce_on_host(flat: torch.Tensor, group: Group) -> None:
@@ -392,30 +374,28 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def issue_again(each: Issued, outs: torch.Tensor, zeros: torch.Tensor) -> None:
-    """Issue a collective again, with zeros and in other memory (`bytes_of`), and wait for it."""
+    """Issue a collective with zeros, in memory of at least `bytes_of`, and wait for it."""
     if not each.ins:
         outs.zero_()  # where it is reduced in place
-    sent, received = _tensors_in(zeros, each.ins), _tensors_in(outs, each.outs)
-    work = each.call(each.group, received, sent, *each.options)
+    work = each.call(each.group, _in(outs, each.outs), _in(zeros, each.ins), *each.options)
     is_on_host = isinstance(work, shm.HostWork)
     wait = methodcaller("wait") if is_on_host else wait_of(each.group, outs.device)
     CollectiveWork([work], wait=wait).wait()
 
 
-def bytes_of(form: Form | list[Form]) -> int:
-    """The memory that tensors of a form take, each of them aligned."""
-    if isinstance(form, list):
-        return sum(map(bytes_of, form))
-    num_bytes = form[0].numel() * form[1].itemsize
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def bytes_of(forms: Forms) -> int:
+    """The memory of tensors, each of them aligned."""
+    if isinstance(forms, list):
+        return sum(map(bytes_of, forms))
+    return -(-forms[0].numel() * forms[1].itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-def _tensors_in(memory: torch.Tensor, form: Form | list[Form]) -> Any:
-    if not isinstance(form, list):
-        shape, dtype = form
-        return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
-    starts = accumulate(map(bytes_of, form), initial=0)
-    return [_tensors_in(memory[start:], each) for start, each in zip(starts, form, strict=False)]
+def _in(memory: torch.Tensor, forms: Forms) -> Any:
+    if isinstance(forms, list):
+        starts = accumulate(map(bytes_of, forms), initial=0)
+        return [_in(memory[start:], each) for start, each in zip(starts, forms, strict=False)]
+    shape, dtype = forms
+    return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 # Collectives in memory of a particular kind, behind the interface that users' own have

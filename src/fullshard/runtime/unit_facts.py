@@ -22,46 +22,28 @@ def unit_facts(model: nn.Module) -> list[UnitFacts]:
 
 
 def memory_by_kind(
-    model: nn.Module, optimizer: Optimizer, timeline: Timeline, device: torch.device
+    model: nn.Module, optimizer: Optimizer | None, timeline: Timeline | None, device: torch.device
 ) -> dict[str, int]:
-    """Bytes at the peak of a step; the last ones are the rest, on a CPU of the whole process."""
-    grads = [param for param in model.parameters() if param.requires_grad]
-    full_bytes = max(each.full_bytes for each in timeline.memory)
-    allocated_bytes = max(each.allocated_bytes for each in timeline.memory)
-    return _by_kind(model, grads, optimizer, device, full_bytes, allocated_bytes)
-
-
-def memory_now(
-    model: nn.Module, optimizer: Optimizer | None, device: torch.device
-) -> dict[str, int]:
-    """Bytes now, by kind; on an accelerator also what is reserved and in no use."""
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    """Bytes at the peak of a step, or now; one kind is the rest, on a CPU of the whole process."""
+    kinds: dict[str, list[Any]] = {"parameters": list(model.parameters())}
+    kinds["gradients"] = [p.grad for p in kinds["parameters"] if p.grad is not None]
     full_bytes = sum(unit.full_bytes for unit in units_below(model))
     allocated_bytes = Clock(device).allocated_bytes()
-    found = _by_kind(model, grads, optimizer, device, full_bytes, allocated_bytes)
-    if device.type != "cpu":
+    if timeline is not None:
+        kinds["gradients"] = [p for p in kinds["parameters"] if p.requires_grad]
+        full_bytes = max(each.full_bytes for each in timeline.memory)
+        allocated_bytes = max(each.allocated_bytes for each in timeline.memory)
+    states = () if optimizer is None else optimizer.state.values()
+    state = (value for each in states for value in each.values())
+    kinds["optimizer"] = [value for value in state if isinstance(value, torch.Tensor)]
+    found = {k: sum(to_local(t).nbytes for t in v if t.device == device) for k, v in kinds.items()}
+    found["full parameters"] = full_bytes
+    kind = "activations" if device.type != "cpu" else "activations, program and libraries"
+    found[kind] = max(0, allocated_bytes - sum(found.values()))
+    if timeline is None and device.type != "cpu":
         reserved_bytes = torch.get_device_module(device).memory_reserved(device)
         found["fragmentation"] = reserved_bytes - allocated_bytes
     return found
-
-
-def _by_kind(
-    model: nn.Module,
-    grads: list[Any],
-    optimizer: Optimizer | None,
-    device: torch.device,
-    full_bytes: int,
-    allocated_bytes: int,
-) -> dict[str, int]:
-    kinds: dict[str, list[Any]] = {"parameters": list(model.parameters()), "gradients": grads}
-    state = () if optimizer is None else optimizer.state.values()
-    values = (value for each in state for value in each.values())
-    kinds["optimizer"] = [value for value in values if isinstance(value, torch.Tensor)]
-    found = {k: sum(to_local(t).nbytes for t in v if t.device == device) for k, v in kinds.items()}
-    found["full parameters"] = full_bytes
-    rest = allocated_bytes - sum(found.values())
-    kind = "activations" if device.type != "cpu" else "activations, program and libraries"
-    return {**found, kind: max(0, rest)}
 
 
 def _facts(unit: Unit) -> UnitFacts:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -23,6 +24,7 @@ from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
+from fullshard.oom_guard import explained, oom_guard
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.report.record import StepMetrics
 from fullshard.runtime.unit_facts import memory_by_kind, unit_facts
@@ -37,6 +39,7 @@ from fullshard.training.config import TrainConfig
 from fullshard.training.control import StopRequest
 from fullshard.training.display import Display
 from fullshard.training.flops import peak_tflops, step_tflop
+from fullshard.training.memory import suggestions
 from fullshard.training.nonfinite import first_nonfinite
 from fullshard.training.optimizer import learning_rate, make_state
 from fullshard.training.output import MetricsLog, RunFolder
@@ -48,6 +51,8 @@ _STEPS_BEFORE_TRACE = 8
 # which the host must have been busy.
 _STEPS_BEFORE_CAPTURE = 5
 _HOST_BOUND = 0.9
+# Tokens of the rehearsed steps.
+_REHEARSED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,8 @@ class Trainer:
         # Others have to be told by the host not to apply a step.
         self._is_fused = bool(parts.optimizer.defaults.get("fused"))
         is_possible = world.device.type == "cuda" and not config.sharding.offload and self._is_fused
+        self._on_oom, self._num_parts = config.run.on_oom, 1  # of a micro-batch
+        is_possible &= self._on_oom == "stop"
         self._may_capture = is_possible and config.run.capture != "off"
         self._captured: CapturedStep[Any, torch.Tensor] | None = None
         if config.run.capture == "on":
@@ -181,7 +188,14 @@ class Trainer:
             return must_stop
 
         self._parts.model.train()
-        with seam.observed(meter.exposure):
+        self._say = display.say
+        parts, world = self._parts, self._world
+        offer = partial(suggestions, self._config, parts.architecture, world.size, world.device)
+        is_explained = explained(parts.model, parts.optimizer, world.device, offer)
+        with seam.observed(meter.exposure), is_explained:
+            if self._on_oom != "stop":
+                self._rehearse()
+                meter.restart()
             while self.step < num_steps:
                 is_traced = self.step + 1 == traced_step
                 is_profiled = self.step + 1 == self._config.run.profile
@@ -258,7 +272,8 @@ class Trainer:
     def _update(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Train on micro-batches of inputs and targets; return the loss and the gradient norm."""
         optimizer, scaler = self._parts.optimizer, self._scaler
-        total = self._backward(tensors)
+        is_guarded = self._on_oom != "stop"
+        total = self._guarded_backward(tensors) if is_guarded else self._backward(tensors)
         with seam.doing(Activity.OPTIMIZER, "optimizer"):
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -280,11 +295,44 @@ class Trainer:
         number = self._config.optimizer.accumulate
         width = len(tensors) // number
         for first in range(0, len(tensors), width):
-            total_loss, count = self._loss_and_count(*tensors[first : first + width])
-            loss = total_loss / count.clamp(min=1) / number  # none may be trained
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-            total += loss.detach()
+            whole = tensors[first : first + width]
+            count = whole[1].ge(0).sum().clamp(min=1)  # none may be trained
+            for part in zip(*(each.tensor_split(self._num_parts) for each in whole), strict=True):
+                loss = self._loss_and_count(*part)[0] / count / number
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+                total += loss.detach()
         return total
+
+    # Steps that run out of memory
+
+    def _guarded_backward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Compute gradients, again if a rank runs out of memory, and return the loss."""
+        section, may_retry = self._config.optimizer, self._on_oom == "retry"
+        while True:
+            before = self._num_parts
+            number, optimizer = section.accumulate * before, self._parts.optimizer
+            with oom_guard(self._parts.model, optimizer=optimizer, micro_batches=number) as guard:
+                total = self._backward(tensors)
+            if guard.error is None:
+                return total
+            if self._on_oom == "split":
+                self._num_parts = min(2 * before, section.batch)
+            if self._num_parts == before and not may_retry:
+                is_own = self._world.rank in guard.ranks
+                raise guard.error if is_own else OtherRankError(str(guard.error))
+            may_retry, how = False, f"micro-batches have {self._num_parts} parts from now on"
+            how = "the step is repeated" if self._on_oom == "retry" else how
+            self._say(f"step {self.step + 1}: rank {guard.ranks[0]} ran out of memory; {how}")
+
+    def _rehearse(self) -> None:
+        """Do two small steps for nothing, which show the guard what a step has to issue."""
+        batches, device = self._parts.batches, self._world.device
+        position, few = batches.position, [each[:1, :_REHEARSED] for each in batches.next()]
+        batches.position = position
+        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+            for _ in range(2):
+                self._guarded_backward(self._on_device(few * self._config.optimizer.accumulate))
+                self._parts.optimizer.zero_grad()
 
     def _on_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         device = self._world.device
