@@ -85,13 +85,8 @@ if TYPE_CHECKING:
     from fullshard.unit.flat_param import FlatParameter
 else:
     _MODULES = ("errors", "api", "comm.watcher", "unit.flat_param", "runtime.hooks", "fully_shard")
-    _MODULES += (
-        "fully_sharded_data_parallel",
-        "optim.by_unit",
-        "auto_shard",
-        "captured_step",
-        "oom_guard",
-    )
+    _MODULES += ("fully_sharded_data_parallel", "optim.by_unit", "auto_shard", "captured_step")
+    _MODULES += ("oom_guard",)
 
     def __getattr__(name: str) -> Any:
         if name in __all__:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import atexit
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import prod
 from operator import methodcaller
 from typing import Any, Literal
@@ -42,21 +41,26 @@ Tensors = Sequence[torch.Tensor]
 Group = dist.ProcessGroup
 
 _SMALLEST_SCATTER_BYTES = 64 << 10
-_ALIGNMENT = 512
-
-Form = tuple[torch.Size, torch.dtype]
-Forms = Form | list[Form]
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A collective that was issued: all that it takes to issue it again, but the values."""
+    """A collective that was issued, with the shapes, dtypes and devices of its tensors."""
 
     call: Callable[..., Any]
     group: Any
-    outs: Forms
-    ins: Forms
+    outs: Any
+    ins: Any
     options: tuple[Any, ...] = field(compare=False)
+
+    def issue_again(self) -> None:
+        """Issue it with zeros, and wait for it."""
+        outs, ins = _zeros(self.outs), _zeros(self.ins)
+        work = self.call(self.group, outs, ins, *self.options)
+        is_on_host = isinstance(self.group, shm.Link)
+        one = outs[0] if isinstance(outs, list) else outs
+        wait = methodcaller("wait") if is_on_host else wait_of(self.group, one.device)
+        CollectiveWork([work], wait=wait).wait()
 
 
 # What has been issued, while an `oom_guard` wants to know.
@@ -67,13 +71,27 @@ def _issue(call: Callable[..., Any], group: Any, outs: Any, ins: Any, *options: 
     """Issue one collective, of tensors or lists of them, which happens as a whole or raises."""
     work = call(group, outs, ins, *options)
     if issued is not None:
-        issued.append(Issued(call, group, _forms(outs), _forms(ins), options))
+        issued.append(Issued(call, group, _form(outs), _form(ins), options))
     return work
 
 
-def _forms(given: Any) -> Any:
-    is_one = isinstance(given, torch.Tensor)
-    return (given.shape, given.dtype) if is_one else [(each.shape, each.dtype) for each in given]
+def _issue_each(
+    call: Callable[..., Any], group: Any, outs: Iterable[Any], ins: Iterable[Any], *options: Any
+) -> Iterator[Any]:
+    """Issue a collective for each output and input, as their works are asked for."""
+    return (_issue(call, group, *pair, *options) for pair in zip(outs, ins, strict=True))
+
+
+def _form(given: Any) -> Any:
+    if isinstance(given, list):
+        return [_form(each) for each in given]
+    return given.shape, given.dtype, given.device
+
+
+def _zeros(form: Any) -> Any:
+    if isinstance(form, list):
+        return [_zeros(each) for each in form]
+    return torch.zeros(form[0], dtype=form[1], device=form[2])
 
 
 class CollectiveWork:
@@ -196,9 +214,7 @@ class PythonCollectives(Collectives):
     averages = False
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
-        pairs = zip(outs, ins, strict=True)
-        options = AllgatherOptions()
-        works = (_issue(all_gather_single, group, out, inp, options) for out, inp in pairs)
+        works = _issue_each(all_gather_single, group, outs, ins, AllgatherOptions())
         return CollectiveWork(works, buffers=[*outs, *ins])
 
     def reduce_scatter(
@@ -206,8 +222,7 @@ class PythonCollectives(Collectives):
     ) -> CollectiveWork:
         if outs[0].dtype != ins[0].dtype:
             return super().reduce_scatter(outs, ins, group, average=average)
-        pairs, options = zip(outs, ins, strict=True), dist.ReduceScatterOptions()
-        works = (_issue(reduce_scatter_single, group, out, inp, options) for out, inp in pairs)
+        works = _issue_each(reduce_scatter_single, group, outs, ins, dist.ReduceScatterOptions())
         return CollectiveWork(works, buffers=[*outs, *ins])
 
 
@@ -222,18 +237,15 @@ class GlooCollectives(Collectives):
     averages = False
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
-        pairs = zip(outs, ins, strict=True)
-        sent = ((_bytes(out), _bytes(inp)) for out, inp in pairs)
-        works = (_issue(all_gather_single, group, *both) for both in sent)
+        works = _issue_each(all_gather_single, group, map(_bytes, outs), map(_bytes, ins))
         return CollectiveWork(works, [*outs, *ins], wait=watcher.wait_for)
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
     ) -> CollectiveWork:
         received = [torch.empty_like(inp) for inp in ins]
-        pairs, size = zip(received, ins, strict=True), group.size()
-        sent = ((_bytes(got), _bytes(inp)) for got, inp in pairs)
-        works = (_issue(all_to_all_single, group, *both, [], []) for both in sent)
+        sent, size = (map(_bytes, received), map(_bytes, ins)), group.size()
+        works = _issue_each(all_to_all_single, group, *sent, [], [])
 
         def sum_received() -> None:
             for out, got in zip(outs, received, strict=True):
@@ -371,31 +383,6 @@ def _all_reduce_on_host(flat: torch.Tensor, group: Group) -> None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
-
-
-def issue_again(each: Issued, outs: torch.Tensor, zeros: torch.Tensor) -> None:
-    """Issue a collective with zeros, in memory of at least `bytes_of`, and wait for it."""
-    if not each.ins:
-        outs.zero_()  # where it is reduced in place
-    work = each.call(each.group, _in(outs, each.outs), _in(zeros, each.ins), *each.options)
-    is_on_host = isinstance(work, shm.HostWork)
-    wait = methodcaller("wait") if is_on_host else wait_of(each.group, outs.device)
-    CollectiveWork([work], wait=wait).wait()
-
-
-def bytes_of(forms: Forms) -> int:
-    """The memory of tensors, each of them aligned."""
-    if isinstance(forms, list):
-        return sum(map(bytes_of, forms))
-    return -(-forms[0].numel() * forms[1].itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def _in(memory: torch.Tensor, forms: Forms) -> Any:
-    if isinstance(forms, list):
-        starts = accumulate(map(bytes_of, forms), initial=0)
-        return [_in(memory[start:], each) for start, each in zip(starts, forms, strict=False)]
-    shape, dtype = forms
-    return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 # Collectives in memory of a particular kind, behind the interface that users' own have

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard._torch import to_local
-from fullshard.runtime.hooks import units_below
+from fullshard.runtime.hooks import FULL_BYTES, units_below
 from fullshard.trace.recording import Clock
 from fullshard.trace.timeline import Timeline, UnitFacts
 from fullshard.unit.unit import Unit
@@ -22,17 +22,18 @@ def unit_facts(model: nn.Module) -> list[UnitFacts]:
 
 
 def memory_by_kind(
-    model: nn.Module, optimizer: Optimizer | None, timeline: Timeline | None, device: torch.device
+    model: nn.Module, optimizer: Optimizer | None, moment: object, device: torch.device
 ) -> dict[str, int]:
-    """Bytes at the peak of a step, or now; one kind is the rest, on a CPU of the whole process."""
+    """Bytes at the peak of a timeline, or at an error, or now; the rest of a CPU is the process."""
     kinds: dict[str, list[Any]] = {"parameters": list(model.parameters())}
     kinds["gradients"] = [p.grad for p in kinds["parameters"] if p.grad is not None]
-    full_bytes = sum(unit.full_bytes for unit in units_below(model))
-    allocated_bytes = Clock(device).allocated_bytes()
-    if timeline is not None:
+    freed_bytes = getattr(moment, FULL_BYTES, 0)
+    full_bytes = freed_bytes + sum(unit.full_bytes for unit in units_below(model))
+    allocated_bytes = freed_bytes + Clock(device).allocated_bytes()
+    if isinstance(moment, Timeline):
         kinds["gradients"] = [p for p in kinds["parameters"] if p.requires_grad]
-        full_bytes = max(each.full_bytes for each in timeline.memory)
-        allocated_bytes = max(each.allocated_bytes for each in timeline.memory)
+        full_bytes = max(each.full_bytes for each in moment.memory)
+        allocated_bytes = max(each.allocated_bytes for each in moment.memory)
     states = () if optimizer is None else optimizer.state.values()
     state = (value for each in states for value in each.values())
     kinds["optimizer"] = [value for value in state if isinstance(value, torch.Tensor)]
@@ -40,9 +41,9 @@ def memory_by_kind(
     found["full parameters"] = full_bytes
     kind = "activations" if device.type != "cpu" else "activations, program and libraries"
     found[kind] = max(0, allocated_bytes - sum(found.values()))
-    if timeline is None and device.type != "cpu":
+    if not isinstance(moment, Timeline) and device.type != "cpu":
         reserved_bytes = torch.get_device_module(device).memory_reserved(device)
-        found["fragmentation"] = reserved_bytes - allocated_bytes
+        found["fragmentation"] = max(0, reserved_bytes - allocated_bytes)
     return found
 
 
