@@ -537,7 +537,7 @@ def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
     whole = trained(rank, settings("whole", "stop"))
     said, found, _ = starved(rank, settings("retry", "retry"), times=1, at_step=3)
     assert found == whole
-    assert (said.count("step 3: rank 1 ran out of memory; the step is repeated") == 1) == (
+    assert (said.count("step 3: rank 1 ran out of memory; it is repeated\n") == 1) == (
         rank.rank == 0
     )
     # From the first step on: in two parts, and then in three.
@@ -546,7 +546,7 @@ def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
     assert found != whole
     if rank.rank == 0:
         for number in (2, 3):
-            parts = f"micro-batches have {number} parts from now on"
+            parts = f"it is repeated, with micro-batches in {number} parts from now on"
             assert said.count(f"step 1: rank 1 ran out of memory; {parts}") == 1
     # In vain, or not at all: the run ends on all ranks, with what it was and what would help.
     for on_oom, at_step in (("retry", 2), ("split", 1), ("stop", 2)):

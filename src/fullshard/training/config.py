@@ -321,11 +321,7 @@ def value_of(config: TrainConfig, key: Key) -> Value:
 
 
 def validate(config: TrainConfig) -> None:
-    """Raise if no machine could run a configuration.
-
-    Raises:
-        ConfigError: With a message that names the key and the option.
-    """
+    """Raise if no machine could run a configuration; the message names the key and the option."""
     for key in KEYS.values():
         words, is_met = key.rule
         value = value_of(config, key)
@@ -403,7 +399,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield problem("sharding.mesh", expected, found, f"change it or {named('run.ranks')}")
     if run.capture == "on" and run.on_oom != "stop":
         found = f"{named('run.on_oom')} {run.on_oom!r}"
-        yield problem("run.capture", "a run that stops", found, "choose auto or off, or stop")
+        yield problem("run.capture", "auto or off", found, "choose one of these, or stop")
     if run.trace_step > optimizer.steps:
         expected = f"one of {optimizer.steps} steps"
         yield problem("run.trace_step", expected, str(run.trace_step), "choose one of them")

@@ -212,9 +212,8 @@ def suggestions(
     """Return the smallest changes that reduce the memory of a run, in words."""
     plan = predict_memory(config, architecture, num_ranks, device)
     found = _remedies(config, architecture, plan, plan.device_bytes - 1)
-    offers = [f"{words} {_amount(other)}" for words, other in found]
-    needs = f"This run was predicted to need {_amount(plan)}"
-    return f"{needs}; with {', with '.join(offers)}." if offers else f"{needs}."
+    offers = "".join(f", with {words} {_amount(other)}" for words, other in found)
+    return f"This run was predicted to need {_amount(plan)}{offers}."
 
 
 def _work_key(config: TrainConfig) -> tuple[bool, int]:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -51,8 +50,6 @@ _STEPS_BEFORE_TRACE = 8
 # which the host must have been busy.
 _STEPS_BEFORE_CAPTURE = 5
 _HOST_BOUND = 0.9
-# Tokens of the rehearsed steps.
-_REHEARSED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +79,8 @@ class Trainer:
         self._parts = parts
         self._folder = folder
         self._environment = environment
-        self._scaler: ShardedGradScaler | None = None
-        if config.sharding.precision == "fp16":
-            self._scaler = ShardedGradScaler(device=world.device.type)
+        is_fp16 = config.sharding.precision == "fp16"
+        self._scaler = ShardedGradScaler(device=world.device.type) if is_fp16 else None
         self.step = 0
         # Inputs and targets of steps that are not read yet. Steps in a row that were not finite,
         # where they began, and checkpoints that were gone back to because of them.
@@ -100,8 +96,7 @@ class Trainer:
         self._is_fused = bool(parts.optimizer.defaults.get("fused"))
         is_possible = world.device.type == "cuda" and not config.sharding.offload and self._is_fused
         self._on_oom, self._num_parts = config.run.on_oom, 1  # of a micro-batch
-        is_possible &= self._on_oom == "stop"
-        self._may_capture = is_possible and config.run.capture != "off"
+        self._may_capture = is_possible and config.run.capture != "off" and self._on_oom == "stop"
         self._captured: CapturedStep[Any, torch.Tensor] | None = None
         if config.run.capture == "on":
             self._captured = capture(self._update)
@@ -122,10 +117,8 @@ class Trainer:
             raise ConfigError(f"--optimizer: {was}, as before, is expected, found {own}; pass it.")
 
     def _extra(self) -> dict[str, Any]:
-        extra: dict[str, Any] = {"batches": self._parts.batches}
-        if self._scaler is not None:
-            extra["scaler"] = self._scaler
-        return extra
+        scaler = {} if self._scaler is None else {"scaler": self._scaler}
+        return {"batches": self._parts.batches, **scaler}
 
     def save(self, *, in_background: bool) -> None:
         """Write a checkpoint of the last step, unless there is one or the step was not finite."""
@@ -159,6 +152,10 @@ class Trainer:
         """Train to the last step; return False if a stop was requested before."""
         num_steps = self._config.optimizer.steps
         traced_step = self._traced_step()
+        self._say = display.say
+        self._parts.model.train()
+        if self._on_oom != "stop":
+            self._rehearse()
         meter = Meter(self._world, self._config, self._parts.architecture)
         pending: deque[PendingStep] = deque()
         is_eval_due = False
@@ -187,15 +184,10 @@ class Trainer:
                     meter.restart()  # a second pass is no part of a step
             return must_stop
 
-        self._parts.model.train()
-        self._say = display.say
         parts, world = self._parts, self._world
-        offer = partial(suggestions, self._config, parts.architecture, world.size, world.device)
-        is_explained = explained(parts.model, parts.optimizer, world.device, offer)
-        with seam.observed(meter.exposure), is_explained:
-            if self._on_oom != "stop":
-                self._rehearse()
-                meter.restart()
+        facts = self._config, parts.architecture, world.size, world.device
+        told = explained(parts.model, parts.optimizer, world.device, lambda: suggestions(*facts))
+        with seam.observed(meter.exposure), told:
             while self.step < num_steps:
                 is_traced = self.step + 1 == traced_step
                 is_profiled = self.step + 1 == self._config.run.profile
@@ -272,8 +264,7 @@ class Trainer:
     def _update(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Train on micro-batches of inputs and targets; return the loss and the gradient norm."""
         optimizer, scaler = self._parts.optimizer, self._scaler
-        is_guarded = self._on_oom != "stop"
-        total = self._guarded_backward(tensors) if is_guarded else self._backward(tensors)
+        total = (self._backward if self._on_oom == "stop" else self._guarded_backward)(tensors)
         with seam.doing(Activity.OPTIMIZER, "optimizer"):
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -303,35 +294,32 @@ class Trainer:
                 total += loss.detach()
         return total
 
-    # Steps that run out of memory
-
     def _guarded_backward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute gradients, again if a rank runs out of memory, and return the loss."""
-        section, may_retry = self._config.optimizer, self._on_oom == "retry"
+        section, model, is_last = self._config.optimizer, self._parts.model, False
         while True:
-            before = self._num_parts
-            number, optimizer = section.accumulate * before, self._parts.optimizer
-            with oom_guard(self._parts.model, optimizer=optimizer, micro_batches=number) as guard:
+            number = section.accumulate * self._num_parts
+            with oom_guard(model, optimizer=self._parts.optimizer, micro_batches=number) as guard:
                 total = self._backward(tensors)
             if guard.error is None:
                 return total
             if self._on_oom == "split":
-                self._num_parts = min(2 * before, section.batch)
-            if self._num_parts == before and not may_retry:
+                is_last = self._num_parts == section.batch
+                self._num_parts = min(2 * self._num_parts, section.batch)
+            if is_last:
                 is_own = self._world.rank in guard.ranks
                 raise guard.error if is_own else OtherRankError(str(guard.error))
-            may_retry, how = False, f"micro-batches have {self._num_parts} parts from now on"
-            how = "the step is repeated" if self._on_oom == "retry" else how
-            self._say(f"step {self.step + 1}: rank {guard.ranks[0]} ran out of memory; {how}")
+            is_last, number = True, self._num_parts
+            found = f"step {self.step + 1}: rank {guard.ranks[0]} ran out of memory; it is repeated"
+            self._say(found + f", with micro-batches in {number} parts from now on" * (number > 1))
 
     def _rehearse(self) -> None:
         """Do two small steps for nothing, which show the guard what a step has to issue."""
-        batches, device = self._parts.batches, self._world.device
-        position, few = batches.position, [each[:1, :_REHEARSED] for each in batches.next()]
-        batches.position = position
+        device, number = self._world.device, self._config.optimizer.accumulate
+        tensors = self._on_device([torch.zeros(1, 2, dtype=torch.int64)] * 2 * number)
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             for _ in range(2):
-                self._guarded_backward(self._on_device(few * self._config.optimizer.accumulate))
+                self._guarded_backward(tensors)
                 self._parts.optimizer.zero_grad()
 
     def _on_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -484,7 +472,6 @@ class Meter:
         self._world = world
         self._step_tflop = step_tflop(config, architecture) if world.is_first else math.nan
         self._peak_tflops = peak_tflops(config, world.device)
-        self._device = world.device
         self._clock = Clock(world.device)
         self.exposure = Exposure(self._clock)
         self._end = self._clock.stamp()
@@ -496,7 +483,7 @@ class Meter:
         self, facts: Mapping[str, Any], both: torch.Tensor, own: Any, *, is_replayed: bool
     ) -> PendingStep:
         """Start reading the loss and the norm, and the times, of a step that has been issued."""
-        if self._device.type != "cpu":
+        if self._world.device.type != "cpu":
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             both = host.copy_(both, non_blocking=True)
         start, self._end = self._end, self._clock.stamp()
@@ -506,7 +493,7 @@ class Meter:
 
     def finish(self, pending: PendingStep) -> tuple[StepMetrics, bool]:
         """Return the metrics of a step over all ranks, and whether any of them must stop."""
-        if self._device.type != "cpu":
+        if self._world.device.type != "cpu":
             pending.end.synchronize()
         step_s = self._clock.between(pending.start, pending.end)
         exposed_s = math.nan
@@ -536,6 +523,7 @@ class Meter:
         self._end = self._clock.stamp()
 
     def _memory(self) -> int:
-        if self._device.type == "cpu":
+        device = self._world.device
+        if device.type == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
+        return int(torch.get_device_module(device).max_memory_allocated(device))
