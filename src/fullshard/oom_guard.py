@@ -103,8 +103,7 @@ class oom_guard:  # noqa: N801 (used like a function)
             return False
         memory = {} if error is None else self._memory(error)
         if not can_finish:
-            reason = "it is one of the first two of the model, or took another path than before"
-            more = f"The block cannot be left out: {reason}."
+            more = "The step cannot be left out: it is one of the first two, or took another path."
             raise _described({dist.get_rank(): memory}, more) from error
         try:
             if error is not None:
@@ -119,7 +118,7 @@ class oom_guard:  # noqa: N801 (used like a function)
 
     def _require_usable(self) -> None:
         units = [unit for member in self._members for unit in member.units]
-        comms, params = [unit.comm for unit in units], list(self._model.parameters())
+        params = list(self._model.parameters())
         grads = [param.grad for param in params]
         grads += [param.accumulated for unit in units for param in unit.params]
         problems = {
@@ -134,15 +133,13 @@ class oom_guard:  # noqa: N801 (used like a function)
                 isinstance(comm.current, CustomCollectives)
                 or comm.comm_hook
                 or comm.all_reduce_hook
-                for comm in comms
+                for comm in (unit.comm for unit in units)
             ),
             "TORCH_DISTRIBUTED_DEBUG=DETAIL; unset it": get_debug_level() == DebugLevel.DETAIL,
         }
         for found in (words for words, is_there in problems.items() if is_there):
             expected = "a whole step is expected that one rank can finish and all can drop"
             raise LifecycleError(f"oom_guard: {expected}, found {found}.")
-
-    # After an error
 
     def _can_finish(self, error: BaseException) -> bool:
         """Whether this rank can finish the block after an error."""
@@ -220,8 +217,7 @@ def explained(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        known = error
-        if not isinstance(error, OutOfMemoryError):
-            memory = memory_by_kind(model, optimizer, error, device)
-            known = _described({dist.get_rank(): memory})
+        memory = memory_by_kind(model, optimizer, error, device)
+        is_known = isinstance(error, OutOfMemoryError)
+        known = error if is_known else _described({dist.get_rank(): memory})
         raise OutOfMemoryError(f"{known} {more()}") from error
