@@ -25,10 +25,13 @@ def memory_by_kind(
     model: nn.Module, optimizer: Optimizer | None, moment: object, device: torch.device
 ) -> dict[str, int]:
     """Bytes at the peak of a timeline, or at an error, or now; the rest of a CPU is the process."""
-    kinds: dict[str, list[Any]] = {"parameters": list(model.parameters())}
+    units = units_below(model)
+    params = [param for unit in units for param in unit.params]
+    held = {*model.parameters()} - {param.full for param in params}  # full while in use
+    kinds: dict[str, list[Any]] = {"parameters": list(held | {p.param for p in params})}
     kinds["gradients"] = [p.grad for p in kinds["parameters"] if p.grad is not None]
     freed_bytes = getattr(moment, FULL_BYTES, 0)
-    full_bytes = freed_bytes + sum(unit.full_bytes for unit in units_below(model))
+    full_bytes = freed_bytes + sum(unit.full_bytes for unit in units)
     allocated_bytes = freed_bytes + Clock(device).allocated_bytes()
     if isinstance(moment, Timeline):
         kinds["gradients"] = [p for p in kinds["parameters"] if p.requires_grad]
