@@ -531,7 +531,7 @@ def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
 ) -> None:
     def settings(name: str, on_oom: str, **sharding: Any) -> TrainConfig:
         run = {"out": str(tmp_path / name), "on_oom": on_oom}
-        optimizer = {"batch": 3, "accumulate": 2, "steps": 4}
+        optimizer = {"batch": 3, "accumulate": 2, "steps": 3}
         return configured(folder, name, optimizer=optimizer, run=run, sharding=sharding)
 
     whole = trained(rank, settings("whole", "stop"))
