@@ -230,6 +230,7 @@ def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, v
         ({("sharding", "strategy"): "none", ("sharding", "offload"): True}, "--offload"),
         ({("run", "capture"): "on", ("run", "device"): "cpu"}, "parameters on a GPU"),
         ({("run", "capture"): "on", ("sharding", "offload"): True}, "found sharding.offload"),
+        ({("run", "capture"): "on", ("run", "on_oom"): "split"}, "found run.on_oom (--on-oom)"),
         ({("sharding", "mesh"): "2x4", ("run", "ranks"): 3}, "8 ranks in 2x4"),
         ({("run", "trace_step"): 201}, "one of 200 steps"),
         ({("optimizer", "name"): "muon", ("sharding", "api"): "wrapper"}, "--api fully_shard"),

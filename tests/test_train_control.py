@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.state.rank_group import OtherRankError
 from fullshard.training.control import StatusFolder, StopRequest, end_with_launcher
@@ -85,8 +86,10 @@ def test_a_refusal_is_reported_once_and_not_restarted(tmp_path: Path) -> None:
     status = StatusFolder(tmp_path)
     assert exit_status_after(OtherRankError("train: failed on rank 1: no"), status) == 0
     assert status.error is None
+    assert exit_status_after(RankFailedError("rank 1: failed"), status) == 1
     assert exit_status_after(ConfigError("no"), status) == 0
     assert status.error == "no"
+    assert exit_status_after(RankFailedError("rank 1: failed"), status) == 0
     with pytest.raises(RuntimeError, match="unexpected"):
         exit_status_after(RuntimeError("unexpected"), status)
 

@@ -483,6 +483,85 @@ def test_a_step_that_is_not_finite_is_reported_and_not_applied(
     assert kept(tmp_path / "forever") == ["step_1", "step_2"]
 
 
+class Starved(Run):
+    """On some ranks, more than `most` sequences do not fit into memory, for so many times."""
+
+    most, times, at_step, ranks = 0, 0, 1, (1,)
+
+    def _build(self, architecture: Any) -> Parts:
+        parts = super()._build(architecture)
+        found = {clean_name(name): each for name, each in parts.model.named_modules()}
+        section = self._config.optimizer
+        per_step = section.batch * section.accumulate * self._world.size
+
+        def allocate(module: Any, args: tuple[torch.Tensor]) -> None:
+            is_due = parts.batches.position // per_step >= self.at_step
+            if (
+                is_due
+                and self._world.rank in self.ranks
+                and len(args[0]) > self.most
+                and self.times
+            ):
+                self.times -= 1
+                torch.empty(1 << 50)
+
+        found["model.layers.1.mlp"].register_forward_pre_hook(allocate)
+        return parts
+
+
+def starved(
+    rank: Rank, config: TrainConfig, **starvation: Any
+) -> tuple[str, list[float], BaseException | None]:
+    """What a run says, its losses, and its error."""
+    run = Starved(config, World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu")))
+    vars(run).update(starvation)
+    raised = None
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            assert run.run(StopRequest()) is True
+        except FullshardError as error:
+            raised = error
+    dist.barrier()
+    return said.getvalue(), losses(Path(config.run.out)), raised
+
+
+@on_ranks(2)
+def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    def settings(name: str, on_oom: str, **sharding: Any) -> TrainConfig:
+        run = {"out": str(tmp_path / name), "on_oom": on_oom}
+        optimizer = {"batch": 3, "accumulate": 2, "steps": 3}
+        return configured(folder, name, optimizer=optimizer, run=run, sharding=sharding)
+
+    whole = trained(rank, settings("whole", "stop"))
+    said, found, _ = starved(rank, settings("retry", "retry"), times=1, at_step=3)
+    assert found == whole
+    assert (said.count("step 3: rank 1 ran out of memory; it is repeated\n") == 1) == (
+        rank.rank == 0
+    )
+    # From the first step on: in two parts, and then in three.
+    said, found, _ = starved(rank, settings("split", "split", api="wrapper"), most=1, times=99)
+    assert found == pytest.approx(whole, rel=1e-4)
+    assert found != whole
+    if rank.rank == 0:
+        for number in (2, 3):
+            parts = f"it is repeated, with micro-batches in {number} parts from now on"
+            assert said.count(f"step 1: rank 1 ran out of memory; {parts}") == 1
+    # In vain, or not at all: the run ends on all ranks, with what it was and what would help.
+    for on_oom, at_step in (("retry", 2), ("split", 1), ("stop", 2)):
+        config = settings(f"{on_oom} in vain", on_oom)
+        ranks = (0, 1) if on_oom == "stop" else (1,)
+        _, found, error = starved(rank, config, times=99, at_step=at_step, ranks=ranks)
+        assert found == whole[: at_step - 1]
+        assert isinstance(error, torch.OutOfMemoryError) == (rank.rank in ranks)
+        first = rank.rank if on_oom == "stop" else 1
+        for words in (f"rank {first}: memory", "parameters 1.9 MiB", ", full parameters "):
+            assert words in str(error), error
+        assert ("with --batch 1 " in str(error)) == (rank.rank in ranks)
+        assert ("optimizer 3.9 MiB" in str(error)) == (at_step > 1)
+
+
 @on_ranks(2)
 def test_a_run_with_muon_is_resumed_to_the_last_bit(
     rank: Rank, folder: Path, tmp_path: Path

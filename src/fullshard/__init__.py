@@ -38,6 +38,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "OutOfMemoryError",
     "RankFailedError",
     "ReduceScatter",
     "ShardPlacementResult",
@@ -54,6 +55,7 @@ __all__ = [
     "capture",
     "explain",
     "fully_shard",
+    "oom_guard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -77,12 +79,14 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
+    from fullshard.oom_guard import OutOfMemoryError, oom_guard
     from fullshard.optim.by_unit import by_unit
     from fullshard.runtime.hooks import GradientReductionHandle, UnshardHandle
     from fullshard.unit.flat_param import FlatParameter
 else:
     _MODULES = ("errors", "api", "comm.watcher", "unit.flat_param", "runtime.hooks", "fully_shard")
     _MODULES += ("fully_sharded_data_parallel", "optim.by_unit", "auto_shard", "captured_step")
+    _MODULES += ("oom_guard",)
 
     def __getattr__(name: str) -> Any:
         if name in __all__:

@@ -39,10 +39,7 @@ class Comparison:
 
 
 def compare(
-    first: StoredCheckpoint,
-    second: StoredCheckpoint,
-    *,
-    progress: Callable[[int, int], None],
+    first: StoredCheckpoint, second: StoredCheckpoint, *, progress: Callable[[int, int], None]
 ) -> Comparison:
     """Compare tensors, then the optimizer's other values."""
     of_first, of_second = _stored_keys(first), _stored_keys(second)

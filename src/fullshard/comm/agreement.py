@@ -52,7 +52,7 @@ class Agreement:
     def compare_plans(self, plans: Sequence[UnitPlan]) -> None:
         """Compare what units hold; raise where that differs."""
         digest = hashlib.sha256(repr(list(plans)).encode()).digest()
-        rows = self._exchange(int.from_bytes(digest[:7], "big"), secrets.randbits(62))
+        rows = self.exchange(int.from_bytes(digest[:7], "big"), secrets.randbits(62))
         # A place in the store that these ranks know and nobody else does: the first rank's draw.
         self._path = f"fullshard/detours/{min(rows)[2]:x}"
         self._num_detours = 0
@@ -73,7 +73,7 @@ class Agreement:
 
     def compare_step(self, number: int, describe: Callable[[int], str]) -> None:
         """Compare the number of the next thing to do; `describe` turns a number into words."""
-        rows = self._exchange(number)
+        rows = self.exchange(number)
         if len({row[1] for row in rows}) == 1:
             return
         (usual_rank, usual), (rank, odd) = _usual_and_odd([(row[0], row[1]) for row in rows])
@@ -131,7 +131,7 @@ class Agreement:
             "path on every rank."
         )
 
-    def _exchange(self, *numbers: int) -> list[list[int]]:
+    def exchange(self, *numbers: int) -> list[list[int]]:
         """A row per rank: its rank and its numbers."""
         flat = [dist.get_rank(), *numbers]
         width = len(flat)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import atexit
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from math import prod
 from operator import methodcaller
 from typing import Any, Literal
@@ -40,6 +41,57 @@ Tensors = Sequence[torch.Tensor]
 Group = dist.ProcessGroup
 
 _SMALLEST_SCATTER_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A collective that was issued, with the shapes, dtypes and devices of its tensors."""
+
+    call: Callable[..., Any]
+    group: Any
+    outs: Any
+    ins: Any
+    options: tuple[Any, ...] = field(compare=False)
+
+    def issue_again(self) -> None:
+        """Issue it with zeros, and wait for it."""
+        outs, ins = _zeros(self.outs), _zeros(self.ins)
+        work = self.call(self.group, outs, ins, *self.options)
+        is_on_host = isinstance(self.group, shm.Link)
+        one = outs[0] if isinstance(outs, list) else outs
+        wait = methodcaller("wait") if is_on_host else wait_of(self.group, one.device)
+        CollectiveWork([work], wait=wait).wait()
+
+
+# What has been issued, while an `oom_guard` wants to know.
+issued: list[Issued] | None = None
+
+
+def _issue(call: Callable[..., Any], group: Any, outs: Any, ins: Any, *options: Any) -> Any:
+    """Issue one collective, of tensors or lists of them, which happens as a whole or raises."""
+    work = call(group, outs, ins, *options)
+    if issued is not None:
+        issued.append(Issued(call, group, _form(outs), _form(ins), options))
+    return work
+
+
+def _issue_each(
+    call: Callable[..., Any], group: Any, outs: Iterable[Any], ins: Iterable[Any], *options: Any
+) -> Iterator[Any]:
+    """Issue a collective for each output and input, as their works are asked for."""
+    return (_issue(call, group, *pair, *options) for pair in zip(outs, ins, strict=True))
+
+
+def _form(given: Any) -> Any:
+    if isinstance(given, list):
+        return [_form(each) for each in given]
+    return given.shape, given.dtype, given.device
+
+
+def _zeros(form: Any) -> Any:
+    if isinstance(form, list):
+        return [_zeros(each) for each in form]
+    return torch.zeros(form[0], dtype=form[1], device=form[2])
 
 
 class CollectiveWork:
@@ -107,8 +159,9 @@ class Collectives:
         # On the stream that calls, so that what is enqueued next there follows without an event.
         options.asyncOp = False
         if len(outs) == 1:
-            return CollectiveWork([all_gather_single(group, outs[0], ins[0], options)])
-        return CollectiveWork([all_gather_coalesced(group, list(outs), list(ins), options)])
+            return CollectiveWork([_issue(all_gather_single, group, outs[0], ins[0], options)])
+        lists = list(outs), list(ins)
+        return CollectiveWork([_issue(all_gather_coalesced, group, *lists, options)])
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
@@ -125,8 +178,9 @@ class Collectives:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         options.asyncOp = False
         if len(outs) == 1:
-            return CollectiveWork([reduce_scatter_single(group, outs[0], ins[0], options)])
-        return CollectiveWork([reduce_scatter_coalesced(group, list(outs), list(ins), options)])
+            return CollectiveWork([_issue(reduce_scatter_single, group, outs[0], ins[0], options)])
+        lists = list(outs), list(ins)
+        return CollectiveWork([_issue(reduce_scatter_coalesced, group, *lists, options)])
 
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
@@ -147,7 +201,7 @@ def _exchange_and_sum(out: torch.Tensor, inp: torch.Tensor, group: Group, *, ave
     options.asyncOp = False
     received = torch.empty_like(inp)
     # As bytes: not every backend knows every dtype.
-    work = all_to_all_single(group, _bytes(received), _bytes(inp), [], [], options)
+    work = _issue(all_to_all_single, group, _bytes(received), _bytes(inp), [], [], options)
     CollectiveWork([work]).wait()
     torch.sum(received.view(group.size(), -1), 0, dtype=out.dtype, out=out)
     if average:
@@ -160,8 +214,7 @@ class PythonCollectives(Collectives):
     averages = False
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
-        pairs = zip(outs, ins, strict=True)
-        works = (all_gather_single(group, out, inp, AllgatherOptions()) for out, inp in pairs)
+        works = _issue_each(all_gather_single, group, outs, ins, AllgatherOptions())
         return CollectiveWork(works, buffers=[*outs, *ins])
 
     def reduce_scatter(
@@ -169,8 +222,7 @@ class PythonCollectives(Collectives):
     ) -> CollectiveWork:
         if outs[0].dtype != ins[0].dtype:
             return super().reduce_scatter(outs, ins, group, average=average)
-        pairs, options = zip(outs, ins, strict=True), dist.ReduceScatterOptions()
-        works = (reduce_scatter_single(group, out, inp, options) for out, inp in pairs)
+        works = _issue_each(reduce_scatter_single, group, outs, ins, dist.ReduceScatterOptions())
         return CollectiveWork(works, buffers=[*outs, *ins])
 
 
@@ -185,16 +237,15 @@ class GlooCollectives(Collectives):
     averages = False
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
-        pairs = zip(outs, ins, strict=True)
-        works = (all_gather_single(group, _bytes(out), _bytes(inp)) for out, inp in pairs)
+        works = _issue_each(all_gather_single, group, map(_bytes, outs), map(_bytes, ins))
         return CollectiveWork(works, [*outs, *ins], wait=watcher.wait_for)
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
     ) -> CollectiveWork:
         received = [torch.empty_like(inp) for inp in ins]
-        pairs, size = zip(received, ins, strict=True), group.size()
-        works = (all_to_all_single(group, _bytes(got), _bytes(inp), [], []) for got, inp in pairs)
+        sent, size = (map(_bytes, received), map(_bytes, ins)), group.size()
+        works = _issue_each(all_to_all_single, group, *sent, [], [])
 
         def sum_received() -> None:
             for out, got in zip(outs, received, strict=True):
@@ -210,7 +261,7 @@ class ShmCollectives(GlooCollectives):
         link = shm.link_of(group)
         if link is None:
             return super().all_gather(outs, ins, group)
-        return CollectiveWork([shm.HostWork(link, outs, ins, is_sum=False)])
+        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), False)])
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
@@ -218,7 +269,7 @@ class ShmCollectives(GlooCollectives):
         link = shm.link_of(group)
         if link is None:
             return super().reduce_scatter(outs, ins, group, average=average)
-        return CollectiveWork([shm.HostWork(link, outs, ins, is_sum=True)])
+        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), True)])
 
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
@@ -299,17 +350,20 @@ def all_reduce(tensor: torch.Tensor, group: Group, *, average: bool) -> None:
     if is_on_host and not average and shm.link_of(group) is not None:
         _all_reduce_on_host(tensor.detach().view(-1), group)
         return
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
-    options.asyncOp = False
-    work = group.allreduce([tensor], options)
-    CollectiveWork([work], wait=wait_of(group, tensor.device)).wait()
+    all_reduce_any(tensor, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group)
 
 
 def all_reduce_any(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> None:
-    """Reduce a small tensor in place by any operation."""
-    work = dist.all_reduce(tensor, op, group, async_op=True)
+    """Reduce a tensor in place by any operation; waits for it."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(op)
+    options.asyncOp = False
+    work = _issue(_all_reduce, group, [tensor], [], options)
     CollectiveWork([work], wait=wait_of(group, tensor.device)).wait()
+
+
+def _all_reduce(group: Group, outs: list[torch.Tensor], ins: Tensors, options: Any) -> Any:
+    return group.allreduce(outs, options)
 
 
 def _all_reduce_on_host(flat: torch.Tensor, group: Group) -> None:

@@ -411,7 +411,7 @@ class HostWork:
 
     _is_over = True  # until it has a number
 
-    def __init__(self, link: Link, outs: Tensors, ins: Tensors, *, is_sum: bool) -> None:
+    def __init__(self, link: Link, outs: Tensors, ins: Tensors, is_sum: bool) -> None:
         self._link = link
         self._outs = list(outs)
         self._ins = list(ins)

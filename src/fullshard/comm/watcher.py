@@ -339,6 +339,8 @@ def _described(error: BaseException) -> str:
 
 _current: Watcher | None = None
 _num_started = 0
+# Asked about an error of forward before anything is freed; whether nobody need know of it.
+on_failure: Callable[[BaseException], bool] | None = None
 
 
 def _count() -> int:
@@ -394,6 +396,8 @@ def leave() -> None:
 
 def note_failure(text: str, error: BaseException | None = None) -> None:
     """A step has failed here, and the program may catch that; no text: all ranks went on."""
+    if error is not None and on_failure is not None and on_failure(error):
+        return  # no other rank will wait for this one
     if _current is not None and not isinstance(error, RankFailedError):
         _current.note_failure(text if error is None else f"{text} with {_described(error)}")
 

@@ -86,11 +86,7 @@ SIZES = {size.name: size for size in _ALL}
 
 
 def size_named(name: str) -> Size:
-    """Return the built-in size of this name.
-
-    Raises:
-        UnknownNameError: If there is none; the message suggests the closest name.
-    """
+    """Return the built-in size of this name; raise with the closest name if there is none."""
     if name in SIZES:
         return SIZES[name]
     known = ", ".join(SIZES)

@@ -50,7 +50,9 @@ from fullshard.unit.settings import UnitSettings
 from fullshard.unit.unit import UNSHARDED, Unit
 
 _ATTRIBUTE = "_fullshard_hooks"
+# Of an error: the unit that it comes from, and the memory of full parameters that it has freed.
 _FAILED_UNIT = "_fullshard_unit"
+FULL_BYTES = "_fullshard_full_bytes"
 # A weak dictionary, because a module that is not sharded itself, but whose parameters are, must not
 # get an attribute that keeps the hooks alive or that a copy of the module would share.
 _managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleHooks]]
@@ -801,8 +803,14 @@ class Scheduler:
         for unit in self.units:
             unit.abort()
 
+    def give_up_step(self) -> None:
+        """Abort a step that some ranks have not done, and count anew: places are compared."""
+        self.abort()
+        self._num_forwards = self.comm_ctx.num_collectives = 0
+
     def fail_forward(self, error: BaseException) -> None:
         """The user's code raised: tell the others if they would wait for us, then abort."""
+        setattr(error, FULL_BYTES, sum(unit.full_bytes for unit in self.units))
         watcher.note_failure(f"it left the forward of {getattr(error, _FAILED_UNIT)}", error)
         try:
             if not isinstance(error, DisagreementError):

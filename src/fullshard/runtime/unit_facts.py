@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard._torch import to_local
-from fullshard.runtime.hooks import units_below
+from fullshard.runtime.hooks import FULL_BYTES, units_below
+from fullshard.trace.recording import Clock
 from fullshard.trace.timeline import Timeline, UnitFacts
 from fullshard.unit.unit import Unit
 
@@ -21,18 +22,32 @@ def unit_facts(model: nn.Module) -> list[UnitFacts]:
 
 
 def memory_by_kind(
-    model: nn.Module, optimizer: Optimizer, timeline: Timeline, device: torch.device
+    model: nn.Module, optimizer: Optimizer | None, moment: object, device: torch.device
 ) -> dict[str, int]:
-    """Bytes at the peak of a step; the last ones are the rest, on a CPU of the whole process."""
-    kinds: dict[str, list[Any]] = {"parameters": list(model.parameters())}
-    kinds["gradients"] = [p for p in kinds["parameters"] if p.requires_grad]
-    state = (value for each in optimizer.state.values() for value in each.values())
+    """Bytes at the peak of a timeline, or at an error, or now; the rest of a CPU is the process."""
+    units = units_below(model)
+    params = [param for unit in units for param in unit.params]
+    held = {*model.parameters()} - {param.full for param in params}  # full while in use
+    kinds: dict[str, list[Any]] = {"parameters": list(held | {p.param for p in params})}
+    kinds["gradients"] = [p.grad for p in kinds["parameters"] if p.grad is not None]
+    freed_bytes = getattr(moment, FULL_BYTES, 0)
+    full_bytes = freed_bytes + sum(unit.full_bytes for unit in units)
+    allocated_bytes = freed_bytes + Clock(device).allocated_bytes()
+    if isinstance(moment, Timeline):
+        kinds["gradients"] = [p for p in kinds["parameters"] if p.requires_grad]
+        full_bytes = max(each.full_bytes for each in moment.memory)
+        allocated_bytes = max(each.allocated_bytes for each in moment.memory)
+    states = () if optimizer is None else optimizer.state.values()
+    state = (value for each in states for value in each.values())
     kinds["optimizer"] = [value for value in state if isinstance(value, torch.Tensor)]
     found = {k: sum(to_local(t).nbytes for t in v if t.device == device) for k, v in kinds.items()}
-    found["full parameters"] = max(each.full_bytes for each in timeline.memory)
-    rest = max(each.allocated_bytes for each in timeline.memory) - sum(found.values())
+    found["full parameters"] = full_bytes
     kind = "activations" if device.type != "cpu" else "activations, program and libraries"
-    return {**found, kind: max(0, rest)}
+    found[kind] = max(0, allocated_bytes - sum(found.values()))
+    if not isinstance(moment, Timeline) and device.type != "cpu":
+        reserved_bytes = torch.get_device_module(device).memory_reserved(device)
+        found["fragmentation"] = max(0, reserved_bytes - allocated_bytes)
+    return found
 
 
 def _facts(unit: Unit) -> UnitFacts:

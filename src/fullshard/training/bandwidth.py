@@ -49,11 +49,7 @@ class Speeds:
 def measure_speeds(
     num_gpus: int, *, sizes_mb: tuple[int, ...] = SIZES_MB, timeout_s: float = 120.0
 ) -> Speeds:
-    """Measure with one rank per GPU, or two on the CPU. A single rank has no links.
-
-    Raises:
-        TopologyError: If the ranks do not start, or cannot connect to each other.
-    """
+    """Measure with one rank per GPU, or two on the CPU; raise if ranks cannot connect."""
     device, num_ranks = ("cuda", num_gpus) if num_gpus else ("cpu", 2)
     if num_ranks == 1:
         sizes_mb = ()

@@ -181,6 +181,11 @@ class RunSection:
         "back to the newest checkpoint.",
         choices=("stop", "skip", "rollback"),
     )
+    on_oom: str = _key(
+        "stop",
+        "When a rank runs out of memory: stop, retry the step once, or split micro-batches.",
+        choices=("stop", "retry", "split"),
+    )
     nan_limit: int = _key(3, "How many such steps in a row; none of them is applied.", _COUNT)
     report: bool = _key(True, "Write report.html.")
     trace_step: int = _key(0, "Step that the report shows in detail; 0: an early one.", _NATURAL)
@@ -316,11 +321,7 @@ def value_of(config: TrainConfig, key: Key) -> Value:
 
 
 def validate(config: TrainConfig) -> None:
-    """Raise if no machine could run a configuration.
-
-    Raises:
-        ConfigError: With a message that names the key and the option.
-    """
+    """Raise if no machine could run a configuration; the message names the key and the option."""
     for key in KEYS.values():
         words, is_met = key.rule
         value = value_of(config, key)
@@ -396,6 +397,9 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         expected = f"a multiple of the {run.ranks} ranks per machine"
         found = f"{mesh[0] * mesh[1]} ranks in {sharding.mesh}"
         yield problem("sharding.mesh", expected, found, f"change it or {named('run.ranks')}")
+    if run.capture == "on" and run.on_oom != "stop":
+        found = f"{named('run.on_oom')} {run.on_oom!r}"
+        yield problem("run.capture", "auto or off", found, "choose one of these, or stop")
     if run.trace_step > optimizer.steps:
         expected = f"one of {optimizer.steps} steps"
         yield problem("run.trace_step", expected, str(run.trace_step), "choose one of them")

@@ -34,11 +34,7 @@ _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def config_of(file: Path | None, given: Given) -> TrainConfig:
-    """Return the configuration: options override the file, which overrides the defaults.
-
-    Raises:
-        ConfigError: With the line of the file, or with the option.
-    """
+    """Return the configuration: options override the file, which overrides the defaults."""
     values: dict[tuple[str, str], Value] = {}
     if file is not None:
         for section, found in read_config(file).items():
@@ -54,11 +50,7 @@ def config_of(file: Path | None, given: Given) -> TrainConfig:
 
 
 def read_config(path: Path) -> dict[str, dict[str, Value]]:
-    """Return the sections of a file with their keys, checked.
-
-    Raises:
-        ConfigError: For a syntax error, an unknown name or a wrong type, with its line.
-    """
+    """Return the sections of a file with their keys; raise for what is wrong, with its line."""
     text = _text_of(path)
     return {
         name: _section(path, text, name, values) for name, values in _parsed(path, text).items()

@@ -67,11 +67,7 @@ class FoundCheckpoint:
 
 
 def launch_generation(request: GenerateRequest) -> str:
-    """Return the text that follows the prompt.
-
-    Raises:
-        FullshardError: For an invalid request, on any rank.
-    """
+    """Return the text that follows the prompt; raise for an invalid request, on any rank."""
     _validate(request)
     find_checkpoint(request.checkpoint)  # fail before ranks are started
     require_devices(best_device(request.device), request.ranks)

@@ -206,6 +206,16 @@ def _remedies(
                 return
 
 
+def suggestions(
+    config: TrainConfig, architecture: Architecture, num_ranks: int, device: torch.device
+) -> str:
+    """Return the smallest changes that reduce the memory of a run, in words."""
+    plan = predict_memory(config, architecture, num_ranks, device)
+    found = _remedies(config, architecture, plan, plan.device_bytes - 1)
+    offers = "".join(f", with {words} {_amount(other)}" for words, other in found)
+    return f"This run was predicted to need {_amount(plan)}{offers}."
+
+
 def _work_key(config: TrainConfig) -> tuple[bool, int]:
     """Return the settings in `_CHANGES` that affect activations."""
     return config.sharding.activation_checkpointing, config.optimizer.batch

@@ -205,10 +205,8 @@ class MetricsLog:
         self._file.write(json.dumps(line) + "\n")  # which has no NaN
         self._file.flush()
         if self._writer is not None:
-            line |= {
-                "tokens_per_s": metrics.tokens_per_s,
-                "memory_GiB": metrics.memory_bytes / 2**30,
-            }
+            gib = metrics.memory_bytes / 2**30
+            line |= {"tokens_per_s": metrics.tokens_per_s, "memory_GiB": gib}
             for name, value in line.items():
                 if isinstance(value, float):
                     self._writer.add_scalar(name, value, metrics.step)

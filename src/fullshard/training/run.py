@@ -280,16 +280,18 @@ def exit_status_after(error: Exception, status: StatusFolder | None) -> int:
         rank, is_told = os.environ.get("RANK", "?"), isinstance(error, RankFailedError)
         found = f"gave up: {error}" if is_told else "lost its connection to another rank"
         print(f"rank {rank}: {found}", file=sys.stderr, flush=True)
-        return 1  # the launcher restarts the ranks
+        # The launcher restarts the ranks, unless one says that this would not help.
+        return int(status is None or status.error is None)
+    is_own = not isinstance(error, OtherRankError)
+    is_expected = isinstance(error, FullshardError | OSError)
+    if status is not None and is_expected and is_own:
+        status.report_error(str(error))
     watcher.report(error)
-    if not isinstance(error, FullshardError | OSError):
+    if not is_expected:
         raise error
     if wants_tracebacks():
         traceback.print_exception(error)
-    is_own = not isinstance(error, OtherRankError)
     if status is not None:
-        if is_own:
-            status.report_error(str(error))
         return 0  # after any other status the launcher would restart the ranks, in vain
     if is_own:
         print(f"fullshard: {error}", file=sys.stderr, flush=True)

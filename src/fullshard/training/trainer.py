@@ -23,6 +23,7 @@ from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
+from fullshard.oom_guard import explained, oom_guard
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.report.record import StepMetrics
 from fullshard.runtime.unit_facts import memory_by_kind, unit_facts
@@ -37,6 +38,7 @@ from fullshard.training.config import TrainConfig
 from fullshard.training.control import StopRequest
 from fullshard.training.display import Display
 from fullshard.training.flops import peak_tflops, step_tflop
+from fullshard.training.memory import suggestions
 from fullshard.training.nonfinite import first_nonfinite
 from fullshard.training.optimizer import learning_rate, make_state
 from fullshard.training.output import MetricsLog, RunFolder
@@ -77,9 +79,8 @@ class Trainer:
         self._parts = parts
         self._folder = folder
         self._environment = environment
-        self._scaler: ShardedGradScaler | None = None
-        if config.sharding.precision == "fp16":
-            self._scaler = ShardedGradScaler(device=world.device.type)
+        is_fp16 = config.sharding.precision == "fp16"
+        self._scaler = ShardedGradScaler(device=world.device.type) if is_fp16 else None
         self.step = 0
         # Inputs and targets of steps that are not read yet. Steps in a row that were not finite,
         # where they began, and checkpoints that were gone back to because of them.
@@ -94,7 +95,8 @@ class Trainer:
         # Others have to be told by the host not to apply a step.
         self._is_fused = bool(parts.optimizer.defaults.get("fused"))
         is_possible = world.device.type == "cuda" and not config.sharding.offload and self._is_fused
-        self._may_capture = is_possible and config.run.capture != "off"
+        self._on_oom, self._num_parts = config.run.on_oom, 1  # of a micro-batch
+        self._may_capture = is_possible and config.run.capture != "off" and self._on_oom == "stop"
         self._captured: CapturedStep[Any, torch.Tensor] | None = None
         if config.run.capture == "on":
             self._captured = capture(self._update)
@@ -115,10 +117,8 @@ class Trainer:
             raise ConfigError(f"--optimizer: {was}, as before, is expected, found {own}; pass it.")
 
     def _extra(self) -> dict[str, Any]:
-        extra: dict[str, Any] = {"batches": self._parts.batches}
-        if self._scaler is not None:
-            extra["scaler"] = self._scaler
-        return extra
+        scaler = {} if self._scaler is None else {"scaler": self._scaler}
+        return {"batches": self._parts.batches, **scaler}
 
     def save(self, *, in_background: bool) -> None:
         """Write a checkpoint of the last step, unless there is one or the step was not finite."""
@@ -152,6 +152,10 @@ class Trainer:
         """Train to the last step; return False if a stop was requested before."""
         num_steps = self._config.optimizer.steps
         traced_step = self._traced_step()
+        self._say = display.say
+        self._parts.model.train()
+        if self._on_oom != "stop":
+            self._rehearse()
         meter = Meter(self._world, self._config, self._parts.architecture)
         pending: deque[PendingStep] = deque()
         is_eval_due = False
@@ -180,8 +184,10 @@ class Trainer:
                     meter.restart()  # a second pass is no part of a step
             return must_stop
 
-        self._parts.model.train()
-        with seam.observed(meter.exposure):
+        parts, world = self._parts, self._world
+        facts = self._config, parts.architecture, world.size, world.device
+        told = explained(parts.model, parts.optimizer, world.device, lambda: suggestions(*facts))
+        with seam.observed(meter.exposure), told:
             while self.step < num_steps:
                 is_traced = self.step + 1 == traced_step
                 is_profiled = self.step + 1 == self._config.run.profile
@@ -258,7 +264,7 @@ class Trainer:
     def _update(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Train on micro-batches of inputs and targets; return the loss and the gradient norm."""
         optimizer, scaler = self._parts.optimizer, self._scaler
-        total = self._backward(tensors)
+        total = (self._backward if self._on_oom == "stop" else self._guarded_backward)(tensors)
         with seam.doing(Activity.OPTIMIZER, "optimizer"):
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -280,11 +286,41 @@ class Trainer:
         number = self._config.optimizer.accumulate
         width = len(tensors) // number
         for first in range(0, len(tensors), width):
-            total_loss, count = self._loss_and_count(*tensors[first : first + width])
-            loss = total_loss / count.clamp(min=1) / number  # none may be trained
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-            total += loss.detach()
+            whole = tensors[first : first + width]
+            count = whole[1].ge(0).sum().clamp(min=1)  # none may be trained
+            for part in zip(*(each.tensor_split(self._num_parts) for each in whole), strict=True):
+                loss = self._loss_and_count(*part)[0] / count / number
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+                total += loss.detach()
         return total
+
+    def _guarded_backward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Compute gradients, again if a rank runs out of memory, and return the loss."""
+        section, model, is_last = self._config.optimizer, self._parts.model, False
+        while True:
+            number = section.accumulate * self._num_parts
+            with oom_guard(model, optimizer=self._parts.optimizer, micro_batches=number) as guard:
+                total = self._backward(tensors)
+            if guard.error is None:
+                return total
+            if self._on_oom == "split":
+                is_last = self._num_parts == section.batch
+                self._num_parts = min(2 * self._num_parts, section.batch)
+            if is_last:
+                is_own = self._world.rank in guard.ranks
+                raise guard.error if is_own else OtherRankError(str(guard.error))
+            is_last, number = True, self._num_parts
+            found = f"step {self.step + 1}: rank {guard.ranks[0]} ran out of memory; it is repeated"
+            self._say(found + f", with micro-batches in {number} parts from now on" * (number > 1))
+
+    def _rehearse(self) -> None:
+        """Do two small steps for nothing, which show the guard what a step has to issue."""
+        device, number = self._world.device, self._config.optimizer.accumulate
+        tensors = self._on_device([torch.zeros(1, 2, dtype=torch.int64)] * 2 * number)
+        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+            for _ in range(2):
+                self._guarded_backward(tensors)
+                self._parts.optimizer.zero_grad()
 
     def _on_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         device = self._world.device
@@ -436,7 +472,6 @@ class Meter:
         self._world = world
         self._step_tflop = step_tflop(config, architecture) if world.is_first else math.nan
         self._peak_tflops = peak_tflops(config, world.device)
-        self._device = world.device
         self._clock = Clock(world.device)
         self.exposure = Exposure(self._clock)
         self._end = self._clock.stamp()
@@ -448,7 +483,7 @@ class Meter:
         self, facts: Mapping[str, Any], both: torch.Tensor, own: Any, *, is_replayed: bool
     ) -> PendingStep:
         """Start reading the loss and the norm, and the times, of a step that has been issued."""
-        if self._device.type != "cpu":
+        if self._world.device.type != "cpu":
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             both = host.copy_(both, non_blocking=True)
         start, self._end = self._end, self._clock.stamp()
@@ -458,7 +493,7 @@ class Meter:
 
     def finish(self, pending: PendingStep) -> tuple[StepMetrics, bool]:
         """Return the metrics of a step over all ranks, and whether any of them must stop."""
-        if self._device.type != "cpu":
+        if self._world.device.type != "cpu":
             pending.end.synchronize()
         step_s = self._clock.between(pending.start, pending.end)
         exposed_s = math.nan
@@ -488,6 +523,7 @@ class Meter:
         self._end = self._clock.stamp()
 
     def _memory(self) -> int:
-        if self._device.type == "cpu":
+        device = self._world.device
+        if device.type == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
+        return int(torch.get_device_module(device).max_memory_allocated(device))

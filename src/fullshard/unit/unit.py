@@ -419,6 +419,12 @@ class Unit:
         before, before_memory = self._references
         return held > before + 1 or held_memory > before_memory
 
+    @property
+    def full_bytes(self) -> int:
+        """The memory of the full parameters, while there are any."""
+        gather = None if self.state is SHARDED else self._all_gather
+        return 0 if gather is None else gather.full_bytes
+
     def reshard(self, subgroup: Axis | None = None) -> None:
         """Register the shards; memory is freed once another all-gather is issued (rule 3)."""
         if self.state is SHARDED or isinstance(self.state, ReshardedToSubgroup):

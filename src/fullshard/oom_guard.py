@@ -1,0 +1,223 @@
+"""All ranks leave out a step in which one of them runs out of memory, and none hangs.
+
+A rank that cannot go on leaves the others in collectives that they cannot leave: on NCCL, not
+without losing their communicators. So it frees what the step held, and issues the collectives that
+are left as in the block before, with zeros. The others complete their step. At the end of the block
+all ranks learn of it, and drop their gradients.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+from fullshard._torch import post_accumulate_grad_hooks
+from fullshard.comm import collectives, watcher
+from fullshard.comm.agreement import Agreement
+from fullshard.comm.collectives import CustomCollectives, Issued, all_reduce
+from fullshard.errors import FullshardError, LifecycleError
+from fullshard.formatting import readable
+from fullshard.runtime.hooks import hooks_below
+from fullshard.runtime.unit_facts import memory_by_kind
+
+_REMEDY = "use smaller batches, recompute activations in backward, or shard over more ranks"
+
+
+class OutOfMemoryError(FullshardError, torch.OutOfMemoryError):
+    """A rank has run out of memory: which one, and what its memory was taken by."""
+
+
+class _History:
+    """The collectives of the last block of a model, and whether the one before had the same."""
+
+    issued: list[Issued]
+    micro_batches = 0
+    is_confirmed = False
+
+    def expected(self, micro_batches: int) -> list[Issued] | None:
+        """What a block of so many micro-batches should issue; None if that is not known."""
+        if micro_batches == self.micro_batches or not self.micro_batches:
+            return self.issued if self.micro_batches else None
+        one = self.issued[: len(self.issued) // self.micro_batches]
+        return one * micro_batches if one * self.micro_batches == self.issued else None
+
+    def add(self, micro_batches: int, issued: list[Issued]) -> None:
+        self.is_confirmed = self.expected(micro_batches) == issued
+        self.issued, self.micro_batches = issued, micro_batches
+
+
+# Weak, because a model may be any module, and copies of it must not share this.
+_histories: weakref.WeakKeyDictionary[nn.Module, _History] = weakref.WeakKeyDictionary()
+
+
+class oom_guard:  # noqa: N801 (used like a function)
+    """Guards a step, forward and backward, against ranks that run out of memory in it.
+
+        with fullshard.oom_guard(model) as guard:
+            model(batch).sum().backward()
+        if guard.ran_out:
+            ...  # the same on all ranks: gradients are dropped, and the step can be repeated
+
+    All ranks must enter the block, which must issue the same collectives each time. The first two
+    blocks of a model show which: who runs out of memory in them raises an `OutOfMemoryError`.
+    `micro_batches` says of how many equal ones a block consists, so that another one may have more.
+
+    After the block `ranks` are those that ran out of memory, and `error` is what to raise if that
+    must not be. It tells the state of an `optimizer`, if one is given, from activations.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, optimizer: Optimizer | None = None, micro_batches: int = 1
+    ) -> None:
+        self.ran_out = False
+        self.ranks: tuple[int, ...] = ()
+        self.error: OutOfMemoryError | None = None
+        self._model = model
+        self._optimizer = optimizer
+        self._micro_batches = micro_batches
+        self._rest: list[Issued] = []
+
+    def __enter__(self) -> oom_guard:
+        self._members = hooks_below(self._model)
+        self._require_usable()
+        self._device = self._members[0].device
+        self._history = _histories.setdefault(self._model, _History())
+        collectives.issued = []
+        watcher.on_failure = self._can_finish
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, frames: object) -> bool:
+        can_finish = error is None or self._can_finish(error)
+        issued, collectives.issued = collectives.issued or [], None
+        watcher.on_failure = None
+        if error is not None and not is_out_of_memory(error):
+            return False
+        memory = {} if error is None else self._memory(error)
+        if not can_finish:
+            more = "The step cannot be left out: it is one of the first two, or took another path."
+            raise _described({dist.get_rank(): memory}, more) from error
+        try:
+            if error is not None:
+                self._finish(error)
+            if self._any(error is not None):
+                self._leave_out(error, memory or self._memory(error))
+            else:
+                self._history.add(self._micro_batches, issued)
+        except dist.DistError as failure:
+            watcher.raise_explained(failure)
+        return error is not None
+
+    def _require_usable(self) -> None:
+        units = [unit for member in self._members for unit in member.units]
+        params = list(self._model.parameters())
+        grads = [param.grad for param in params]
+        grads += [param.accumulated for unit in units for param in unit.params]
+        problems = {
+            "another block around it; leave one out": collectives.issued is not None,
+            f"no unit in {type(self._model).__name__}; shard the model": not units,
+            "gradients from before, which would be dropped as well; guard all micro-batches of a "
+            "step together, and call zero_grad() before": any(each is not None for each in grads),
+            "hooks that use gradients in backward; step the optimizer after it": any(
+                map(post_accumulate_grad_hooks, params)
+            ),
+            "custom collectives or comm hooks; remove them": any(
+                isinstance(comm.current, CustomCollectives)
+                or comm.comm_hook
+                or comm.all_reduce_hook
+                for comm in (unit.comm for unit in units)
+            ),
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL; unset it": get_debug_level() == DebugLevel.DETAIL,
+        }
+        for found in (words for words, is_there in problems.items() if is_there):
+            expected = "a whole step is expected that one rank can finish and all can drop"
+            raise LifecycleError(f"oom_guard: {expected}, found {found}.")
+
+    def _can_finish(self, error: BaseException) -> bool:
+        """Whether this rank can finish the block after an error."""
+        if not is_out_of_memory(error):
+            return False
+        issued, expected = collectives.issued or [], self._history.expected(self._micro_batches)
+        if not self._history.is_confirmed or expected is None:
+            return False
+        self._rest = expected[len(issued) :]
+        return expected[: len(issued)] == issued
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Free what the step holds, and issue the collectives that are left."""
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)  # they hold activations
+            error = error.__cause__ or error.__context__
+        self._abort()
+        for each in self._rest:
+            each.issue_again()
+
+    def _leave_out(self, error: BaseException | None, memory: dict[str, int]) -> None:
+        """Leave nothing of the block, on any rank."""
+        agreement = Agreement(self._members[0].request.mesh_info, self._device)
+        rows = agreement.exchange(int(error is not None), *memory.values())
+        failed = {row[0]: dict(zip(memory, row[2:], strict=True)) for row in rows if row[1]}
+        self.ran_out, self.ranks, self.error = True, tuple(failed), _described(failed)
+        self.error.__cause__ = error
+        self._abort()
+        self._model.zero_grad()
+
+    def _abort(self) -> None:
+        for scheduler in {member.scheduler for member in self._members}:
+            if scheduler is not None:
+                scheduler.give_up_step()
+        gc.collect()
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
+
+    def _any(self, flag: bool) -> bool:
+        """Whether any rank says so; the host waits for it."""
+        info = self._members[0].request.mesh_info
+        said = torch.tensor([flag], dtype=torch.int32, device=self._device)
+        for axis in (info.shard, info.replicate):
+            if axis.group is not None and not axis.is_single:
+                all_reduce(said, axis.group, average=False)
+        return bool(said.item())
+
+    def _memory(self, error: BaseException | None) -> dict[str, int]:
+        return memory_by_kind(self._model, self._optimizer, error, self._device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation has failed, on an accelerator or in torch's allocator of a CPU."""
+    is_told = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    # Not of a subclass: what another rank is said to have failed with may be just that.
+    return is_told or (type(error) is RuntimeError and "can't allocate memory" in str(error))
+
+
+def _described(failed: Mapping[int, Mapping[str, int]], more: str = "") -> OutOfMemoryError:
+    """The error of ranks, with what the memory of the first one was taken by."""
+    (rank, memory), *others = failed.items()
+    taken = ", ".join(f"{kind} {readable(size)}" for kind, size in memory.items() if size)
+    also = f" (also on rank {', '.join(str(each[0]) for each in others)})" if others else ""
+    found = f"memory for a step is expected, found it used up{also}: {taken}"
+    return OutOfMemoryError(f"rank {rank}: {found}; {_REMEDY}. {more}".rstrip())
+
+
+@contextmanager
+def explained(
+    model: nn.Module, optimizer: Optimizer, device: torch.device, more: Callable[[], str]
+) -> Iterator[None]:
+    """Make out-of-memory errors of a block say what the memory was taken by, and more."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        memory = memory_by_kind(model, optimizer, error, device)
+        is_known = isinstance(error, OutOfMemoryError)
+        known = error if is_known else _described({dist.get_rank(): memory})
+        raise OutOfMemoryError(f"{known} {more()}") from error
