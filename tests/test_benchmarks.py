@@ -16,6 +16,7 @@ import bench_host_time
 import bench_memory
 import bench_startup
 import bench_step
+import bench_uneven
 import tables
 from device_traces import busy_in
 from fullshard import fully_shard
@@ -56,6 +57,12 @@ def test_step_time_is_measured_on_ranks(tmp_path):
     (table,) = measured(bench_step, tmp_path, "--ranks", "2", "--steps", "1", *small).tables
     over_gloo = OURS + bench_step.OVER_GLOO
     assert_compares(table, UNSHARDED, bench_step.FLOOR, bench_step.DDP, OURS, over_gloo)
+
+
+def test_uneven_units_are_measured_beside_even_ones(tmp_path):
+    small = ("--ranks", "2", "--widths", "8", "--experts", "2", "--rounds", "1")
+    (table,) = measured(bench_uneven, tmp_path, *small).tables
+    assert [row[-1] == 1 for row in table.rows] == [True, False, False] * 2
 
 
 @pytest.mark.parametrize("mode", ["world1", "narrow", "ranks"])

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +42,7 @@ from fullshard import (
 )
 from fullshard.comm.collectives import CollectiveWork
 from fullshard.layout import CostModel
+from fullshard.runtime.uneven import UnevenScope
 from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather
 from fullshard.unit.context import CommContext
 from fullshard.unit.reduce_scatter import InFlightReduceScatter
@@ -246,6 +248,21 @@ def float32(order: StreamOrder) -> None:
 def messages_of_their_own(order: StreamOrder) -> None:
     with messages_apart():
         train(sharded())
+
+
+@scenario(2)
+def uneven_units_that_other_ranks_ask_for(order: StreamOrder) -> None:
+    summed, num_rounds = UnevenScope._summed, count()
+
+    def asked(scope: UnevenScope, flags: Sequence[bool], *axes: Any) -> list[int]:
+        own = summed(scope, flags, *axes)
+        return [1] * len(own) if next(num_rounds) % 2 else own
+
+    with messages_apart(), patch.object(UnevenScope, "_summed", asked):
+        for after in (True, False):  # with False, units that are in use are asked for
+            model = sharded(reshard_after_forward=after)
+            model.set_uneven()
+            train(model)
 
 
 @scenario(2)

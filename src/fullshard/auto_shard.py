@@ -19,7 +19,7 @@ from fullshard.wrap import Chosen, RepeatedBlocks, choose, has_forward, name_of
 
 __all__ = ["Explanation", "UnitSummary", "auto_shard", "explain"]
 
-_OPTIONS = tuple(ShardOptions.__annotations__)
+_OPTIONS = (*ShardOptions.__annotations__, "uneven")
 
 
 def auto_shard(model: nn.Module, policy: Any = None, **options: Any) -> FSDPModule:
@@ -34,7 +34,7 @@ def auto_shard(model: nn.Module, policy: Any = None, **options: Any) -> FSDPModu
             your own. By default the blocks that the model repeats. Modules without a forward
             belong to the unit around them.
         options: Arguments of `fully_shard`. Options that a `CustomPolicy` has for a module override
-            them.
+            them. With `uneven`, classes or names of units, `set_uneven` is called on these.
 
     Returns:
         The model.
@@ -50,7 +50,10 @@ def auto_shard(model: nn.Module, policy: Any = None, **options: Any) -> FSDPModu
     if options.get("mesh") is None:
         options["mesh"] = default_mesh()
     for unit in choice:
-        fully_shard(unit.module, **{**options, **unit.overrides})
+        is_uneven = unit.overrides.pop("uneven", False)
+        sharded = fully_shard(unit.module, **{**options, **unit.overrides})
+        if is_uneven:
+            sharded.set_uneven()
     return cast(FSDPModule, model)
 
 
@@ -130,6 +133,7 @@ def _chosen(model: nn.Module, policy: Any, options: dict[str, Any]) -> list[Chos
             f"model: an nn.Module with a forward is expected, found {type(model).__name__}; pass "
             "the model itself, or the module around a container."
         )
+    uneven = options.pop("uneven", ())
     choice = choose(
         model,
         RepeatedBlocks(model) if policy is None else policy,
@@ -145,6 +149,16 @@ def _chosen(model: nn.Module, policy: Any, options: dict[str, Any]) -> list[Chos
                     f"{subject}: options of fully_shard are expected, found {name!r}; choose from "
                     f"{', '.join(_OPTIONS)}."
                 )
+    for each in uneven:
+        is_class = isinstance(each, type)
+        own = [u for u in choice if (isinstance(u.module, each) if is_class else u.name == each)]
+        if not own:
+            raise ConfigError(
+                f"uneven: classes or names of units are expected, found {each!r}; let the policy "
+                f"choose it, or pass one of {[unit.name for unit in choice]}."
+            )
+        for unit in own:
+            unit.overrides["uneven"] = True
     if len(choice) == 1:
         is_own = policy is None
         reason = "found no repeated blocks" if is_own else f"{name_of(policy)} chose nothing"

@@ -262,6 +262,8 @@ class CapturedStep(Generic[P, R]):
             for unit in scheduler.units:
                 if unit.is_offloaded:
                     return UnsupportedError(f"the parameters of {unit.name} on the host")
+            if any(member.scope is not None for member in scheduler.members):
+                return UnsupportedError("uneven units, which the host learns of in each step")
         entry.inputs = [torch.empty_like(tensor, device="cuda") for tensor in tensors]
         static = iter(entry.inputs)
         given, given_by_name = map_tensors(lambda _: next(static), (list(args), dict(kwargs)))

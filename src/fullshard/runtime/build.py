@@ -321,7 +321,8 @@ def make_scheduler(top: ModuleHooks) -> Scheduler:
     agreement = None
     if mesh_info.num_ranks > 1:
         agreement = Agreement(mesh_info, comm_ctx.device.torch_device)
-        agreement.compare_plans([UnitPlan(unit.name, unit.describe()) for unit in units])
+        held = [(u, ", uneven inside" * hooks.is_scope) for hooks in members for u in hooks.units]
+        agreement.compare_plans([UnitPlan(u.name, u.describe() + uneven) for u, uneven in held])
     repoint_living_optimizers()
     scheduler = Scheduler(members, comm_ctx, agreement)
     for hooks in members:

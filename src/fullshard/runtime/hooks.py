@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -38,10 +39,11 @@ from fullshard.comm import watcher
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.mesh import MeshInfo
 from fullshard.comm.places import Place
-from fullshard.errors import DisagreementError, LifecycleError, MisuseError
+from fullshard.errors import ConfigError, DisagreementError, LifecycleError, MisuseError
 from fullshard.runtime.explained import explain_error, explain_uncaught
 from fullshard.runtime.readers import Readers, readers_of
 from fullshard.runtime.trees import map_tensors
+from fullshard.runtime.uneven import UnevenScope
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.context import CommContext
@@ -89,12 +91,13 @@ class ModuleCall:
     Autograd keeps it alive through the hooks; it holds no tensors. `forward` is the forward that it
     is part of (`Scheduler.finished`), `previous` what finished before it: what backward reaches
     next. It is active in backward (`ModuleHooks.active`) from the first gradient at its outputs
-    until all of its inputs that take a gradient have it.
+    until all of its inputs that take a gradient have it. `is_uneven` says that it ran by agreement.
     """
 
     hooks: ModuleHooks
     forward: list[ModuleHooks]
     opens_forward: bool
+    is_uneven: bool = False
     previous: ModuleHooks | None = None
     num_inputs: int = 0
     _num_pending: int = 0
@@ -126,7 +129,7 @@ class ModuleCall:
             if view is None:
                 is_strided = tensor.layout is torch.strided and not tensor.is_nested
                 view = views[tensor] = tensor.view_as(tensor) if is_strided else tensor
-                view.register_hook(self._input_arrived)
+                view.register_hook(self.input_arrived)
             return view
 
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
@@ -167,7 +170,7 @@ class ModuleCall:
             self._num_pending = self.num_inputs
             self.hooks.pre_backward(self)
 
-    def _input_arrived(self, grad: torch.Tensor) -> None:
+    def input_arrived(self, grad: torch.Tensor) -> None:
         if grad.grad_fn is not None:
             # With create_graph: the weights will be read again to differentiate this gradient.
             grad.grad_fn.register_prehook(self._reached)
@@ -185,7 +188,8 @@ class ModuleHooks:
     calls in backward, `_open` those in forward, `_awaited` those of a list of modules that backward
     has not reached yet (weakly: a graph that is dropped takes its calls with it), `_ran` the
     modules that ran in the current forward. `handles` are those of the forward hooks, in pairs.
-    `readers` says of large units who reads them in backward (rule 15).
+    `readers` says of large units who reads them in backward (rule 15). `is_scope` says that the
+    units inside are uneven: their hooks have as `within` what these have as `scope`.
     """
 
     def __init__(
@@ -206,6 +210,9 @@ class ModuleHooks:
         self.backward_prefetch: Sequence[ModuleHooks] = ()
         self.scheduler: Scheduler | None = None
         self.active: set[ModuleCall] = set()
+        self.is_scope = False
+        self.scope: UnevenScope | None = None
+        self.within: UnevenScope | None = None
         self._make_scheduler = make_scheduler
         self._open: list[ModuleCall] = []
         self._awaited: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
@@ -234,6 +241,16 @@ class ModuleHooks:
         return self.scheduler is not None and self.scheduler.members[0] is self
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether other ranks may run something else now."""
+        return self.within is not None and self.within.is_open
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether ranks agree on which gradients to reduce: some may have none."""
+        return self.scope is not None or self.within is not None
+
+    @property
     def is_unsharded_in_backward(self) -> bool:
         return all(unit.settings.unshard_in_backward for unit in self.units)
 
@@ -255,6 +272,12 @@ class ModuleHooks:
                 setattr(error, _FAILED_UNIT, self.name)
             explain_error(error, hooks_managing)
             del self._open[num_open:]
+            if self.scope is not None:
+                del self.scope.entered[num_open:]
+                if not self.is_computing and not isinstance(error, dist.DistError):
+                    # A recomputation that ends early, or a failure that the program may catch.
+                    with suppress(Exception):
+                        self.scope.finish()
             scheduler = self.scheduler
             if opens_forward and scheduler is not None and scheduler.owner is not None:
                 scheduler.fail_forward(error)
@@ -273,23 +296,29 @@ class ModuleHooks:
         else:
             if opens_forward:
                 scheduler.begin_forward(module)
-            scheduler.start(self)
-        call = ModuleCall(self, scheduler.finished, opens_forward)
+            if not self.is_uneven:
+                scheduler.start(self)
+        call = ModuleCall(self, scheduler.finished, opens_forward, self.is_uneven)
         device = self.device if opens_forward and self.device.type != "cpu" else None
         dtype = self.policy.param_dtype
         if dtype is not None and not self.policy.cast_forward_inputs:
             dtype = dtype if self.is_root and self.request.casts_root_inputs else None
         args, kwargs = call.take_inputs(args, kwargs, device, dtype)
+        if self.scope is not None:
+            args, kwargs = self.scope.enter(call.input_arrived, (args, kwargs))
+            call.num_inputs += torch.is_grad_enabled()  # the end of all that is inside
         scheduler.unshard(self)
         for unit in self.reads:
             unit.wait()
-        if not is_recomputing:
+        if not is_recomputing and not call.is_uneven:  # no collective of this rank's own choice
             scheduler.prefetch_forward(self)
         if torch.is_grad_enabled():
             for unit in self.units:
                 if unit.is_large or not call.num_inputs:
                     unit.listen()
         self._open.append(call)
+        if self.scope is not None:
+            self.scope.is_open = True
         if seam.observers:
             seam.begin(Activity.FORWARD, self.name)
         return args, kwargs
@@ -300,6 +329,10 @@ class ModuleHooks:
         call = self._open.pop()
         if seam.observers:
             seam.end(Activity.FORWARD, self.name)
+        if self.scope is not None:
+            output = self.scope.leave(output)
+            if not self.is_computing:
+                self.scope.finish()
         if torch.is_grad_enabled() and call.hook_outputs(output):
             if len(self.modules) > 1:
                 self._awaited.add(call)
@@ -311,8 +344,9 @@ class ModuleHooks:
             before = finished[: -1 - finished[::-1].index(self)] if self in finished else []
             call.previous = before[-1] if before else None
         else:
-            call.previous = finished[-1] if finished else None
-            finished.append(self)
+            if not call.is_uneven:
+                call.previous = finished[-1] if finished else None
+                finished.append(self)
             self._ran.add(module)
             if len(self._ran) == len(self.modules) and not self._open:
                 self._ran.clear()
@@ -359,6 +393,8 @@ class ModuleHooks:
         """A gradient reached a call's outputs."""
         scheduler = self.ensure_scheduler()
         scheduler.enter_backward()
+        if call.is_uneven and not self.is_uneven:
+            raise _outside_of_scope(self.name)
         self._awaited.discard(call)
         self.active.add(call)
         if self.is_unsharded_in_backward:
@@ -367,6 +403,8 @@ class ModuleHooks:
                 unit.wait()
         if self.request.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             scheduler.prefetch_backward(call)
+        if self.scope is not None:
+            self.scope.is_open = True
         if seam.observers:
             seam.begin(Activity.BACKWARD, self.name)
 
@@ -387,6 +425,8 @@ class ModuleHooks:
     def post_backward(self, call: ModuleCall) -> None:
         """All inputs of a call have their gradients: its weights are not read any more."""
         self._leave([call])
+        if self.scope is not None and not self.active:
+            self.ensure_scheduler().settle_scope(self)
         # Of a list of modules, others that ran in the same forward may be still to come: gathering
         # and reducing once for all of them is what makes them one unit.
         is_list = len(self.modules) > 1
@@ -402,6 +442,7 @@ class ModuleHooks:
         # With no input to wait for, nothing is left to be computed once the gradients are there;
         # but inputs may be out of sight, and then a frozen weight is still read for theirs.
         waits = unit.has_frozen or any(call.num_inputs for call in self.active)
+        waits = waits or self.scope is not None  # units inside may still have work
         if len(self.units) == 1 and not waits:
             calls = list(self.active)
             self._leave(calls)
@@ -443,6 +484,8 @@ class ModuleHooks:
         scheduler = self.ensure_scheduler()
         for unit in self.units:
             is_due = unit.has_full_grads
+            if is_due and self.is_agreed and unit.settings.requires_gradient_sync:
+                raise _outside_of_scope(self.name)
             if is_due:
                 unit.listen()  # an input that takes a gradient got none: do not wait for it again
             elif unit.is_unsharded and unit.settings.reduce_scatter_unused_params:
@@ -528,6 +571,14 @@ class GradientReductionHandle:
         scheduler.settle_backward()
 
 
+def _outside_of_scope(unit: str) -> LifecycleError:
+    return LifecycleError(
+        f"{unit}: a gradient must reach an uneven unit through the outputs of the module that "
+        "set_uneven was called on, found one that came another way; return what the loss needs "
+        "from that module, or call set_uneven on one around it."
+    )
+
+
 # What ranks compare in the first step, before they do it.
 _CHECKED_OPS = (
     "gather in forward",
@@ -549,6 +600,7 @@ class Scheduler:
     and `reduction` is the handle of one that nobody has waited for.
     `_orders` has the order of the last forward of each owner, `_order` what is expected of the
     current one: nothing once it is left. `_unchecked` has the phases that ranks still compare.
+    `_scopes` are the modules inside of which units are uneven.
     """
 
     def __init__(
@@ -570,6 +622,8 @@ class Scheduler:
         self._orders: dict[nn.Module, list[ModuleHooks]] = {}
         self._order: list[ModuleHooks] = []
         self._num_forwards = 0
+        self._scopes: list[tuple[ModuleHooks, UnevenScope]] = []
+        self.follow_scopes()
         watcher.watch(self)
 
     @property
@@ -585,6 +639,29 @@ class Scheduler:
         if self.is_in_backward:
             return "backward"
         return "idle" if self.owner is None else "forward"
+
+    def follow_scopes(self) -> None:
+        """Let units be uneven that are inside of modules which are set so, the outermost ones."""
+        self._scopes.clear()
+        self._orders.clear()
+        for member in self.members:
+            member.scope = member.within = None
+        for member in self.members:
+            if not member.is_scope or member.within is not None:
+                continue
+            inside = [each for each in hooks_below(*member.modules) if each is not member]
+            for each in (member, *inside):
+                if each.lenders or each.within is not None:
+                    found = "tied parameters" if each.lenders else "it inside of two such modules"
+                    raise ConfigError(
+                        f"{each.name}: an uneven unit must have its parameters for itself, found "
+                        f"{found}; leave them to the unit that set_uneven is called on."
+                    )
+            groups = [each.units for each in inside]
+            member.scope = UnevenScope(member.name, groups, member.units)
+            self._scopes.append((member, member.scope))
+            for each in inside:
+                each.within = member.scope
 
     # For the watcher, which asks from its own thread
 
@@ -657,7 +734,12 @@ class Scheduler:
 
     def unshard(self, member: ModuleHooks, units: Sequence[Unit] | None = None) -> None:
         """Issue the all-gathers that a module needs, in forward or in backward."""
-        for unit in member.reads if units is None else units:
+        units = member.reads if units is None else units
+        if member.within is not None and member.within.is_open:
+            if any(unit.state is not UNSHARDED for unit in units):
+                member.within.round(member.units)
+            return
+        for unit in units:
             if unit.state is not UNSHARDED:
                 watcher.check()
                 if self._unchecked:
@@ -674,7 +756,8 @@ class Scheduler:
             expected = self._expected_next()
             others = [] if expected is None else [expected]
         for other in others:
-            self.unshard(other)
+            if other.within is None:
+                self.unshard(other)
 
     def end_forward(self) -> None:
         self.is_in_backward = False  # a backward inside this forward may have failed
@@ -704,25 +787,49 @@ class Scheduler:
         others = call.hooks.backward_prefetch
         if not others and call.previous is not None and call.previous.scheduler is self:
             others = [call.previous]
-        for other in others:
-            if other.is_unsharded_in_backward:
+        for other in () if call.is_uneven else others:
+            if other.is_unsharded_in_backward and other.within is None:
                 self.unshard_for_backward(other)
 
+    def settle_scope(self, member: ModuleHooks) -> None:
+        """Reduce what uneven units have, once no rank needs one of them any more."""
+        scope = member.scope
+        assert scope is not None
+        if scope.is_open:
+            scope.finish()
+        for unit in scope.units_to_reduce():
+            self._reduce_scatter(unit, with_zeros=True)
+        scope.is_open = bool(member._open)  # a backward inside of its forward has ended
+
     def reduce_scatter(self, unit: Unit, member: ModuleHooks) -> None:
-        if self._unchecked and unit.settings.requires_gradient_sync:
-            self._agree("reduce", member)
+        if unit.settings.requires_gradient_sync:
+            if member.is_agreed:
+                return  # when the scope ends
+            if self._unchecked:
+                self._agree("reduce", member)
+        self._reduce_scatter(unit)
+
+    def _reduce_scatter(self, unit: Unit, *, with_zeros: bool = False) -> None:
         try:
-            unit.reduce_scatter()
+            unit.reduce_scatter(with_zeros=with_zeros)
         except dist.DistError as error:
             watcher.raise_explained(error)
 
     def end_backward(self) -> None:
         """Settle what backward left open, and make every gradient visible."""
-        for member in reversed(self.members):
-            member.end_backward()
+        self._end_members()
         if self.is_last_backward and not self.finalizes_manually:
             self.settle_backward()
         self.is_in_backward = False
+
+    def _end_members(self) -> None:
+        """Reduce and reshard what backwards have left open."""
+        for member, scope in self._scopes:
+            if scope.is_open or not scope.is_reduced:
+                self.settle_scope(member)
+            scope.is_reduced = False
+        for member in reversed(self.members):
+            member.end_backward()
 
     def settle_backward(self) -> None:
         """Wait for all reductions; if that fails, the next forward aborts what is left."""
@@ -753,8 +860,7 @@ class Scheduler:
                 f"set_manual_backward_finalization(True), found {found}; set that before forward."
             )
         self.is_in_backward = True  # until it is settled
-        for member in reversed(self.members):
-            member.end_backward()
+        self._end_members()
         if async_op:
             self.reduction = GradientReductionHandle(self)
             return self.reduction
@@ -796,6 +902,8 @@ class Scheduler:
         """
         self.owner = None
         self.is_in_backward = False
+        for _, scope in self._scopes:
+            scope.reset()
         for member in self.members:
             member.reset()
         self.reduction, self._is_unfinalized = None, False
@@ -813,7 +921,8 @@ class Scheduler:
         setattr(error, FULL_BYTES, sum(unit.full_bytes for unit in self.units))
         watcher.note_failure(f"it left the forward of {getattr(error, _FAILED_UNIT)}", error)
         try:
-            if not isinstance(error, DisagreementError):
+            is_uneven = any(scope.is_open for _, scope in self._scopes)  # the watcher will tell
+            if not isinstance(error, DisagreementError) and not is_uneven:
                 self._agree("failure in the user's code", self.root)
         except Exception:
             pass  # the others know now, or cannot be told; this rank raises what happened to it
@@ -886,6 +995,18 @@ class ShardedModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; if it raises, reset the scheduler."""
         return require_hooks(self).guarded(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def set_uneven(self, is_uneven: bool = True) -> None:
+        """Set whether ranks may run different units inside of this module, in any order.
+
+        They are then gathered and reduced by agreement. The module itself must run equally often
+        on all ranks, and all of them must call this.
+        """
+        hooks = require_hooks(self)
+        hooks.require_not_computing("set_uneven")
+        hooks.is_scope = is_uneven
+        if hooks.scheduler is not None:
+            hooks.scheduler.follow_scopes()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise MisuseError(

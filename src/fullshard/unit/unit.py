@@ -402,6 +402,24 @@ class Unit:
         registration.register_fulls()
         self.state = UNSHARDED
 
+    def join_all_gather(self, *, is_wanted: bool) -> None:
+        """Take part in the all-gather, whatever the unit's state is: some rank needs it."""
+        self.wait()
+        if not self.is_unsharded:
+            self.reshard_now()  # memory that was kept would spare this rank the all-gather
+            self.unshard()
+            if not is_wanted:
+                self.reshard_now()
+            return
+        # The same values arrive where they are.
+        self.comm_ctx.all_gathers_follow_compute()
+        with _outside_inference():
+            with self.comm_ctx.device.on(self.comm_ctx.streams.all_gather):
+                in_flight = self._issue_all_gather(SHARDED)
+            assert self._all_gather is not None
+            self._all_gather.finish(in_flight, self.comm_ctx)
+        self.comm_ctx.num_collectives += 1
+
     def _full_references(self) -> tuple[int, int]:
         """How often the full parameter of a large unit, and its memory, are held."""
         full = self.params[0].full if self.is_large else None
@@ -531,7 +549,7 @@ class Unit:
         for lane in self.extension_layout.lanes:
             yield GradLane(self.extension_layout, lane, self._extended, rank, None, is_cut=is_cut)
 
-    def reduce_scatter(self) -> None:
+    def reduce_scatter(self, *, with_zeros: bool = False) -> None:
         """Take the full gradients and start reducing them, or accumulate them without a sync."""
         self._arrived.clear()
         with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT:
@@ -539,6 +557,8 @@ class Unit:
                 self.grads.accumulate(self.params, is_flat=self.flat is not None)
             else:
                 comm, settings, comm_ctx = self.comm, self.settings, self.comm_ctx
+                if with_zeros:  # other ranks may have gradients that this one has not
+                    settings = replace(settings, reduce_scatter_unused_params=True)
                 is_large = self.is_large
                 self.grads.reduce_scatter(self.name, comm, settings, comm_ctx, is_large=is_large)
 
