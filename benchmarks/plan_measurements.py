@@ -4,6 +4,9 @@ Each configuration runs in a world of one rank, or as rank 0 of a simulated worl
 kernels of known size are measured, too: a device profile is made from them.
 
     python benchmarks/plan_measurements.py --json plan_h200.json
+    python benchmarks/plan_measurements.py --sweep --json plan_sweep_h200.json
+
+A sweep measures all settings of one job that plans choose from.
 """
 
 from __future__ import annotations
@@ -52,6 +55,19 @@ CONFIGS: list[dict[str, Any]] = [
     {**LARGE, "world": 64, "sharding": RECOMPUTED},
     {**LARGE, "world": 8, "sharding": {"precision": "bf16-reduce"}},
     {"model": "8b", "sequence": 4096, "batch": 1, "world": 8, "sharding": RECOMPUTED},
+]
+SWEEP: list[dict[str, Any]] = [
+    {
+        "model": "1b",
+        "sequence": 2048,
+        "world": 8,
+        "batch": batch,
+        "accumulate": 8 // batch,
+        "sharding": {"strategy": strategy, "activation_checkpointing": is_recomputed},
+    }
+    for batch in (1, 2, 4, 8)
+    for strategy in ("grad-op", "full")
+    for is_recomputed in (False, True)
 ]
 
 
@@ -203,6 +219,7 @@ def kernel_rates() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--sweep", action="store_true", help="measure all settings of one job")
     options = parser.parse_args()
     free, total = torch.cuda.mem_get_info()
     torch.zeros(1, device=DEVICE)
@@ -214,7 +231,7 @@ def main() -> None:
         "free_at_first": free,
         "runs": [],
     }
-    for config in CONFIGS:
+    for config in SWEEP if options.sweep else CONFIGS:
         try:
             run = measured(config)
         except Exception as error:  # the others are worth their time
@@ -222,10 +239,8 @@ def main() -> None:
         found["runs"].append(run)
         print({key: value for key, value in run.items() if key != "top_kernels_s"}, flush=True)
         options.json.write_text(json.dumps(found, indent=1))
-    try:
+    if not options.sweep:
         found["rates"] = kernel_rates()
-    except Exception as error:
-        found["rates"] = repr(error)
     options.json.write_text(json.dumps(found, indent=1))
 
 
