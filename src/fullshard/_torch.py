@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,7 +33,7 @@ __all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "Fak
 __all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata"]
 __all__ += ["ShardedTensorShard", "StorageInfo", "StridedShard", "TensorMeta", "TensorProperties"]
 __all__ += ["create_fake_group", "default_store", "disable_dynamo", "disable_torch_function"]
-__all__ += ["sequence_nr", "symmetric_memory", "tree_leaves", "tree_map_only"]
+__all__ += ["TorchDispatchMode", "sequence_nr", "symmetric_memory", "tree_leaves", "tree_map_only"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -85,7 +85,7 @@ try:
     from torch._compile import _disable_dynamo as disable_dynamo
 
     # Counts what autograd would save, without memory.
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     # FSDP1's sharded state dicts are made of these; torch has no public form of them.
     from torch.distributed._shard.metadata import ShardMetadata
@@ -104,8 +104,12 @@ try:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-    # The common base class of batch norms.
+    # The common base class of batch norms, and where optimizers ask for devices of fused kernels.
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+    from torch.optim import optimizer as _optimizer
+
+    # A mode sees every operation: for simulations.
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     # torch.utils has no public module for trees of containers.
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -220,6 +224,43 @@ def saves_through_hooks(embedding_node: Any) -> bool:
 
 def storage_references(storage: torch.UntypedStorage) -> int:
     return _use_count_of_data(storage._cdata)
+
+
+# Simulations.
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Whether a class of tensors does operations itself, unlike torch's own and fake ones."""
+    dispatch = kind.__torch_dispatch__  # type: ignore[attr-defined]
+    return dispatch is not torch.Tensor.__torch_dispatch__ and kind is not FakeTensor  # type: ignore[attr-defined]
+
+
+@contextmanager
+def fused_optimizers_on(device_type: str) -> Iterator[None]:
+    """Let optimizers take `fused=True` for parameters on another device."""
+    known = _optimizer._get_fused_kernels_supported_devices
+    _optimizer._get_fused_kernels_supported_devices = lambda: [*known(), device_type]
+    try:
+        yield
+    finally:
+        _optimizer._get_fused_kernels_supported_devices = known
+
+
+def fused_rms_norm(
+    input: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None
+) -> torch.Tensor:
+    """The kernel that `rms_norm` is on accelerators."""
+    normed: torch.Tensor = torch.ops.aten._fused_rms_norm(input, shape, weight, eps)[0]
+    return normed
+
+
+def cpu_attention_backend(*args: Any) -> int:
+    """Which kernel `scaled_dot_product_attention` has on a CPU, for tensors on meta."""
+    on_cpu = [
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype) if isinstance(a, torch.Tensor) else a
+        for a in args
+    ]
+    return int(torch._fused_sdp_choice(*on_cpu[:6], scale=on_cpu[6], enable_gqa=on_cpu[7]))
 
 
 # Autograd.

@@ -1,0 +1,483 @@
+"""A device in numbers: virtual streams and time for every operation that reaches torch's dispatcher.
+
+While a `Simulator` is entered, the engine runs as ever, on tensors on meta. Its streams are
+`VirtualStream`s, whose time is when they will have done what they were given. An operation starts
+when its stream is free and the host has issued it, and takes as long as the profile of the device
+says. The ledger follows the memory of every storage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from fullshard._torch import (
+    TorchDispatchMode,
+    cpu_attention_backend,
+    fused_rms_norm,
+    fused_optimizers_on,
+    has_own_dispatch,
+)
+from fullshard.comm.collectives import Collectives, CollectiveWork
+from fullshard.device import Device, Streams
+from fullshard.plan.device_profile import DeviceProfile
+from fullshard.plan.ledger import Kind, Ledger
+from fullshard.trace.seam import Activity
+from fullshard.trace.timeline import MemorySample, Span, Timeline
+
+_META = torch.device("meta")
+_MATH, _FLASH, _EFFICIENT = 0, 1, 2  # numbers of torch.nn.attention.SDPBackend
+
+
+class VirtualStream:
+    """A queue of work, as the time at which it will be done."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.time_s = 0.0
+
+
+class VirtualEvent:
+    """The time at which a stream will have done what it had been given."""
+
+    def __init__(self, time_s: float, simulator: Simulator) -> None:
+        self.time_s = time_s
+        self._simulator = simulator
+
+    def query(self) -> bool:
+        return self._simulator.host_s >= self.time_s
+
+    def wait(self, stream: VirtualStream) -> None:
+        stream.time_s = max(stream.time_s, self.time_s)
+
+    def synchronize(self) -> None:
+        self._simulator.host_s = max(self._simulator.host_s, self.time_s)
+
+    get_future = None
+
+
+class SimulatedDevice(Device):
+    """What the engine asks for streams; a CPU has none."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        super().__init__(_META)
+        self._simulator = simulator
+        self.has_streams = simulator.profile.device_type != "cpu"  # type: ignore[misc]
+
+    def make_streams(self) -> Streams:
+        return Streams(*map(VirtualStream, ("all-gather", "reduce-scatter", "all-reduce")))
+
+    def current_stream(self) -> VirtualStream:
+        return self._simulator.current
+
+    @contextmanager
+    def on(self, stream: VirtualStream) -> Iterator[None]:
+        simulator = self._simulator
+        before, simulator.current = simulator.current, stream if self.has_streams else simulator.current
+        try:
+            yield
+        finally:
+            simulator.current = before
+
+    def record(self) -> Any:
+        if not self.has_streams:
+            return None
+        return VirtualEvent(self._simulator.now_s, self._simulator)
+
+    def wait(self, event: VirtualEvent | None, stream: VirtualStream | None = None) -> None:
+        if event is not None:
+            event.wait(self._simulator.current if stream is None else stream)
+
+    def synchronize(self, event: VirtualEvent | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+
+class SimulatedCollectives(Collectives):
+    """Collectives that take time and send nothing."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+        self.averages = simulator.device.has_streams
+
+    def all_gather(self, outs: Any, ins: Any, group: Any) -> CollectiveWork:
+        return self._simulator.collective("all-gather", sum(out.nbytes for out in outs), group)
+
+    def reduce_scatter(self, outs: Any, ins: Any, group: Any, *, average: bool) -> CollectiveWork:
+        simulator, num_bytes = self._simulator, sum(inp.nbytes for inp in ins)
+        if outs[0].dtype == ins[0].dtype:
+            return simulator.collective("reduce-scatter", num_bytes, group)
+        for out, inp in zip(outs, ins, strict=True):
+            received = torch.empty_like(inp)
+            simulator.collective("reduce-scatter", inp.nbytes, group).wait()
+            torch.sum(received.view(group.size(), -1), 0, dtype=out.dtype, out=out)
+        return CollectiveWork()
+
+
+class Fabric:
+    """How long collectives take: rings over the links of a host, and over the network of hosts."""
+
+    def __init__(self, profile: DeviceProfile, ranks_per_host: int, network_gbs: float) -> None:
+        self._profile = profile
+        self._ranks_per_host = ranks_per_host
+        self._network_gbs = network_gbs
+        self._shapes: dict[Any, tuple[int, int]] = {}
+
+    def seconds(self, name: str, num_bytes: int, group: Any) -> float:
+        """Of a collective over `num_bytes` in all; an all-reduce moves them twice."""
+        shape = self._shapes.get(group)
+        if shape is None:
+            shape = self._shapes[group] = self.shape(dist.get_process_group_ranks(group))
+        return self.seconds_of(num_bytes * (1 + (name == "all-reduce")), *shape)
+
+    def shape(self, ranks: Sequence[int]) -> tuple[int, int]:
+        """The number of hosts of these ranks, and how many are on each."""
+        by_host = Counter(rank // self._ranks_per_host for rank in ranks)
+        return len(by_host), max(by_host.values())
+
+    def seconds_of(self, num_bytes: int, num_hosts: int, num_local: int) -> float:
+        profile, size = self._profile, num_hosts * num_local
+        if size == 1:
+            return 0.0
+        share = profile.link_efficiency * 1e9
+        inside_s = num_bytes * (size - 1) / size / (profile.link_gbs * share) if num_local > 1 else 0
+        # Every rank of the group on a host has a network adapter of its own.
+        across = num_bytes * (num_hosts - 1) / num_hosts / num_local
+        across_s = across / (self._network_gbs * share) if num_hosts > 1 else 0.0
+        return profile.latency_s + profile.hop_s * (size - 1) + max(inside_s, across_s)
+
+
+class Simulator(TorchDispatchMode):
+    """Time and memory of one rank, while it is entered with `running`.
+
+    `phase` is what the step does: "forward", "backward" or "optimizer". `_units` are the units at
+    work, the innermost last. It is an observer of the engine: what that tells becomes spans.
+    """
+
+    wants_collective_ends = False
+
+    def __init__(self, profile: DeviceProfile, fabric: Fabric) -> None:
+        super().__init__()
+        self.profile = profile
+        self.played = profile.device_type
+        self.host_s = 0.0
+        self.current = self.compute = VirtualStream("compute")
+        self._network = VirtualStream("network")
+        self._copies = VirtualStream("copies")
+        self.device = SimulatedDevice(self)
+        self.collectives = SimulatedCollectives(self)
+        self.ledger = Ledger()
+        self.phase = "forward"
+        self.flops = 0
+        self.sent: Counter[str] = Counter()
+        self.num_collectives: Counter[str] = Counter()
+        self._fabric = fabric
+        self._units: list[str] = []
+        self._issuing: tuple[Activity, str, float] | None = None
+        self._began_s = 0.0
+        self._open: dict[tuple[Activity, str], list[float]] = {}
+        self._spans: list[Span] = []
+        self._full: Counter[str] = Counter()
+        self._samples: list[MemorySample] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(fused_optimizers_on("meta"))
+            stack.enter_context(_FusedKernels(self.played))
+            stack.enter_context(self)
+            yield
+
+    # Time
+
+    @property
+    def now_s(self) -> float:
+        """When something that is issued now would start on the current stream."""
+        return max(self.current.time_s, self.host_s) if self.device.has_streams else self.host_s
+
+    @property
+    def all_done_s(self) -> float:
+        return max(self.compute.time_s, self.host_s, self._network.time_s)
+
+    def run(self, seconds: float, launch_s: float | None = None) -> None:
+        """Do something on the current stream; without streams the host does it."""
+        self.host_s += self.profile.launch_s if launch_s is None else launch_s
+        if self.device.has_streams:
+            self.current.time_s = max(self.current.time_s, self.host_s) + seconds
+        else:
+            self.host_s += seconds
+
+    def collective(self, name: str, num_bytes: int, group: Any) -> CollectiveWork:
+        seconds = self._fabric.seconds(name, num_bytes, group)
+        self.sent[name] += num_bytes * (group.size() - 1) // group.size()
+        self.num_collectives[name] += 1
+        if self.device.has_streams:
+            self.run(seconds)
+            return CollectiveWork()
+        self.host_s += self.profile.launch_s
+        network = self._network
+        network.time_s = max(network.time_s, self.host_s) + seconds
+        if self._issuing is not None:
+            activity, unit, start_s = self._issuing
+            start_s, end_s = start_s - self._began_s, network.time_s - self._began_s
+            self._spans.append(Span(activity, unit, start_s, end_s))
+        done = VirtualEvent(network.time_s, self)
+        return CollectiveWork([done], wait=VirtualEvent.synchronize)
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> None:
+        self.collective("all-reduce", tensor.nbytes, group).wait()
+
+    # What the engine tells
+
+    def begin(self, activity: Activity, unit: str) -> None:
+        if activity in (Activity.FORWARD, Activity.BACKWARD):
+            self._units.append(unit)
+        is_collective = activity in (Activity.GATHER, Activity.REDUCE)
+        if is_collective and not self.device.has_streams:
+            self._issuing = (activity, unit, self.now_s)
+            return
+        self._open.setdefault((activity, unit), []).append(self.now_s - self._began_s)
+        self._sample()
+
+    def end(self, activity: Activity, unit: str) -> None:
+        if activity in (Activity.FORWARD, Activity.BACKWARD) and unit in self._units:
+            del self._units[len(self._units) - 1 - self._units[::-1].index(unit)]
+        if activity in (Activity.GATHER, Activity.REDUCE) and not self.device.has_streams:
+            self._issuing = None
+            return
+        begun = self._open.get((activity, unit))
+        if begun:
+            self._spans.append(Span(activity, unit, begun.pop(0), self.now_s - self._began_s))
+        self._sample()
+
+    def hold(self, unit: str, num_bytes: int) -> None:
+        self._full[unit] = num_bytes
+        self._sample()
+
+    def _sample(self) -> None:
+        at_s = self.compute.time_s if self.device.has_streams else self.host_s
+        held = sum(self._full.values())
+        self._samples.append(MemorySample(at_s - self._began_s, held, self.ledger.num_bytes))
+
+    def begin_step(self) -> None:
+        """Start the clock anew, with everything done."""
+        self._began_s = self.host_s = self.compute.time_s = self.all_done_s
+        self._spans.clear()
+        self._samples.clear()
+        self._open.clear()
+        self.sent.clear()
+        self.num_collectives.clear()
+        self.flops = 0
+        self._note_time()
+        self.ledger.begin_step()
+
+    def end_step(self) -> Timeline:
+        duration_s = self.all_done_s - self._began_s
+        samples = sorted(self._samples, key=lambda sample: sample.at_s)
+        return Timeline(0, duration_s, tuple(self._spans), tuple(samples))
+
+    # Memory
+
+    def address_of(self, storage: torch.UntypedStorage) -> int:
+        block = self.ledger.block_of(storage)
+        return 0 if block is None else block.start
+
+    def resized(self, storage: torch.UntypedStorage, kind: str) -> None:
+        self._note_time()
+        self.ledger.allocated(storage, Kind(kind or Kind.OTHER), "", self.current.name)
+
+    def _note_time(self) -> None:
+        at_s = self.compute.time_s if self.device.has_streams else self.host_s
+        self.ledger.now = (at_s - self._began_s, self.place)
+
+    @property
+    def place(self) -> str:
+        unit = self._units[-1] if self._units else ""
+        if self.phase == "optimizer":
+            return "optimizer"
+        return f"{self.phase} of {unit}" if unit else self.phase if self.phase != "forward" else "loss"
+
+    def _enter(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if self.ledger.knows(storage):
+            return
+        is_on_host = not tensor.is_meta
+        stream = "host" if is_on_host else self.current.name
+        kind = Kind.OTHER
+        if self.current is not self.compute:
+            kind = Kind.STAGING
+        elif self._units:
+            kind = Kind.ACTIVATIONS
+        elif self.phase != "optimizer":
+            kind = Kind.LOSS
+        owner = self._units[-1] if self._units else ""
+        self.ledger.allocated(storage, kind, owner, stream, is_on_host=is_on_host)
+
+    # What torch does
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled under it, and to say so of every operation takes time
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(map(has_own_dispatch, types)):
+            return NotImplemented  # the tensors that it is made of come by here
+        traits = _traits(func)
+        found = None if traits.is_fused_step else func(*args, **kwargs)
+        if traits.is_view:
+            return found
+        if traits.only_allocates:
+            self._note_time()
+            for tensor in _tensors(found):
+                self._enter(tensor)
+            return found
+        inputs, outputs = list(_tensors(args)), list(_tensors(found))
+        inputs += _tensors(tuple(kwargs.values()))
+        if any(not tensor.is_meta for tensor in (*inputs, *outputs)):
+            self._run_with_host(traits, inputs, outputs)
+        else:
+            self._run(traits, args, kwargs, found, inputs, outputs)
+        self._note_time()
+        for tensor in outputs:
+            self._enter(tensor)
+        return found
+
+    def _run(self, traits: _Traits, args: Any, kwargs: Any, found: Any, *tensors: Any) -> None:
+        profile, (inputs, outputs) = self.profile, tensors
+        num_bytes = sum(map(_bytes_of, inputs)) + sum(map(_bytes_of, outputs))
+        if traits.is_fused_step:
+            num_bytes += sum(map(_bytes_of, inputs)) * 3 // 4  # three of four are written, too
+        seconds = num_bytes / (profile.memory_gbs * profile.memory_efficiency * 1e9)
+        if traits.flops is not None:
+            flops = traits.flops(*args, **kwargs, out_val=found)
+            self.flops += flops
+            peak = profile.tflops(inputs[0].itemsize) * 1e12
+            share = profile.matmul_efficiency
+            if traits.is_attention:
+                # Kernels skip what is masked.
+                share = profile.attention_efficiency
+                flops = flops / 2 if _is_causal(traits, args, kwargs) else flops
+            seconds = max(seconds, flops / (peak * share))
+        self.run(max(seconds, profile.kernel_s))
+
+    def _run_with_host(self, traits: _Traits, inputs: Any, outputs: Any) -> None:
+        """Something that touches host memory: a copy either way, or work of the host's."""
+        num_bytes = max((_bytes_of(tensor) for tensor in (*inputs, *outputs)), default=0)
+        if any(tensor.is_meta for tensor in (*inputs, *outputs)) and num_bytes > 1 << 10:
+            self.run(num_bytes / (self.profile.host_gbs * 1e9))
+            self.sent["host copies"] += num_bytes
+        else:
+            self.host_s += sum(map(_bytes_of, inputs)) / (PROFILE_HOST_GBS * 1e9)
+
+
+PROFILE_HOST_GBS = 20.0
+
+
+def _is_causal(traits: _Traits, args: Any, kwargs: Any) -> bool:
+    index = traits.causal_at
+    return bool(index is not None and (args[index] if index < len(args) else kwargs.get("is_causal")))
+
+
+class _Traits:
+    """What an operation costs, by its schema and name."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        name = schema.name.removeprefix("aten::")
+        returned = [each.alias_info for each in schema.returns]
+        is_alias = any(info is not None and not info.is_write for info in returned)
+        self.is_view = is_alias or name in ("set_", "lift_fresh", "_local_scalar_dense")
+        self.only_allocates = name in _ALLOCATE
+        self.is_fused_step = name.startswith("_fused_adam") or name.startswith("_fused_sgd")
+        self.flops: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        self.is_attention = "attention" in name
+        names = [argument.name for argument in schema.arguments]
+        self.causal_at = names.index("is_causal") if "is_causal" in names else None
+
+
+_ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_traits = cache(_Traits)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+class _FusedKernels(TorchFunctionMode):
+    """Makes attention and norms on meta the operations that they are on the device."""
+
+    def __init__(self, played: str) -> None:
+        super().__init__()
+        self._played = played
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(self._played, *args, **kwargs)
+        if func is torch.rms_norm and self._played != "cpu":
+            return fused_rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    played: str,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    is_grouped = query.shape[-3] != key.shape[-3]
+    ops, backend = torch.ops.aten, _MATH
+    if played == "cpu":
+        backend = cpu_attention_backend(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    elif query.dtype.itemsize == 2 and attn_mask is None:
+        backend = _FLASH
+    elif not is_grouped:
+        backend = _EFFICIENT
+    if attn_mask is not None and attn_mask.dtype == torch.bool and backend != _MATH:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -1e9)
+    if backend == _MATH:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if played == "cpu":
+        return ops._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if backend == _FLASH:
+        return ops._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return ops._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
