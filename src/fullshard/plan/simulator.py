@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -188,6 +189,7 @@ class Simulator(TorchDispatchMode):
         self._spans: list[Span] = []
         self._full: Counter[str] = Counter()
         self._samples: list[MemorySample] = []
+        self._known: dict[Any, _Cost] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -335,80 +337,151 @@ class Simulator(TorchDispatchMode):
         if any(map(has_own_dispatch, types)):
             return NotImplemented  # the tensors that it is made of come by here
         traits = _traits(func)
-        found = None if traits.is_fused_step else func(*args, **kwargs)
         if traits.is_view:
-            return found
+            return func(*args, **kwargs)
         if traits.only_allocates:
+            found = func(*args, **kwargs)
             self._note_time()
-            for tensor in _tensors(found):
-                self._enter(tensor)
+            self._enter(found)
             return found
-        inputs, outputs = list(_tensors(args)), list(_tensors(found))
-        inputs += _tensors(tuple(kwargs.values()))
-        if any(not tensor.is_meta for tensor in (*inputs, *outputs)):
-            self._run_with_host(traits, inputs, outputs)
+        # What an operation makes and takes depends on shapes alone, and on meta it takes long.
+        key = (func, _described(args), _described(tuple(kwargs.items())))
+        known = self._known.get(key)
+        if known is None:
+            found = traits.run(func, args, kwargs)
+            known = self._known[key] = self._cost(traits, args, kwargs, found)
         else:
-            self._run(traits, args, kwargs, found, inputs, outputs)
+            found = traits.run(None, args, kwargs) if traits.is_in_place else _made(known.found)
+        self.flops += known.flops
+        if known.copied_bytes:
+            self.sent["host copies"] += known.copied_bytes
+        if known.is_by_host:
+            self.host_s += known.seconds
+        else:
+            self.run(known.seconds)
         self._note_time()
-        for tensor in outputs:
+        for tensor in _tensors(found):
             self._enter(tensor)
         return found
 
-    def _run(self, traits: _Traits, args: Any, kwargs: Any, found: Any, *tensors: Any) -> None:
-        profile, (inputs, outputs) = self.profile, tensors
-        num_bytes = sum(map(_bytes_of, inputs)) + sum(map(_bytes_of, outputs))
+    def _cost(self, traits: _Traits, args: Any, kwargs: Any, found: Any) -> _Cost:
+        """What an operation takes: the time for its bytes or for its FLOPs, whichever is longer."""
+        profile = self.profile
+        inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        tensors = [*inputs, *_tensors(found)]
+        made, num_bytes = _described(found), sum(map(_bytes_of, tensors))
+        if not all(tensor.is_meta for tensor in tensors):
+            largest = max(map(_bytes_of, tensors))
+            if any(tensor.is_meta for tensor in tensors) and largest > _SMALL_BYTES:
+                return _Cost(made, largest / (profile.host_gbs * 1e9), copied_bytes=largest)
+            return _Cost(made, num_bytes / (_HOST_MEMORY_GBS * 1e9), is_by_host=True)
         if traits.is_fused_step:
-            num_bytes += sum(map(_bytes_of, inputs)) * 3 // 4  # three of four are written, too
+            num_bytes += num_bytes * 3 // 4  # three of four are written, too
         seconds = num_bytes / (profile.memory_gbs * profile.memory_efficiency * 1e9)
+        flops = 0
         if traits.flops is not None:
-            flops = traits.flops(*args, **kwargs, out_val=found)
-            self.flops += flops
-            peak = profile.tflops(inputs[0].itemsize) * 1e12
-            share = profile.matmul_efficiency
+            flops = int(traits.flops(*args, **kwargs, out_val=found))
+            peak = profile.tflops(inputs[0].itemsize) * profile.matmul_efficiency
+            done: float = flops
             if traits.is_attention:
                 # Kernels skip what is masked.
-                share = profile.attention_efficiency
-                flops = flops / 2 if _is_causal(traits, args, kwargs) else flops
-            seconds = max(seconds, flops / (peak * share))
-        self.run(max(seconds, profile.kernel_s))
-
-    def _run_with_host(self, traits: _Traits, inputs: Any, outputs: Any) -> None:
-        """Something that touches host memory: a copy either way, or work of the host's."""
-        num_bytes = max((_bytes_of(tensor) for tensor in (*inputs, *outputs)), default=0)
-        if any(tensor.is_meta for tensor in (*inputs, *outputs)) and num_bytes > 1 << 10:
-            self.run(num_bytes / (self.profile.host_gbs * 1e9))
-            self.sent["host copies"] += num_bytes
-        else:
-            self.host_s += sum(map(_bytes_of, inputs)) / (PROFILE_HOST_GBS * 1e9)
+                peak = profile.tflops(inputs[0].itemsize) * profile.attention_efficiency
+                done = flops / 2 if traits.is_causal(args, kwargs) else flops
+            seconds = max(seconds, done / (peak * 1e12))
+        return _Cost(made, max(seconds, profile.kernel_s), flops)
 
 
-PROFILE_HOST_GBS = 20.0
+# Below this a copy is a number that travels with a kernel.
+_SMALL_BYTES = 1 << 10
+_HOST_MEMORY_GBS = 20.0
 
 
-def _is_causal(traits: _Traits, args: Any, kwargs: Any) -> bool:
-    index = traits.causal_at
-    return bool(index is not None and (args[index] if index < len(args) else kwargs.get("is_causal")))
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What an operation makes, as `_described` says it, and what it takes."""
+
+    found: Any
+    seconds: float
+    flops: int = 0
+    copied_bytes: int = 0
+    is_by_host: bool = False
 
 
 class _Traits:
-    """What an operation costs, by its schema and name."""
+    """What an operation does, by its schema and name."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         name = schema.name.removeprefix("aten::")
         returned = [each.alias_info for each in schema.returns]
         is_alias = any(info is not None and not info.is_write for info in returned)
-        self.is_view = is_alias or name in ("set_", "lift_fresh", "_local_scalar_dense")
+        self.is_view = is_alias or name in _VIEWS or name.startswith("profiler::")
         self.only_allocates = name in _ALLOCATE
-        self.is_fused_step = name.startswith("_fused_adam") or name.startswith("_fused_sgd")
+        self.is_fused_step = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
         self.flops: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
         self.is_attention = "attention" in name
         names = [argument.name for argument in schema.arguments]
-        self.causal_at = names.index("is_causal") if "is_causal" in names else None
+        self._causal_at = names.index("is_causal") if "is_causal" in names else None
+        # Where the tensors that are returned were passed, if all of them were.
+        written = {
+            str(argument.alias_info.before_set): (index, argument.name)
+            for index, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        self._returned = [
+            None if info is None else written.get(str(info.before_set)) for info in returned
+        ]
+        self.is_in_place = bool(written) and None not in self._returned
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation returns. One that only writes has nothing to do on meta."""
+        if not self.is_in_place:
+            return func(*args, **kwargs)
+        found = [
+            kwargs[name] if name in kwargs else args[index] for index, name in self._returned
+        ]
+        return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+    def is_causal(self, args: Any, kwargs: Any) -> bool:
+        index = self._causal_at
+        if index is None:
+            return False
+        return bool(args[index] if index < len(args) else kwargs.get("is_causal"))
 
 
 _ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+# Some have no alias in their schemas.
+_VIEWS = (
+    *("set_", "resize_", "lift_fresh", "_local_scalar_dense"),
+    *("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"),
+)
 _traits = cache(_Traits)
+
+
+class _TensorShape(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _described(value: Any) -> Any:
+    """A value with shapes in the place of tensors, to be compared; 1, 1.0 and True differ."""
+    if isinstance(value, torch.Tensor):
+        return _TensorShape(value.shape, value.stride(), value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    return (type(value), value)
+
+
+def _made(described: Any) -> Any:
+    """Tensors without values of the shapes that were described."""
+    if isinstance(described, _TensorShape):
+        shape, stride, dtype, device = described
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    if described and isinstance(described[0], type):
+        return described[1]
+    return tuple(map(_made, described))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

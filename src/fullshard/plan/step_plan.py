@@ -25,8 +25,10 @@ from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.trace.timeline import Timeline
 
-# In the first step optimizers make their state; from the second on, units are prefetched.
-_WARMUP_STEPS = 2
+# In the first step optimizers make their state, and the order of units becomes known.
+_WARMUP_STEPS = 1
+# Optimizers that look at whole matrices.
+_WHOLE = (torch.optim.Muon, torch.optim.LBFGS, torch.optim.Adafactor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +47,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A sharded model, how it makes a loss, and how gradients are applied."""
+    """A sharded model, how it makes a loss, and how gradients are clipped and applied."""
 
     model: nn.Module
     loss: Callable[[], torch.Tensor]
     optimizer: torch.optim.Optimizer
-    clip: Callable[[], object]
+    clip: Callable[[list[torch.Tensor]], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,21 +145,21 @@ def simulate(
     fake = FakeTensorMode(allow_non_fake_inputs=True) if is_offloaded else nullcontext()
     with _world(machine.num_ranks), simulated(simulator), fake, simulator.running():
         job = make()
-        model = job.model
+        model, shards = job.model, _step_locals(job.optimizer)
         model.register_forward_hook(lambda *_: _mark(simulator, _[-1], Kind.LOSS))
         params = [param for unit in units_below(model) for param in unit.params]
         numel = [(param.split.numel, param.is_trainable) for param in params]
         with seam.observed(simulator), _without_collector():
             for _ in range(_WARMUP_STEPS):
-                _step(simulator, job, accumulate)
+                _step(simulator, job, shards, accumulate)
             gc.collect()
             _classify(simulator, job)
             simulator.begin_step()
             before = dict(simulator.ledger.held)
-            _step(simulator, job, accumulate)
+            _step(simulator, job, shards, accumulate)
         timeline = simulator.end_step()
         peak, changes = simulator.ledger.peak, list(simulator.ledger.changes)
-        del job, model, params
+        del job, model, params, shards
         gc.collect()
     context = profile.context_bytes + (profile.comm_bytes if machine.num_ranks > 1 else 0)
     return StepPlan(
@@ -175,7 +177,27 @@ def simulate(
     )
 
 
-def _step(simulator: Simulator, job: Job, accumulate: int) -> None:
+def _step_locals(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Let an elementwise optimizer step the local tensors of DTensors: the same, and much sooner.
+
+    Returns the local parameters, each with its DTensor.
+    """
+    if isinstance(optimizer, _WHOLE):
+        return []
+    pairs = []
+    for group in optimizer.param_groups:
+        params = list(group["params"])
+        group["params"] = [nn.Parameter(to_local(p.detach())) for p in params]
+        pairs += zip(group["params"], params, strict=True)
+    return pairs
+
+
+def _step(
+    simulator: Simulator,
+    job: Job,
+    shards: list[tuple[nn.Parameter, torch.Tensor]],
+    accumulate: int,
+) -> None:
     for _ in range(accumulate):
         simulator.phase = "forward"
         loss = job.loss() / accumulate
@@ -187,7 +209,10 @@ def _step(simulator: Simulator, job: Job, accumulate: int) -> None:
                 _mark(simulator, to_local(param.grad), Kind.GRADIENTS)
     simulator.phase = "optimizer"
     with seam.doing(Activity.OPTIMIZER, "optimizer"):
-        job.clip()
+        for local, param in shards:
+            local.grad = None if param.grad is None else to_local(param.grad)
+            param.grad = None
+        job.clip([local for local, _ in shards] or list(job.model.parameters()))
         job.optimizer.step()
         job.optimizer.zero_grad()
 
