@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # What is imported here for others; what is defined here needs no list.
-__all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "FakeTensorMode"]
+__all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "FakeTensor"]
+__all__ += ["FakeTensorMode"]
 __all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata"]
 __all__ += ["ShardedTensorShard", "StorageInfo", "StridedShard", "TensorMeta", "TensorProperties"]
 __all__ += ["create_fake_group", "default_store", "disable_dynamo", "disable_torch_function"]
@@ -247,10 +248,10 @@ def fused_optimizers_on(device_type: str) -> Iterator[None]:
 
 
 def fused_rms_norm(
-    input: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None
+    input: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> torch.Tensor:
     """The kernel that `rms_norm` is on accelerators."""
-    normed: torch.Tensor = torch.ops.aten._fused_rms_norm(input, shape, weight, eps)[0]
+    normed: torch.Tensor = torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
     return normed
 
 

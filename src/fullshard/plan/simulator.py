@@ -12,16 +12,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from fullshard._torch import (
+    FakeTensor,
+    FakeTensorMode,
     TorchDispatchMode,
     cpu_attention_backend,
     fused_rms_norm,
@@ -166,8 +167,10 @@ class Simulator(TorchDispatchMode):
 
     wants_collective_ends = False
 
-    def __init__(self, profile: DeviceProfile, fabric: Fabric) -> None:
+    def __init__(self, profile: DeviceProfile, fabric: Fabric, *, is_offloaded: bool) -> None:
         super().__init__()
+        # Tensors in host memory are fake ones.
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True) if is_offloaded else None
         self.profile = profile
         self.played = profile.device_type
         self.host_s = 0.0
@@ -195,7 +198,7 @@ class Simulator(TorchDispatchMode):
     def running(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(fused_optimizers_on("meta"))
-            stack.enter_context(_FusedKernels(self.played))
+            stack.enter_context(_fused_kernels(self.played))
             stack.enter_context(self)
             yield
 
@@ -339,8 +342,12 @@ class Simulator(TorchDispatchMode):
         traits = _traits(func)
         if traits.is_view:
             return func(*args, **kwargs)
+        inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        if not any(map(_is_simulated, inputs)):
+            if inputs or not self._is_made_here(traits, args, kwargs):
+                return func(*args, **kwargs)  # numbers of the host's, such as a mesh
         if traits.only_allocates:
-            found = func(*args, **kwargs)
+            found = self._made(_described(self._run(traits, func, args, kwargs)))
             self._note_time()
             self._enter(found)
             return found
@@ -348,10 +355,9 @@ class Simulator(TorchDispatchMode):
         key = (func, _described(args), _described(tuple(kwargs.items())))
         known = self._known.get(key)
         if known is None:
-            found = traits.run(func, args, kwargs)
+            found = self._run(traits, func, args, kwargs)
             known = self._known[key] = self._cost(traits, args, kwargs, found)
-        else:
-            found = traits.run(None, args, kwargs) if traits.is_in_place else _made(known.found)
+        found = traits.written(args, kwargs) if traits.is_in_place else self._made(known.found)
         self.flops += known.flops
         if known.copied_bytes:
             self.sent["host copies"] += known.copied_bytes
@@ -363,6 +369,35 @@ class Simulator(TorchDispatchMode):
         for tensor in _tensors(found):
             self._enter(tensor)
         return found
+
+    def _is_made_here(self, traits: _Traits, args: Any, kwargs: Any) -> bool:
+        """Whether a tensor that is made of nothing is one of the device's or of offloaded memory."""
+        device, dtype = kwargs.get("device"), kwargs.get("dtype") or torch.get_default_dtype()
+        if device is not None and device.type == "meta":
+            return True
+        return self._fake is not None and dtype.is_floating_point
+
+    def _run(self, traits: _Traits, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation returns. One that only writes has nothing to do on meta."""
+        if traits.is_in_place:
+            return traits.written(args, kwargs)
+        if self._fake is None:
+            return func(*args, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        with self._fake:
+            return func(*args, **kwargs)
+
+    def _made(self, described: Any) -> Any:
+        """Tensors without values of the shapes that were described."""
+        if isinstance(described, _TensorShape):
+            shape, stride, dtype, device = described
+            if device.type == "meta" or self._fake is None:
+                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            with self._fake:
+                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        if described and isinstance(described[0], type):
+            return described[1]
+        return tuple(map(self._made, described))
 
     def _cost(self, traits: _Traits, args: Any, kwargs: Any, found: Any) -> _Cost:
         """What an operation takes: the time for its bytes or for its FLOPs, whichever is longer."""
@@ -433,13 +468,10 @@ class _Traits:
         ]
         self.is_in_place = bool(written) and None not in self._returned
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation returns. One that only writes has nothing to do on meta."""
-        if not self.is_in_place:
-            return func(*args, **kwargs)
-        found = [
-            kwargs[name] if name in kwargs else args[index] for index, name in self._returned
-        ]
+    def written(self, args: Any, kwargs: Any) -> Any:
+        """The arguments that an operation in place returns."""
+        places = [place for place in self._returned if place is not None]
+        found = [kwargs[name] if name in kwargs else args[index] for index, name in places]
         return None if not found else found[0] if len(found) == 1 else tuple(found)
 
     def is_causal(self, args: Any, kwargs: Any) -> bool:
@@ -474,16 +506,6 @@ def _described(value: Any) -> Any:
     return (type(value), value)
 
 
-def _made(described: Any) -> Any:
-    """Tensors without values of the shapes that were described."""
-    if isinstance(described, _TensorShape):
-        shape, stride, dtype, device = described
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    if described and isinstance(described[0], type):
-        return described[1]
-    return tuple(map(_made, described))
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -492,30 +514,33 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
+def _is_simulated(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def _bytes_of(tensor: torch.Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-class _FusedKernels(TorchFunctionMode):
-    """Makes attention and norms on meta the operations that they are on the device."""
+@contextmanager
+def _fused_kernels(played: str) -> Iterator[None]:
+    """Make attention and norms on meta the operations that they are on the device.
 
-    def __init__(self, played: str) -> None:
-        super().__init__()
-        self._played = played
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _attention(self._played, *args, **kwargs)
-        if func is torch.rms_norm and self._played != "cpu":
-            return fused_rms_norm(*args, **kwargs)
-        return func(*args, **kwargs)
+    Models find them in `torch.nn.functional`. A mode would not see what backward recomputes.
+    """
+    attention, norm, functional = F.scaled_dot_product_attention, F.rms_norm, vars(F)
+    functional["scaled_dot_product_attention"] = partial(_attention, played, attention)
+    if played != "cpu":
+        functional["rms_norm"] = fused_rms_norm
+    try:
+        yield
+    finally:
+        functional.update(scaled_dot_product_attention=attention, rms_norm=norm)
 
 
 def _attention(
     played: str,
+    plain: Callable[..., Any],
     query: Any,
     key: Any,
     value: Any,
@@ -538,7 +563,7 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool and backend != _MATH:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -1e9)
     if backend == _MATH:
-        return F.scaled_dot_product_attention(
+        return plain(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if played == "cpu":

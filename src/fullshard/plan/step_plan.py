@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard._torch import FakeStore, FakeTensorMode, to_local
+from fullshard._torch import FakeStore, to_local
 from fullshard.device import simulated
 from fullshard.errors import LifecycleError
 from fullshard.formatting import readable
@@ -141,9 +141,8 @@ def simulate(
     """
     profile = machine.profile
     fabric = Fabric(profile, machine.ranks_per_host, machine.network_gbs)
-    simulator = Simulator(profile, fabric)
-    fake = FakeTensorMode(allow_non_fake_inputs=True) if is_offloaded else nullcontext()
-    with _world(machine.num_ranks), simulated(simulator), fake, simulator.running():
+    simulator = Simulator(profile, fabric, is_offloaded=is_offloaded)
+    with _world(machine.num_ranks), simulated(simulator), simulator.running():
         job = make()
         model, shards = job.model, _step_locals(job.optimizer)
         model.register_forward_hook(lambda *_: _mark(simulator, _[-1], Kind.LOSS))
