@@ -450,7 +450,7 @@ class _Traits:
         name = schema.name.removeprefix("aten::")
         returned = [each.alias_info for each in schema.returns]
         is_alias = any(info is not None and not info.is_write for info in returned)
-        self.is_view = is_alias or name in _VIEWS or name.startswith("profiler::")
+        self.is_view = is_alias or name in _VIEWS or name.startswith(("profiler::", "prim::"))
         self.only_allocates = name in _ALLOCATE
         self.is_fused_step = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
         self.flops: Callable[..., int] | None = flop_registry.get(func._overloadpacket)

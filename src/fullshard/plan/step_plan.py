@@ -186,7 +186,7 @@ def _step_locals(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, t
     pairs = []
     for group in optimizer.param_groups:
         params = list(group["params"])
-        group["params"] = [nn.Parameter(to_local(p.detach())) for p in params]
+        group["params"] = [nn.Parameter(to_local(p).detach()) for p in params]
         pairs += zip(group["params"], params, strict=True)
     return pairs
 

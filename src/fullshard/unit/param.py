@@ -192,7 +192,7 @@ class DTensorParam(ShardedParam):
         extension = Extension.of(name, placed.local)
         if extension is not None:
             part = part.clone()
-        if not part.is_meta:
+        if not has_no_memory(part):
             part = part.to(device)  # a DTensor's device is that of the tensor it is made with
         shard = nn.Parameter(as_dtensor(part, placed.shard_spec), original.requires_grad)
         if has_own_grad_dtype(original):
