@@ -247,14 +247,6 @@ def fused_optimizers_on(device_type: str) -> Iterator[None]:
         _optimizer._get_fused_kernels_supported_devices = known
 
 
-def fused_rms_norm(
-    input: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None
-) -> torch.Tensor:
-    """The kernel that `rms_norm` is on accelerators."""
-    normed: torch.Tensor = torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
-    return normed
-
-
 def cpu_attention_backend(*args: Any) -> int:
     """Which kernel `scaled_dot_product_attention` has on a CPU, for tensors on meta."""
     on_cpu = [
