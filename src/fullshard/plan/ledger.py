@@ -25,6 +25,7 @@ class Kind(Enum):
     FULL_GRADIENTS = "full gradients"
     ACTIVATIONS = "activations"
     LOSS = "logits and loss"
+    WORKSPACE = "matmul workspace"
     OTHER = "other"
 
 

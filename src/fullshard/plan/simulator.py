@@ -74,7 +74,6 @@ class SimulatedDevice(Device):
         self._simulator = simulator
         self.has_streams = simulator.profile.device_type != "cpu"  # type: ignore[misc]
 
-    n=0
     def make_streams(self) -> Streams:
         return Streams(*map(VirtualStream, ("all-gather", "reduce-scatter", "all-reduce")))
 
@@ -84,7 +83,6 @@ class SimulatedDevice(Device):
     @contextmanager
     def on(self, stream: VirtualStream) -> Iterator[None]:
         simulator = self._simulator
-        self.n += 1
         before, simulator.current = simulator.current, stream if self.has_streams else simulator.current
         try:
             yield
@@ -94,12 +92,10 @@ class SimulatedDevice(Device):
     def record(self) -> Any:
         if not self.has_streams:
             return None
-        self.n += 1
         return VirtualEvent(self._simulator.now_s, self._simulator)
 
     def wait(self, event: VirtualEvent | None, stream: VirtualStream | None = None) -> None:
         if event is not None:
-            self.n += 1
             event.wait(self._simulator.current if stream is None else stream)
 
     def synchronize(self, event: VirtualEvent | None) -> None:
@@ -169,7 +165,6 @@ class Simulator(TorchDispatchMode):
     """
 
     wants_collective_ends = False
-    no = nv = 0
 
     def __init__(self, profile: DeviceProfile, fabric: Fabric, *, is_offloaded: bool) -> None:
         super().__init__()
@@ -217,10 +212,9 @@ class Simulator(TorchDispatchMode):
     def all_done_s(self) -> float:
         return max(self.compute.time_s, self.host_s, self._network.time_s)
 
-    def run(self, seconds: float, launch_s: float | None = None) -> None:
+    def run(self, seconds: float) -> None:
         """Do something on the current stream; without streams the host does it."""
-        self.no += 1
-        self.host_s += self.profile.launch_s if launch_s is None else launch_s
+        self.host_s += self.profile.launch_s
         if self.device.has_streams:
             self.current.time_s = max(self.current.time_s, self.host_s) + seconds
         else:
@@ -287,13 +281,11 @@ class Simulator(TorchDispatchMode):
         self.sent.clear()
         self.num_collectives.clear()
         self.flops = 0
-        self.no = self.nv = self.device.n = 0
         self._note_time()
         self.ledger.begin_step()
 
     def end_step(self) -> Timeline:
         duration_s = self.all_done_s - self._began_s
-        import builtins; builtins.COUNTS = (self.no, self.nv, self.device.n, sum(self.num_collectives.values()))
         samples = sorted(self._samples, key=lambda sample: sample.at_s)
         return Timeline(0, duration_s, tuple(self._spans), tuple(samples))
 
@@ -348,7 +340,7 @@ class Simulator(TorchDispatchMode):
             return NotImplemented  # the tensors that it is made of come by here
         traits = _traits(func)
         if traits.is_view:
-            self.nv += 1
+            self.host_s += self.profile.view_s
             return func(*args, **kwargs)
         inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         if not any(map(_is_simulated, inputs)):
@@ -431,7 +423,7 @@ class Simulator(TorchDispatchMode):
                 peak = profile.tflops(inputs[0].itemsize) * profile.attention_efficiency
                 done = flops / 2 if traits.is_causal(args, kwargs) else flops
             seconds = max(seconds, done / (peak * 1e12))
-        return _Cost(made, max(seconds, profile.kernel_s), flops)
+        return _Cost(made, profile.kernel_s + seconds, flops)
 
 
 # Below this a copy is a number that travels with a kernel.

@@ -143,7 +143,8 @@ def simulate(
     fabric = Fabric(profile, machine.ranks_per_host, machine.network_gbs)
     simulator = Simulator(profile, fabric, is_offloaded=is_offloaded)
     with _world(machine.num_ranks), simulated(simulator), simulator.running():
-        job = make()
+        job, workspace = make(), torch.empty(profile.workspace_bytes, dtype=torch.uint8, device="meta")
+        _mark(simulator, workspace, Kind.WORKSPACE)
         model, shards = job.model, _step_locals(job.optimizer)
         model.register_forward_hook(lambda *_: _mark(simulator, _[-1], Kind.LOSS))
         params = [param for unit in units_below(model) for param in unit.params]
