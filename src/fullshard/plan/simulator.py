@@ -340,7 +340,7 @@ class Simulator(TorchDispatchMode):
             return NotImplemented  # the tensors that it is made of come by here
         traits = _traits(func)
         if traits.is_view:
-            self.host_s += self.profile.view_s
+            self.host_s += self.profile.view_s if traits.is_aten else 0.0
             return func(*args, **kwargs)
         inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         if not any(map(_is_simulated, inputs)):
@@ -428,7 +428,7 @@ class Simulator(TorchDispatchMode):
 
 # Below this a copy is a number that travels with a kernel.
 _SMALL_BYTES = 1 << 10
-_HOST_MEMORY_GBS = 20.0
+_HOST_MEMORY_GBS = 24.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +451,7 @@ class _Traits:
         returned = [each.alias_info for each in schema.returns]
         is_alias = any(info is not None and not info.is_write for info in returned)
         self.is_view = is_alias or name in _VIEWS or name.startswith(("profiler::", "prim::"))
+        self.is_aten = schema.name.startswith("aten::")
         self.only_allocates = name in _ALLOCATE
         self.is_fused_step = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
         self.flops: Callable[..., int] | None = flop_registry.get(func._overloadpacket)

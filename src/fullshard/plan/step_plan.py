@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -263,7 +264,9 @@ def _world(num_ranks: int) -> Iterator[None]:
             "plan: needs a process without a default process group, found one; plan before "
             "init_process_group, or in another process (fullshard plan)."
         )
+    hook = sys.excepthook  # torch adds the rank to what it prints
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    sys.excepthook = hook
     try:
         yield
     finally:

@@ -24,8 +24,8 @@ def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) 
     mesh_shape(section, machine.num_ranks)
     if section.precision == "auto":
         section = replace(section, precision="float32" if played == "cpu" else "bf16")
-    # Compiled blocks save no more activations than others.
-    section = replace(section, compile=False)
+    # Compiled blocks save no more activations than others; a CPU has its own memory only.
+    section = replace(section, compile=False, offload=section.offload and played != "cpu")
     world = World(0, machine.num_ranks, 0, machine.ranks_per_host, _META)
     shape = (config.optimizer.batch, config.model.sequence)
 
@@ -44,6 +44,5 @@ def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) 
         limit = config.optimizer.clip or torch.inf
         return Job(model, loss, optimizer, lambda params: nn.utils.clip_grad_norm_(params, limit))
 
-    is_offloaded = section.offload and played != "cpu"
     accumulate = config.optimizer.accumulate
-    return simulate(make, machine, accumulate=accumulate, is_offloaded=is_offloaded)
+    return simulate(make, machine, accumulate=accumulate, is_offloaded=section.offload)
