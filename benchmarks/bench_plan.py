@@ -88,7 +88,9 @@ class Step:
 
 def config_of(given: dict[str, Any], model: str, sequence: int, batch: int) -> TrainConfig:
     return TrainConfig(
-        model=ModelSection(name=given.get("model", model), sequence=given.get("sequence", sequence)),
+        model=ModelSection(
+            name=given.get("model", model), sequence=given.get("sequence", sequence)
+        ),
         sharding=ShardingSection(**given.get("sharding", {})),
         optimizer=OptimizerSection(
             batch=given.get("batch", batch), accumulate=given.get("accumulate", 1)
@@ -98,8 +100,12 @@ def config_of(given: dict[str, Any], model: str, sequence: int, batch: int) -> T
 
 def named(given: dict[str, Any]) -> str:
     sharding = {key: value for key, value in given.get("sharding", {}).items() if key != "api"}
-    words = [given.get("sharding", {}).get("api", "fully_shard").replace("fully_shard", "`fully_shard`")]
-    words += [key.replace("_", " ") if value is True else str(value) for key, value in sharding.items()]
+    words = [
+        given.get("sharding", {}).get("api", "fully_shard").replace("fully_shard", "`fully_shard`")
+    ]
+    words += [
+        key.replace("_", " ") if value is True else str(value) for key, value in sharding.items()
+    ]
     words += [f"{key} {given[key]}" for key in ("accumulate", "batch") if key in given]
     return ", ".join(words)
 

@@ -250,7 +250,9 @@ def fused_optimizers_on(device_type: str) -> Iterator[None]:
 def cpu_attention_backend(*args: Any) -> int:
     """Which kernel `scaled_dot_product_attention` has on a CPU, for tensors on meta."""
     on_cpu = [
-        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype) if isinstance(a, torch.Tensor) else a
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype)
+        if isinstance(a, torch.Tensor)
+        else a
         for a in args
     ]
     return int(torch._fused_sdp_choice(*on_cpu[:6], scale=on_cpu[6], enable_gqa=on_cpu[7]))

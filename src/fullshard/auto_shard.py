@@ -13,7 +13,6 @@ from fullshard.comm.mesh import default_mesh
 from fullshard.errors import ConfigError, MisuseError
 from fullshard.fully_shard import FSDPModule, ShardOptions, fully_shard
 from fullshard.plan import readable
-from fullshard.plan.tables import table
 from fullshard.runtime.hooks import hooks_of
 from fullshard.wrap import Chosen, RepeatedBlocks, choose, has_forward, name_of
 

@@ -17,7 +17,7 @@ from fullshard.plan.memory import (
     Work,
     plan_memory,
 )
-from fullshard.plan.step_plan import Job, Machine, StepPlan, simulate
+from fullshard.plan.step_plan import Job, Machine, StepPlan, plan, simulate
 
 __all__ = [
     "DeviceProfile",
@@ -31,6 +31,7 @@ __all__ = [
     "StepPlan",
     "UnitShapes",
     "Work",
+    "plan",
     "plan_memory",
     "profile_named",
     "read_profile",

@@ -150,9 +150,7 @@ class Ledger:
         self.changes.append((self.now[0], block.kind, num_bytes))
         if self.num_bytes > self._peak_bytes:
             self._peak_bytes = self.num_bytes
-            self.peak = Peak(
-                self.num_bytes, *self.now, dict(self.held), dict(self._activations)
-            )
+            self.peak = Peak(self.num_bytes, *self.now, dict(self.held), dict(self._activations))
 
     def set_kind(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         """Say what memory is for that was taken for something else when it was made."""

@@ -15,7 +15,7 @@ import torch
 
 from fullshard.api import ShardingStrategy
 from fullshard.errors import ConfigError
-from fullshard.formatting import readable
+from fullshard.formatting import readable, table
 from fullshard.layout import (
     BucketKind,
     CostModel,
@@ -25,7 +25,6 @@ from fullshard.layout import (
     UnitLayout,
     plan_unit,
 )
-from fullshard.plan.tables import table
 
 # AdamW keeps two numbers beside each parameter.
 _MOMENTS = 2

@@ -83,7 +83,10 @@ class SimulatedDevice(Device):
     @contextmanager
     def on(self, stream: VirtualStream) -> Iterator[None]:
         simulator = self._simulator
-        before, simulator.current = simulator.current, stream if self.has_streams else simulator.current
+        before, simulator.current = (
+            simulator.current,
+            stream if self.has_streams else simulator.current,
+        )
         try:
             yield
         finally:
@@ -150,7 +153,9 @@ class Fabric:
         if size == 1:
             return 0.0
         share = profile.link_efficiency * 1e9
-        inside_s = num_bytes * (size - 1) / size / (profile.link_gbs * share) if num_local > 1 else 0
+        inside_s = (
+            num_bytes * (size - 1) / size / (profile.link_gbs * share) if num_local > 1 else 0
+        )
         # Every rank of the group on a host has a network adapter of its own.
         across = num_bytes * (num_hosts - 1) / num_hosts / num_local
         across_s = across / (self._network_gbs * share) if num_hosts > 1 else 0.0
@@ -308,7 +313,9 @@ class Simulator(TorchDispatchMode):
         unit = self._units[-1] if self._units else ""
         if self.phase == "optimizer":
             return "optimizer"
-        return f"{self.phase} of {unit}" if unit else self.phase if self.phase != "forward" else "loss"
+        return (
+            f"{self.phase} of {unit}" if unit else self.phase if self.phase != "forward" else "loss"
+        )
 
     def _enter(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -533,8 +540,8 @@ def _fused_kernels(played: str) -> Iterator[None]:
     functional["scaled_dot_product_attention"] = partial(_attention, played, attention)
     if played != "cpu":
         # It saves what layer norm saves, and on meta it would be many operations.
-        functional["rms_norm"] = lambda input, normalized_shape, weight=None, eps=None: F.layer_norm(
-            input, normalized_shape, weight, None, eps or 1e-5
+        functional["rms_norm"] = lambda input, normalized_shape, weight=None, eps=None: (
+            F.layer_norm(input, normalized_shape, weight, None, eps or 1e-5)
         )
     try:
         yield

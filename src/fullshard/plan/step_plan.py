@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard._torch import FakeStore, to_local
+from fullshard.auto_shard import auto_shard
 from fullshard.device import simulated
-from fullshard.errors import LifecycleError
-from fullshard.formatting import readable
+from fullshard.errors import ConfigError, LifecycleError
+from fullshard.formatting import readable, table
 from fullshard.plan.device_profile import DeviceProfile
 from fullshard.plan.ledger import Kind, Peak
 from fullshard.plan.simulator import Fabric, Simulator
-from fullshard.plan.tables import table
 from fullshard.runtime.hooks import units_below
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
@@ -125,6 +126,55 @@ def _shown_s(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Sequence[torch.Tensor],
+    machine: Machine,
+    *,
+    shard: Callable[[nn.Module], nn.Module] = auto_shard,
+    loss: Callable[[Any], torch.Tensor] = lambda output: output.float().mean(),
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    accumulate: int = 1,
+    is_offloaded: bool = False,
+) -> StepPlan:
+    """Return the step of a rank that trains a model, simulated on a machine.
+
+        with torch.device("meta"):
+            model, tokens = Model(), torch.empty(1, 8192, dtype=torch.int64)
+        print(plan(model, [tokens], Machine(profile=profile_named("H100"))))
+
+    Args:
+        model: A model on the meta device, of which a copy is sharded, or a function that builds it.
+        batch: The arguments of its forward, on the meta device.
+        machine: The ranks to train on.
+        shard: Shards the model in a world of these ranks, and returns it.
+        loss: Makes a loss of the model's output.
+        optimizer: Makes the optimizer of the parameters; by default AdamW, fused.
+        accumulate: Micro-batches of a step.
+        is_offloaded: Whether `shard` offloads to host memory.
+
+    Raises:
+        ConfigError: If the model is not on the meta device.
+    """
+    make_optimizer = optimizer or (lambda params: torch.optim.AdamW(params, fused=True))
+
+    def make() -> Job:
+        with torch.device("meta"):
+            built = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
+        for name, tensor in [*built.named_parameters(), *built.named_buffers()]:
+            if not tensor.is_meta:
+                raise ConfigError(
+                    f"plan: a model on the meta device is expected, found {name!r} on "
+                    f"{tensor.device}; build it under `with torch.device('meta')`, and values of "
+                    "tensors when it is trained."
+                )
+        sharded = shard(built)
+        made = make_optimizer([param for param in sharded.parameters() if param.requires_grad])
+        return Job(sharded, lambda: loss(sharded(*batch)), made, lambda params: None)
+
+    return simulate(make, machine, accumulate=accumulate, is_offloaded=is_offloaded)
+
+
 def simulate(
     make: Callable[[], Job],
     machine: Machine,
@@ -144,7 +194,10 @@ def simulate(
     fabric = Fabric(profile, machine.ranks_per_host, machine.network_gbs)
     simulator = Simulator(profile, fabric, is_offloaded=is_offloaded)
     with _world(machine.num_ranks), simulated(simulator), simulator.running():
-        job, workspace = make(), torch.empty(profile.workspace_bytes, dtype=torch.uint8, device="meta")
+        job, workspace = (
+            make(),
+            torch.empty(profile.workspace_bytes, dtype=torch.uint8, device="meta"),
+        )
         _mark(simulator, workspace, Kind.WORKSPACE)
         model, shards = job.model, _step_locals(job.optimizer)
         model.register_forward_hook(lambda *_: _mark(simulator, _[-1], Kind.LOSS))
