@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -82,21 +83,20 @@ class _Pool:
 class Ledger:
     """Keeps the books of a device's memory, with the caching allocator's rounding.
 
-    `changes` has (time, kind, bytes) since `begin_step`; `held` is by kind. Host memory is counted
-    apart, in `host_bytes`.
+    `changes` has (time, kind, owner, bytes) since `begin_step`; `now` is the time, and what the step
+    does. `held` is by kind. Host memory is counted apart, in `host_bytes`.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
         self._pools: dict[str, _Pool] = {}
-        self.held: Counter[Kind] = Counter()
+        self.held: Counter[tuple[Kind, str]] = Counter()
         self.num_bytes = 0
         self.host_bytes = self.host_peak_bytes = 0
-        self.now: tuple[float, str] = (0.0, "")
-        self.peak = Peak(0, 0.0, "", {}, {})
-        self._peak_bytes = 0
-        self.changes: list[tuple[float, Kind, int]] = []
-        self._activations: Counter[str] = Counter()
+        self.now: tuple[float, str, str] = (0.0, "", "")
+        self.changes: list[tuple[float, Kind, str, int]] = []
+        self._before: dict[tuple[Kind, str], int] = {}
+        self._peak = (0, 0, self.now)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         return storage_key(storage) in self._blocks
@@ -143,31 +143,53 @@ class Ledger:
             self.host_bytes += num_bytes
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
             return
-        self.held[block.kind] += num_bytes
         self.num_bytes += num_bytes
-        if block.kind is Kind.ACTIVATIONS:
-            self._activations[block.owner] += num_bytes
-        self.changes.append((self.now[0], block.kind, num_bytes))
-        if self.num_bytes > self._peak_bytes:
-            self._peak_bytes = self.num_bytes
-            self.peak = Peak(self.num_bytes, *self.now, dict(self.held), dict(self._activations))
+        self._change(block.kind, block.owner, num_bytes)
+        if self.num_bytes > self._peak[0]:
+            self._peak = (self.num_bytes, len(self.changes), self.now)
+
+    def _change(self, kind: Kind, owner: str, num_bytes: int) -> None:
+        self.held[kind, owner] += num_bytes
+        self.changes.append((self.now[0], kind, owner, num_bytes))
 
     def set_kind(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         """Say what memory is for that was taken for something else when it was made."""
         block = self._blocks.get(storage_key(storage))
         if block is None or block.kind is kind or block.is_on_host:
             return
-        for sign, each in ((-1, block.kind), (1, kind)):
-            self.held[each] += sign * block.num_bytes
-            self.changes.append((self.now[0], each, sign * block.num_bytes))
-        if block.kind is Kind.ACTIVATIONS:
-            self._activations[block.owner] -= block.num_bytes
+        self._change(block.kind, block.owner, -block.num_bytes)
+        self._change(kind, block.owner, block.num_bytes)
         block.kind = kind
 
-    def begin_step(self) -> dict[Kind, int]:
-        """Forget changes and peak; what is held now."""
+    def begin_step(self) -> None:
+        """Forget changes and peak."""
         self.changes.clear()
-        self._peak_bytes = self.num_bytes
-        self.peak = Peak(self.num_bytes, *self.now, dict(self.held), dict(self._activations))
+        self._before = dict(self.held)
+        self._peak = (self.num_bytes, 0, self.now)
         self.host_peak_bytes = self.host_bytes
-        return dict(self.held)
+
+    def peak(self) -> Peak:
+        """The peak since `begin_step`."""
+        num_bytes, num_changes, (at_s, phase, unit) = self._peak
+        held = Counter(self._before)
+        for _, kind, owner, change in self.changes[:num_changes]:
+            held[kind, owner] += change
+        kinds: Counter[Kind] = Counter()
+        for (kind, _), size in held.items():
+            kinds[kind] += size
+        saved = {o: size for (k, o), size in held.items() if k is Kind.ACTIVATIONS and size}
+        where = f"{phase} of {unit}" if unit else phase
+        return Peak(num_bytes, at_s, where, dict(kinds), saved)
+
+    def over_time(self) -> Iterator[tuple[float, dict[Kind, int]]]:
+        """What is held by kind, after each moment at which it changes."""
+        held = dict.fromkeys(Kind, 0)
+        for (kind, _), size in self._before.items():
+            held[kind] += size
+        at_s = 0.0
+        for time_s, kind, _, num_bytes in self.changes:
+            if time_s > at_s:
+                yield at_s, dict(held)
+                at_s = time_s
+            held[kind] += num_bytes
+        yield at_s, held

@@ -306,16 +306,8 @@ class Simulator(TorchDispatchMode):
 
     def _note_time(self) -> None:
         at_s = self.compute.time_s if self.device.has_streams else self.host_s
-        self.ledger.now = (at_s - self._began_s, self.place)
-
-    @property
-    def place(self) -> str:
-        unit = self._units[-1] if self._units else ""
-        if self.phase == "optimizer":
-            return "optimizer"
-        return (
-            f"{self.phase} of {unit}" if unit else self.phase if self.phase != "forward" else "loss"
-        )
+        unit = self._units[-1] if self._units and self.phase != "optimizer" else ""
+        self.ledger.now = (at_s - self._began_s, self.phase, unit)
 
     def _enter(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -209,19 +209,16 @@ def simulate(
             gc.collect()
             _classify(simulator, job)
             simulator.begin_step()
-            before = dict(simulator.ledger.held)
             _step(simulator, job, shards, accumulate)
         timeline = simulator.end_step()
-        peak, changes = simulator.ledger.peak, list(simulator.ledger.changes)
-        del job, model, params, shards
-        gc.collect()
+        peak, memory = simulator.ledger.peak(), tuple(simulator.ledger.over_time())
     context = profile.context_bytes + (profile.comm_bytes if machine.num_ranks > 1 else 0)
     return StepPlan(
         machine=machine,
         num_parameters=sum(number for number, _ in numel),
         num_trainable=sum(number for number, is_trained in numel if is_trained),
         peak=peak,
-        memory=tuple(_over_time(before, changes)),
+        memory=memory,
         timeline=timeline,
         sent_bytes=dict(simulator.sent),
         num_collectives=dict(simulator.num_collectives),
@@ -293,20 +290,6 @@ def _classify(simulator: Simulator, job: Job) -> None:
                 _mark(simulator, to_local(value), Kind.OPTIMIZER)
     for tensor in job.model.buffers():
         _mark(simulator, tensor, Kind.OTHER)
-
-
-def _over_time(
-    held: dict[Kind, int], changes: list[tuple[float, Kind, int]]
-) -> Iterator[tuple[float, dict[Kind, int]]]:
-    """What is held by kind, after each moment at which it changes."""
-    held = {kind: held.get(kind, 0) for kind in Kind}
-    at_s = 0.0
-    for time_s, kind, num_bytes in changes:
-        if time_s > at_s:
-            yield at_s, dict(held)
-            at_s = time_s
-        held[kind] += num_bytes
-    yield at_s, held
 
 
 @contextmanager

@@ -25,7 +25,11 @@ def profiled(file: Path, device: torch.device, rank: int) -> Iterator[None]:
 
     Collectives last from issue to completion, and overlap what runs meanwhile.
     """
-    with profile(acc_events=True) as profiler, record(device, rank) as recording, record_function(_STEP):
+    with (
+        profile(acc_events=True) as profiler,
+        record(device, rank) as recording,
+        record_function(_STEP),
+    ):
         yield
     file.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(file))

@@ -20,12 +20,15 @@ from fullshard.formatting import readable
 from fullshard.models.architecture import Architecture
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
 from fullshard.models.transformer import BuiltinArchitecture
-from fullshard.plan import Job, Kind, Machine, StepPlan, simulate
+from fullshard.plan import Job, Kind, Machine, StepPlan, profile_named, simulate
+from fullshard.plan.device_profile import known_profile
 from fullshard.training.config import KEYS, TrainConfig, mesh_shape, value_of
+from fullshard.training.launcher import default_ranks
+from fullshard.training.memory import capacity_of
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.sharding import architecture_for, build_sharded_model
-from fullshard.training.world import World
-from fullshard.wrap import RepeatedBlocks
+from fullshard.training.world import World, best_device
+from fullshard.wrap import repeated_blocks
 
 _META = torch.device("meta")
 # Models of so many blocks say what each further block adds.
@@ -106,8 +109,7 @@ class FunctionArchitecture(Architecture):
         return model
 
     def block_classes(self) -> tuple[type[nn.Module], ...]:
-        blocks = RepeatedBlocks(self.build()).blocks
-        return tuple({type(block) for block in blocks})
+        return tuple({type(members[0]) for members in repeated_blocks(self.build())})
 
     def logits(self, model: nn.Module, tokens: torch.Tensor, positions: Any = None) -> torch.Tensor:
         found = model(tokens)
@@ -281,6 +283,21 @@ def _estimated(config: TrainConfig, architecture: Architecture, machine: Machine
     peak = large.device_bytes + further * (large.device_bytes - small.device_bytes)
     step_s = large.step_s + further * (large.step_s - small.step_s)
     return Candidate(config, machine, peak, step_s)
+
+
+def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> TrainConfig:
+    """Return the fastest settings that fit into the memory of this machine's devices."""
+    device_type = best_device(config.run.device)
+    num_ranks = config.run.ranks or default_ranks(device_type)
+    device, profile = torch.device(device_type), profile_named("CPU")
+    if device_type == "cuda":
+        name = torch.cuda.get_device_name()
+        profile = known_profile(name) or replace(profile_named("H100"), name=name)
+    machine = Machine(profile=profile, ranks_per_host=num_ranks)
+    budget = capacity_of(device, num_ranks)
+    best, *_ = choose_settings(config, planned_architecture(config), machine, budget, given)
+    print(f"chosen for {readable(budget)} on each rank: {best.flags or 'the defaults'}", flush=True)
+    return best.config
 
 
 def predicted(plan: StepPlan) -> dict[str, Any]:
