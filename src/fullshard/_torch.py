@@ -123,7 +123,8 @@ _require(torch.UntypedStorage, "_cdata")
 _require(torch._C, "_storage_Use_Count")
 _require(torch._C._distributed_c10d, "_create_work_from_future")
 _require(torch, "_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_chunk_cat")
-_require(torch, "_amp_foreach_non_finite_check_and_unscale_")
+_require(torch, "_amp_foreach_non_finite_check_and_unscale_", "_fused_sdp_choice")
+_require(_optimizer, "_get_fused_kernels_supported_devices")
 _require(GradScaler, "_unscale_grads_")
 _require(dist, "_broadcast_coalesced")
 _require(torch.autograd.Variable, "_execution_engine")
@@ -232,28 +233,30 @@ def storage_references(storage: torch.UntypedStorage) -> int:
 
 def has_own_dispatch(kind: type) -> bool:
     """Whether a class of tensors does operations itself, unlike torch's own and fake ones."""
-    dispatch = kind.__torch_dispatch__  # type: ignore[attr-defined]
-    return dispatch is not torch.Tensor.__torch_dispatch__ and kind is not FakeTensor  # type: ignore[attr-defined]
+    own: Any = torch.Tensor
+    dispatch: Any = kind.__torch_dispatch__  # type: ignore[attr-defined]
+    return dispatch is not own.__torch_dispatch__ and kind is not FakeTensor
 
 
 @contextmanager
 def fused_optimizers_on(device_type: str) -> Iterator[None]:
     """Let optimizers take `fused=True` for parameters on another device."""
-    known = _optimizer._get_fused_kernels_supported_devices
-    _optimizer._get_fused_kernels_supported_devices = lambda: [*known(), device_type]
+    optimizer: Any = _optimizer
+    known = optimizer._get_fused_kernels_supported_devices
+    optimizer._get_fused_kernels_supported_devices = lambda: [*known(), device_type]
     try:
         yield
     finally:
-        _optimizer._get_fused_kernels_supported_devices = known
+        optimizer._get_fused_kernels_supported_devices = known
 
 
 def cpu_attention_backend(*args: Any) -> int:
     """Which kernel `scaled_dot_product_attention` has on a CPU, for tensors on meta."""
-    on_cpu = [
-        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype)
-        if isinstance(a, torch.Tensor)
-        else a
-        for a in args
+    on_cpu: list[Any] = [
+        torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype)
+        if isinstance(arg, torch.Tensor)
+        else arg
+        for arg in args
     ]
     return int(torch._fused_sdp_choice(*on_cpu[:6], scale=on_cpu[6], enable_gqa=on_cpu[7]))
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from fullshard.comm.mesh import default_mesh
 from fullshard.errors import ConfigError, MisuseError
-from fullshard.fully_shard import FSDPModule, ShardOptions, fully_shard
 from fullshard.formatting import readable, table
+from fullshard.fully_shard import FSDPModule, ShardOptions, fully_shard
 from fullshard.runtime.hooks import hooks_of
 from fullshard.wrap import Chosen, RepeatedBlocks, choose, has_forward, name_of
 

@@ -154,9 +154,11 @@ class Simulation(Protocol):
     """A device of type `played` that exists in numbers only; its tensors are on meta."""
 
     played: str
-    device: Device
     collectives: Any
     """A `comm.collectives.Collectives`."""
+
+    @property
+    def device(self) -> Device: ...
 
     def address_of(self, storage: torch.UntypedStorage) -> int: ...
 

@@ -25,12 +25,12 @@ _MOST_OTHERS = 8
 
 
 class _PlanCommand(KeyCommand):
-    keys = [
+    keys = tuple(
         key
         for key in KEYS.values()
         if key.section in ("model", "sharding")
-        or (key.section, key.name) in {("optimizer", n) for n in ("name", "batch", "accumulate")}
-    ]
+        or (key.section == "optimizer" and key.name in ("name", "batch", "accumulate"))
+    )
 
 
 @click.command(cls=_PlanCommand, short_help="Say what a run will need, without a GPU.")

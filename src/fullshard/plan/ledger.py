@@ -83,8 +83,8 @@ class _Pool:
 class Ledger:
     """Keeps the books of a device's memory, with the caching allocator's rounding.
 
-    `changes` has (time, kind, owner, bytes) since `begin_step`; `now` is the time, and what the step
-    does. `held` is by kind. Host memory is counted apart, in `host_bytes`.
+    `changes` has (time, kind, owner, bytes) since `begin_step`; `now` is the time, and what the
+    step does. `held` is by kind and owner. Host memory is counted apart, in `host_bytes`.
     """
 
     def __init__(self) -> None:

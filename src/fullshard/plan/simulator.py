@@ -1,4 +1,4 @@
-"""A device in numbers: virtual streams and time for every operation that reaches torch's dispatcher.
+"""A device in numbers: virtual streams, and time for every operation of torch.
 
 While a `Simulator` is entered, the engine runs as ever, on tensors on meta. Its streams are
 `VirtualStream`s, whose time is when they will have done what they were given. An operation starts
@@ -72,7 +72,7 @@ class SimulatedDevice(Device):
     def __init__(self, simulator: Simulator) -> None:
         super().__init__(_META)
         self._simulator = simulator
-        self.has_streams = simulator.profile.device_type != "cpu"  # type: ignore[misc]
+        self.has_streams = simulator.profile.device_type != "cpu"
 
     def make_streams(self) -> Streams:
         return Streams(*map(VirtualStream, ("all-gather", "reduce-scatter", "all-reduce")))
@@ -172,7 +172,7 @@ class Simulator(TorchDispatchMode):
     wants_collective_ends = False
 
     def __init__(self, profile: DeviceProfile, fabric: Fabric, *, is_offloaded: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # Tensors in host memory are fake ones.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True) if is_offloaded else None
         self.profile = profile
@@ -342,9 +342,8 @@ class Simulator(TorchDispatchMode):
             self.host_s += self.profile.view_s if traits.is_aten else 0.0
             return func(*args, **kwargs)
         inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        if not any(map(_is_simulated, inputs)):
-            if inputs or not self._is_made_here(traits, args, kwargs):
-                return func(*args, **kwargs)  # numbers of the host's, such as a mesh
+        if not (any(map(_is_simulated, inputs)) if inputs else self._is_made_here(kwargs)):
+            return func(*args, **kwargs)  # numbers of the host's, such as a mesh
         if traits.only_allocates:
             found = self._made(_described(self._run(traits, func, args, kwargs)))
             self._note_time()
@@ -369,8 +368,8 @@ class Simulator(TorchDispatchMode):
             self._enter(tensor)
         return found
 
-    def _is_made_here(self, traits: _Traits, args: Any, kwargs: Any) -> bool:
-        """Whether a tensor that is made of nothing is one of the device's or of offloaded memory."""
+    def _is_made_here(self, kwargs: Any) -> bool:
+        """Whether a new tensor is one of the device's, or in memory that is offloaded to."""
         device, dtype = kwargs.get("device"), kwargs.get("dtype") or torch.get_default_dtype()
         if device is not None and device.type == "meta":
             return True

@@ -131,7 +131,7 @@ def plan(
     batch: Sequence[torch.Tensor],
     machine: Machine,
     *,
-    shard: Callable[[nn.Module], nn.Module] = auto_shard,
+    shard: Callable[[nn.Module], Any] = auto_shard,
     loss: Callable[[Any], torch.Tensor] = lambda output: output.float().mean(),
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     accumulate: int = 1,
@@ -235,7 +235,7 @@ def _step_locals(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, t
     """
     if isinstance(optimizer, _WHOLE):
         return []
-    pairs = []
+    pairs: list[tuple[nn.Parameter, torch.Tensor]] = []
     for group in optimizer.param_groups:
         params = list(group["params"])
         group["params"] = [nn.Parameter(to_local(p).detach()) for p in params]
@@ -255,15 +255,15 @@ def _step(
         simulator.phase = "backward"
         loss.backward()
         del loss
-        for param in job.model.parameters():
-            if param.grad is not None:
-                _mark(simulator, to_local(param.grad), Kind.GRADIENTS)
+        for held in job.model.parameters():
+            if held.grad is not None:
+                _mark(simulator, to_local(held.grad), Kind.GRADIENTS)
     simulator.phase = "optimizer"
     with seam.doing(Activity.OPTIMIZER, "optimizer"):
         for local, param in shards:
             local.grad = None if param.grad is None else to_local(param.grad)
             param.grad = None
-        job.clip([local for local, _ in shards] or list(job.model.parameters()))
+        job.clip([local for local, _ in shards] or [*job.model.parameters()])
         job.optimizer.step()
         job.optimizer.zero_grad()
 

@@ -205,8 +205,8 @@ def choose_settings(
         raise ConfigError(
             f"{architecture.name}: settings that need {readable(budget_bytes)} or less on each of "
             f"{machine.num_ranks} ranks are expected, found that the smallest need "
-            f"{readable(others[0].peak_bytes)} ({others[0].flags}); raise the budget, add ranks, or "
-            "shorten --sequence."
+            f"{readable(others[0].peak_bytes)} ({others[0].flags}); raise the "
+            "budget, add ranks, or shorten --sequence."
         )
     best = fitting[0]
     return [
@@ -270,7 +270,7 @@ def _savings(
 
 def _estimated(config: TrainConfig, architecture: Architecture, machine: Machine) -> Candidate:
     """Plan a model of few blocks and of one more; every further block adds as much."""
-    few, more = _FEW_BLOCKS
+    more = _FEW_BLOCKS[-1]
     if not isinstance(architecture, BuiltinArchitecture) or architecture.size.num_blocks <= more:
         plan = plan_run(config, architecture, machine)
         return Candidate(config, machine, plan.device_bytes, plan.step_s)
