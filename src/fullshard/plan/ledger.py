@@ -182,14 +182,18 @@ class Ledger:
         return Peak(num_bytes, at_s, where, dict(kinds), saved)
 
     def over_time(self) -> Iterator[tuple[float, dict[Kind, int]]]:
-        """What is held by kind, after each moment at which it changes."""
+        """What is held by kind at each moment at which it changes; the most, if it does twice."""
         held = dict.fromkeys(Kind, 0)
         for (kind, _), size in self._before.items():
             held[kind] += size
-        at_s = 0.0
+        at_s, total = 0.0, sum(held.values())
+        most, shown = total, dict(held)
         for time_s, kind, _, num_bytes in self.changes:
             if time_s > at_s:
-                yield at_s, dict(held)
-                at_s = time_s
+                yield at_s, shown
+                at_s, most = time_s, -1
             held[kind] += num_bytes
-        yield at_s, held
+            total += num_bytes
+            if total >= most:
+                most, shown = total, dict(held)
+        yield at_s, shown

@@ -8,6 +8,7 @@ says. The ledger follows the memory of every storage.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -169,8 +170,6 @@ class Simulator(TorchDispatchMode):
     work, the innermost last. It is an observer of the engine: what that tells becomes spans.
     """
 
-    wants_collective_ends = False
-
     def __init__(self, profile: DeviceProfile, fabric: Fabric, *, is_offloaded: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # Tensors in host memory are fake ones.
@@ -183,6 +182,8 @@ class Simulator(TorchDispatchMode):
         self._copies = VirtualStream("copies")
         self.device = SimulatedDevice(self)
         self.collectives = SimulatedCollectives(self)
+        # On a CPU their times are known when they are issued.
+        self.wants_collective_ends = self.device.has_streams
         self.ledger = Ledger()
         self.phase = "forward"
         self.flops = 0
@@ -379,10 +380,14 @@ class Simulator(TorchDispatchMode):
         """What an operation returns. One that only writes has nothing to do on meta."""
         if traits.is_in_place:
             return traits.written(args, kwargs)
-        if self._fake is None:
+        device = kwargs.get("device")
+        is_on_host = device is not None and device.type != "meta"
+        tensors = (*_tensors(args), *_tensors(tuple(kwargs.values())))
+        if self._fake is None or not (is_on_host or any(not t.is_meta for t in tensors)):
             return func(*args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        with self._fake:
+        with self._fake, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             return func(*args, **kwargs)
 
     def _made(self, described: Any) -> Any:

@@ -347,12 +347,12 @@ class Unit:
             if seam.observers:
                 seam.begin(Activity.GATHER, self.name)
             in_flight = self._issue_all_gather(state)
+            if seam.observers:
+                assert self._all_gather is not None
+                seam.hold(self.name, self._all_gather.full_bytes)
+                futures = (future for work in in_flight.works for future in work.futures)
+                seam.end_after(futures, Activity.GATHER, self.name)
         self.state = Unsharding(in_flight)
-        if seam.observers:
-            assert self._all_gather is not None
-            seam.hold(self.name, self._all_gather.full_bytes)
-            futures = (future for work in in_flight.works for future in work.futures)
-            seam.end_after(futures, Activity.GATHER, self.name)
         comm_ctx.all_gather_issued(self)
 
     def _issue_all_gather(self, state: State) -> InFlightAllGather:
