@@ -195,8 +195,13 @@ def type_of(device: torch.device) -> str:
     return device.type if _simulation is None else _simulation.played
 
 
-def address_of(storage: torch.UntypedStorage) -> int:
-    return storage.data_ptr() if _simulation is None else _simulation.address_of(storage)
+def address_of(memory: torch.Tensor | torch.UntypedStorage) -> int:
+    """The address of a storage, or of a tensor that begins where its storage does."""
+    if _simulation is None:
+        return memory.data_ptr()
+    return _simulation.address_of(
+        memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
+    )
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:

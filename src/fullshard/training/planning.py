@@ -20,10 +20,12 @@ from fullshard.formatting import readable
 from fullshard.models.architecture import Architecture
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
 from fullshard.models.transformer import BuiltinArchitecture
-from fullshard.plan import Job, Kind, Machine, StepPlan, profile_named, simulate
+from fullshard.plan import DeviceProfile, Job, Machine, StepPlan, profile_named, simulate
 from fullshard.plan.device_profile import known_profile
+from fullshard.training.bandwidth import Speeds
 from fullshard.training.config import KEYS, TrainConfig, mesh_shape, value_of
 from fullshard.training.launcher import default_ranks
+from fullshard.training.machine import MachineFacts
 from fullshard.training.memory import capacity_of
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.sharding import architecture_for, build_sharded_model
@@ -300,10 +302,21 @@ def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> Tr
     return best.config
 
 
-def predicted(plan: StepPlan) -> dict[str, Any]:
-    """What a report shows beside what was measured."""
-    return {
-        "peak_bytes": plan.peak_bytes,
-        "step_s": plan.step_s,
-        "kinds": {kind.value: plan.peak.kinds.get(kind, 0) for kind in Kind},
-    }
+def measured_profile(facts: MachineFacts, speeds: Speeds) -> DeviceProfile:
+    """Return the profile of this machine's devices: measured speeds, the rest as it is known."""
+    profile, name = profile_named("CPU"), facts.processor
+    if facts.gpus:
+        name = facts.gpus[0].name
+        profile = known_profile(name) or profile_named("H100")
+    size = facts.gpus[0].memory_bytes if facts.gpus else facts.memory_bytes // speeds.num_ranks
+    matmul, copy = speeds.matmul / profile.matmul_efficiency, 2 * speeds.copy
+    return replace(
+        profile,
+        name=name,
+        memory_gib=size / (1 << 30),
+        memory_gbs=copy / profile.memory_efficiency,
+        link_gbs=max((each.gather for each in speeds.links), default=profile.link_gbs),
+        link_efficiency=1.0 if speeds.links else profile.link_efficiency,
+        tflops_16=matmul if facts.gpus else profile.tflops_16,
+        tflops_32=profile.tflops_32 if facts.gpus else matmul,
+    )

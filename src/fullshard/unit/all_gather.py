@@ -215,7 +215,7 @@ class UnitAllGather:
         ins: Sequence[torch.Tensor] = views.shards
         if self._is_offloaded:
             staged = torch.empty_like(views.buffer, device=device)
-            start = address_of(staged.untyped_storage())
+            start = address_of(staged)
             comm_ctx.wait_until_unused((start, start + staged.nbytes))
             in_flight.staged.append(staged.copy_(views.buffer, non_blocking=True))
             ins = staged.split([shard.numel() for shard in views.shards])
