@@ -17,7 +17,18 @@ from fullshard.training.sharding import architecture_for
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 330, 60, 40
-COLOURS = ("0072b2", "d55e00", "009e73", "c0609a", "a08f00", "3a9ad9", "6a3fa8", "3d434d", "999999")
+COLOURS = (
+    "0072b2",
+    "d55e00",
+    "009e73",
+    "c0609a",
+    "a08f00",
+    "3a9ad9",
+    "6a3fa8",
+    "3d434d",
+    "999999",
+    "e69f00",
+)
 WORLDS = (8, 64, 512, 4096, 16_384)
 GIB = 1 << 30
 

@@ -31,14 +31,23 @@ from fullshard.plan import (
 from fullshard.plan.device_profile import PROFILES, known_profile
 from fullshard.plan.ledger import Ledger
 from fullshard.plan.simulator import Fabric, Simulator
+from fullshard.report.record import RunRecord
+from fullshard.report.tables import summary
 from fullshard.testing import fake_world
 from fullshard.training.config import (
     ModelSection,
     OptimizerSection,
+    RunSection,
     ShardingSection,
     TrainConfig,
 )
-from fullshard.training.planning import _estimated, choose_settings, plan_run
+from fullshard.training.planning import (
+    _estimated,
+    choose_settings,
+    chosen_for_this_machine,
+    plan_run,
+    predicted,
+)
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -151,8 +160,8 @@ def test_memory_on_a_cpu_is_what_the_engine_holds(tmp_path):
     bench_plan.main([*small, "--json", str(result)])
     (table,) = json.loads(result.read_text())["tables"]
     assert len(table["rows"]) == 7
-    for name, predicted, measured, _ in table["rows"]:
-        assert predicted == pytest.approx(measured, rel=0.03), name
+    for name, planned_mib, measured, _ in table["rows"]:
+        assert planned_mib == pytest.approx(measured, rel=0.03), name
 
 
 @pytest.mark.parametrize("number", [2, 3])
@@ -402,3 +411,23 @@ def test_sizes_and_machines_are_read():
     assert (machine.num_ranks, machine.network_gbs, machine.profile.name) == (32, 50.0, "H200")
     with pytest.raises(FullshardError):
         machine_of("0xH100", 1, "400Gb", None)
+
+
+def test_a_report_shows_what_was_predicted():
+    record = RunRecord(
+        "run", (), (), None, (), {}, {}, predicted={"step_s": 0.5, "peak_bytes": 3 << 30}
+    )
+    notes = {fact.name: fact.note for fact in summary(record)}
+    assert notes["Step time"].endswith("; predicted 500 ms")
+    assert notes["Peak memory"] == "most on any rank; predicted 3.00 GiB"
+
+
+def test_train_chooses_settings_for_this_machine(capsys):
+    given = {("optimizer", "batch"), ("optimizer", "accumulate"), ("sharding", "strategy")}
+    config = replace(config_of(strategy="full"), run=RunSection(device="cpu", ranks=2))
+    chosen = chosen_for_this_machine(config, given)
+    assert chosen == config  # there is enough memory
+    assert "chosen for" in capsys.readouterr().out
+    step = predicted(config, 2)
+    assert step["step_s"] > 0
+    assert step["peak_bytes"] > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import shlex
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.errors import ConfigError, FullshardError
+from fullshard.errors import ConfigError, FullshardError, UnsupportedError
 from fullshard.formatting import readable
 from fullshard.models.architecture import Architecture
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
@@ -46,6 +47,11 @@ def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) 
         section = replace(section, precision="float32" if played == "cpu" else "bf16")
     # Compiled blocks save no more activations than others; a CPU has its own memory only.
     section = replace(section, compile=False, offload=section.offload and played != "cpu")
+    if section.offload and section.api == "wrapper":
+        raise UnsupportedError(
+            "plan: offload is simulated with --api fully_shard, found --api wrapper; plan it with "
+            "fully_shard, which needs the same memory."
+        )
     world = World(0, machine.num_ranks, 0, machine.ranks_per_host, _META)
     shape = (config.optimizer.batch, config.model.sequence)
 
@@ -254,13 +260,13 @@ def _savings(
 ) -> Iterator[dict[Place, Any]]:
     recomputed, offload = ("sharding", "activation_checkpointing"), ("sharding", "offload")
     strategy = ("sharding", "strategy")
-    is_adamw = config.optimizer.name == "adamw"
+    can_offload = config.optimizer.name == "adamw" and config.sharding.api == "fully_shard"
     steps: list[dict[Place, Any]] = [
         {strategy: "grad-op", recomputed: False, offload: False},
         {strategy: "full", recomputed: False, offload: False},
         {strategy: "full", recomputed: True, offload: False},
     ]
-    if machine.profile.device_type != "cpu" and is_adamw:
+    if machine.profile.device_type != "cpu" and can_offload:
         steps.append({strategy: "full", recomputed: True, offload: True})
     seen: list[dict[Place, Any]] = []
     for step in steps:
@@ -287,16 +293,32 @@ def _estimated(config: TrainConfig, architecture: Architecture, machine: Machine
     return Candidate(config, machine, peak, step_s)
 
 
+def this_machine(device_type: str, num_ranks: int) -> Machine:
+    """Return the devices that a run on this machine has."""
+    profile = profile_named("CPU")
+    if device_type == "cuda":
+        name = torch.cuda.get_device_name()
+        profile = known_profile(name) or replace(profile_named("H100"), name=name)
+    return Machine(profile=profile, ranks_per_host=num_ranks)
+
+
+def predicted(config: TrainConfig, num_ranks: int) -> dict[str, float]:
+    """Return what the report of a run shows beside what was measured; nothing if that fails."""
+    with suppress(Exception):  # a model may read values, which do not exist
+        architecture = planned_architecture(config)
+        plan = plan_run(
+            config, architecture, this_machine(best_device(config.run.device), num_ranks)
+        )
+        return {"step_s": plan.step_s, "peak_bytes": plan.peak_bytes}
+    return {}
+
+
 def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> TrainConfig:
     """Return the fastest settings that fit into the memory of this machine's devices."""
     device_type = best_device(config.run.device)
     num_ranks = config.run.ranks or default_ranks(device_type)
-    device, profile = torch.device(device_type), profile_named("CPU")
-    if device_type == "cuda":
-        name = torch.cuda.get_device_name()
-        profile = known_profile(name) or replace(profile_named("H100"), name=name)
-    machine = Machine(profile=profile, ranks_per_host=num_ranks)
-    budget = capacity_of(device, num_ranks)
+    machine = this_machine(device_type, num_ranks)
+    budget = capacity_of(torch.device(device_type), num_ranks)
     best, *_ = choose_settings(config, planned_architecture(config), machine, budget, given)
     print(f"chosen for {readable(budget)} on each rank: {best.flags or 'the defaults'}", flush=True)
     return best.config
