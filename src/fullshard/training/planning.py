@@ -25,7 +25,6 @@ from fullshard.plan import DeviceProfile, Job, Machine, StepPlan, profile_named,
 from fullshard.plan.device_profile import known_profile
 from fullshard.training.bandwidth import Speeds
 from fullshard.training.config import KEYS, TrainConfig, mesh_shape, value_of
-from fullshard.training.launcher import default_ranks
 from fullshard.training.machine import MachineFacts
 from fullshard.training.memory import capacity_of
 from fullshard.training.optimizer import build_optimizer
@@ -36,6 +35,7 @@ from fullshard.wrap import repeated_blocks
 _META = torch.device("meta")
 # Models of so many blocks say what each further block adds.
 _FEW_BLOCKS = (4, 5)
+_CPU_RANKS = 2  # as the launcher starts
 Place = tuple[str, str]
 
 
@@ -316,7 +316,8 @@ def predicted(config: TrainConfig, num_ranks: int) -> dict[str, float]:
 def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> TrainConfig:
     """Return the fastest settings that fit into the memory of this machine's devices."""
     device_type = best_device(config.run.device)
-    num_ranks = config.run.ranks or default_ranks(device_type)
+    default = torch.cuda.device_count() if device_type == "cuda" else _CPU_RANKS
+    num_ranks = config.run.ranks or default
     machine = this_machine(device_type, num_ranks)
     budget = capacity_of(torch.device(device_type), num_ranks)
     best, *_ = choose_settings(config, planned_architecture(config), machine, budget, given)
