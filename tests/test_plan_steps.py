@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from fullshard.report.formatting import shown_bytes, shown_time
 from fullshard.report.record import RunRecord
 from fullshard.report.tables import summary
 from fullshard.testing import fake_world
+from fullshard.training.bandwidth import LinkSpeed, Speeds
 from fullshard.training.config import (
     ModelSection,
     OptimizerSection,
@@ -42,10 +44,12 @@ from fullshard.training.config import (
     ShardingSection,
     TrainConfig,
 )
+from fullshard.training.machine import gather_facts
 from fullshard.training.planning import (
     _estimated,
     choose_settings,
     chosen_for_this_machine,
+    measured_profile,
     plan_run,
     predicted,
 )
@@ -405,6 +409,27 @@ def test_requests_that_make_no_sense_are_refused(option, message):
     assert said.startswith("fullshard: ")
 
 
+def test_measured_speeds_become_a_profile(tmp_path):
+    links = (LinkSpeed(1, 2.0, 1.0), LinkSpeed(64, 4.0, 3.0))
+    speeds = Speeds(num_ranks=2, backend="gloo", links=links, copy=8.0, matmul=0.3)
+    profile = measured_profile(gather_facts(), speeds)
+    write_profile(profile, tmp_path / "profile.json")
+    assert profile.link_gbs == 4.0
+    assert profile.tflops_32 * profile.matmul_efficiency == pytest.approx(0.3)
+    assert profile.memory_gbs * profile.memory_efficiency == pytest.approx(16.0)
+    options = ("--model", "tiny", "--sequence", "16", "--gpus", "2xthis")
+    said = run("plan", *options, "--device-profile", tmp_path / "profile.json")
+    assert f"on 1x2 {profile.name}" in said
+
+
+def test_train_prints_what_it_would_choose():
+    options = ("--model", "tiny", "--sequence", "16", "--device", "cpu", "--batch", "2")
+    said = CliRunner().invoke(fullshard, ["train", "--auto", "--print-config", *options])
+    assert said.exit_code == 0, said.output
+    assert tomllib.loads(said.stdout)["model"]["name"] == "tiny"
+    assert "chosen for" in said.stderr
+
+
 def test_sizes_and_machines_are_read():
     assert bytes_of("70GiB") == 70 << 30
     assert bytes_of("1.5 MiB") == 3 << 19
@@ -428,7 +453,7 @@ def test_train_chooses_settings_for_this_machine(capsys):
     config = replace(config_of(strategy="full"), run=RunSection(device="cpu", ranks=2))
     chosen = chosen_for_this_machine(config, given)
     assert chosen == config  # there is enough memory
-    assert "chosen for" in capsys.readouterr().out
+    assert "chosen for" in capsys.readouterr().err
     step = predicted(config, 2)
     assert step["step_s"] > 0
     assert step["peak_bytes"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -321,7 +322,11 @@ def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> Tr
     machine = this_machine(device_type, num_ranks)
     budget = capacity_of(torch.device(device_type), num_ranks)
     best, *_ = choose_settings(config, planned_architecture(config), machine, budget, given)
-    print(f"chosen for {readable(budget)} on each rank: {best.flags or 'the defaults'}", flush=True)
+    print(
+        f"chosen for {readable(budget)} on each rank: {best.flags or 'the defaults'}",
+        file=sys.stderr,
+        flush=True,
+    )
     return best.config
 
 
