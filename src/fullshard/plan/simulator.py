@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -64,8 +64,6 @@ class VirtualEvent:
     def synchronize(self) -> None:
         self._simulator.host_s = max(self._simulator.host_s, self.time_s)
 
-    get_future = None
-
 
 class SimulatedDevice(Device):
     """What the engine asks for streams; a CPU has none."""
@@ -78,16 +76,12 @@ class SimulatedDevice(Device):
     def make_streams(self) -> Streams:
         return Streams(*map(VirtualStream, ("all-gather", "reduce-scatter", "all-reduce")))
 
-    def current_stream(self) -> VirtualStream:
-        return self._simulator.current
-
     @contextmanager
     def on(self, stream: VirtualStream) -> Iterator[None]:
         simulator = self._simulator
-        before, simulator.current = (
-            simulator.current,
-            stream if self.has_streams else simulator.current,
-        )
+        before = simulator.current
+        if self.has_streams:
+            simulator.current = stream
         try:
             yield
         finally:
@@ -154,13 +148,11 @@ class Fabric:
         if size == 1:
             return 0.0
         share = profile.link_efficiency * 1e9
-        inside_s = (
-            num_bytes * (size - 1) / size / (profile.link_gbs * share) if num_local > 1 else 0
-        )
+        inside = num_bytes * (size - 1) / size if num_local > 1 else 0.0
         # Every rank of the group on a host has a network adapter of its own.
         across = num_bytes * (num_hosts - 1) / num_hosts / num_local
-        across_s = across / (self._network_gbs * share) if num_hosts > 1 else 0.0
-        return profile.latency_s + profile.hop_s * (size - 1) + max(inside_s, across_s)
+        sending_s = max(inside / (profile.link_gbs * share), across / (self._network_gbs * share))
+        return profile.latency_s + profile.hop_s * (size - 1) + sending_s
 
 
 class Simulator(TorchDispatchMode):
@@ -179,7 +171,6 @@ class Simulator(TorchDispatchMode):
         self.host_s = 0.0
         self.current = self.compute = VirtualStream("compute")
         self._network = VirtualStream("network")
-        self._copies = VirtualStream("copies")
         self.device = SimulatedDevice(self)
         self.collectives = SimulatedCollectives(self)
         # On a CPU their times are known when they are issued.
@@ -201,10 +192,7 @@ class Simulator(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(fused_optimizers_on("meta"))
-            stack.enter_context(_fused_kernels(self.played))
-            stack.enter_context(self)
+        with fused_optimizers_on("meta"), _fused_kernels(self.played), self:
             yield
 
     # Time
@@ -408,9 +396,10 @@ class Simulator(TorchDispatchMode):
         inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         tensors = [*inputs, *_tensors(found)]
         made, num_bytes = _described(found), sum(map(_bytes_of, tensors))
-        if not all(tensor.is_meta for tensor in tensors):
+        # A number in host memory travels with the kernel.
+        if any(not tensor.is_meta and _bytes_of(tensor) > _SMALL_BYTES for tensor in tensors):
             largest = max(map(_bytes_of, tensors))
-            if any(tensor.is_meta for tensor in tensors) and largest > _SMALL_BYTES:
+            if any(tensor.is_meta for tensor in tensors):
                 return _Cost(made, largest / (profile.host_gbs * 1e9), copied_bytes=largest)
             return _Cost(made, num_bytes / (_HOST_MEMORY_GBS * 1e9), is_by_host=True)
         if traits.is_fused_step:
@@ -429,7 +418,6 @@ class Simulator(TorchDispatchMode):
         return _Cost(made, profile.kernel_s + seconds, flops)
 
 
-# Below this a copy is a number that travels with a kernel.
 _SMALL_BYTES = 1 << 10
 _HOST_MEMORY_GBS = 24.0
 
