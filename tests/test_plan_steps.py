@@ -285,6 +285,25 @@ def test_any_model_on_meta_can_be_planned():
     assert not dist.is_initialized()
 
 
+class Reading(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x.relu() if (x > 0).all() else x
+
+
+class Listing(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[x.numpy().argmax()]
+
+
+def test_values_that_a_model_reads_are_true():
+    batch = torch.empty(16, 64, device="meta")
+    assert plan(Reading, [batch], EIGHT).step_s > plan(Net, [batch], EIGHT).step_s
+    with pytest.raises(ConfigError, match="a step that runs on the meta device is expected"):
+        plan(Listing, [batch], EIGHT)
+    assert not dist.is_initialized()
+
+
 def test_what_cannot_be_planned_is_refused():
     batch = torch.empty(16, 64, device="meta")
     with pytest.raises(ConfigError, match=r"found '0.weight' on cpu; build it under"):

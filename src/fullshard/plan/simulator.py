@@ -333,6 +333,10 @@ class Simulator(TorchDispatchMode):
         inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         if not (any(map(_is_simulated, inputs)) if inputs else self._is_made_here(kwargs)):
             return func(*args, **kwargs)  # numbers of the host's, such as a mesh
+        if traits.is_read:
+            # The host waits, and reads what most conditions hope for: one, or true.
+            self.host_s = max(self.host_s, self.current.time_s)
+            return torch.ones((), dtype=args[0].dtype).item()
         if traits.only_allocates:
             found = self._made(_described(self._run(traits, func, args, kwargs)))
             self._note_time()
@@ -442,6 +446,7 @@ class _Traits:
         returned = [each.alias_info for each in schema.returns]
         is_alias = any(info is not None and not info.is_write for info in returned)
         self.is_view = is_alias or name in _VIEWS or name.startswith(("profiler::", "prim::"))
+        self.is_read = name == "_local_scalar_dense"
         self.is_aten = schema.name.startswith("aten::")
         self.only_allocates = name in _ALLOCATE
         self.is_fused_step = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
@@ -476,7 +481,7 @@ class _Traits:
 _ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # Some have no alias in their schemas.
 _VIEWS = (
-    *("set_", "resize_", "lift_fresh", "_local_scalar_dense"),
+    *("set_", "resize_", "lift_fresh"),
     *("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"),
 )
 _traits = cache(_Traits)

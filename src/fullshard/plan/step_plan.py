@@ -17,7 +17,7 @@ from torch import nn
 from fullshard._torch import FakeStore, to_local
 from fullshard.auto_shard import auto_shard
 from fullshard.device import simulated
-from fullshard.errors import ConfigError, LifecycleError
+from fullshard.errors import ConfigError, FullshardError, LifecycleError
 from fullshard.formatting import readable, table
 from fullshard.plan.device_profile import DeviceProfile
 from fullshard.plan.ledger import Kind, Peak
@@ -203,7 +203,7 @@ def simulate(
         model.register_forward_hook(lambda *_: _mark(simulator, _[-1], Kind.LOSS))
         params = [param for unit in units_below(model) for param in unit.params]
         numel = [(param.split.numel, param.is_trainable) for param in params]
-        with seam.observed(simulator), _without_collector():
+        with seam.observed(simulator), _without_collector(), _explained(model):
             for _ in range(_WARMUP_STEPS):
                 _step(simulator, job, shards, accumulate)
             gc.collect()
@@ -307,6 +307,20 @@ def _world(num_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Say of an error in a step that tensors had no values."""
+    try:
+        yield
+    except FullshardError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"{type(model).__name__}: a step that runs on the meta device is expected, found "
+            f"{type(error).__name__}: {error}; leave out what needs values of tensors."
+        ) from error
 
 
 @contextmanager
