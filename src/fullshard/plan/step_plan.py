@@ -316,7 +316,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
         yield
     except FullshardError:
         raise
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"{type(model).__name__}: a step that runs on the meta device is expected, found "
             f"{type(error).__name__}: {error}; leave out what needs values of tensors."
