@@ -32,6 +32,16 @@ def allocated_peak_bytes(
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - base
+    held, peak = _held_and_peak(run, before)
+    return peak - held
+
+
+def held_peak_bytes(run: Callable[[], object], before: Callable[[], object]) -> int:
+    """The most that tensors on the CPU took while `run` ran, with what `before` left."""
+    return _held_and_peak(run, before)[1]
+
+
+def _held_and_peak(run: Callable[[], object], before: Callable[[], object]) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         before()
         with record_function(_MARK):
@@ -40,12 +50,13 @@ def allocated_peak_bytes(
     events = results.kineto_results.events()
     start = next(event.start_ns() for event in events if event.name() == _MARK)
     changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    held = peak = 0
+    base = held = peak = 0
     for when, num_bytes in sorted(changes, key=lambda change: change[0]):
-        if when >= start:
-            held += num_bytes
-            peak = max(peak, held)
-    return peak
+        held += num_bytes
+        if when < start:
+            base = peak = held
+        peak = max(peak, held)
+    return base, peak
 
 
 class ProcessMemory:

@@ -1,7 +1,7 @@
 """Puts the results of benchmarks into the documentation, or checks that they are there.
 
-    python benchmarks/tables.py            fills docs/benchmarks.md
-    python benchmarks/tables.py --check    fails if that would change it
+    python benchmarks/tables.py            fills docs/benchmarks.md and docs/planning.md
+    python benchmarks/tables.py --check    fails if that would change them
 
 A result benchmarks/results/NAME.json belongs between `<!-- result: NAME -->` and `<!-- end -->`.
 """
@@ -19,6 +19,7 @@ from measuring import Result
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = (PAGE, ROOT / "docs" / "planning.md")
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -32,8 +33,9 @@ def section(path: Path) -> str:
 
 
 def filled(page: str, results: Path = RESULTS) -> str:
-    """The page with every result in its place."""
-    named = set(re.findall(r"<!-- result: (\w+) -->", page))
+    """The page with its results in their places; every result needs one on some page."""
+    pages = [page, *(each.read_text() for each in PAGES)]
+    named = {name for each in pages for name in re.findall(r"<!-- result: (\w+) -->", each)}
     if homeless := sorted({path.stem for path in results.glob("*.json")} - named):
         raise SystemExit(
             f"{PAGE.name}: every result needs a place, found none for {', '.join(homeless)}; add "
@@ -50,12 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)
-    before = PAGE.read_text()
-    after = filled(before)
-    if not options.check:
-        PAGE.write_text(after)
-    elif before != after:
-        sys.exit(f"{PAGE.name} differs from benchmarks/results; run python benchmarks/tables.py.")
+    for path in PAGES:
+        before = path.read_text()
+        after = filled(before)
+        if not options.check:
+            path.write_text(after)
+        elif before != after:
+            sys.exit(
+                f"{path.name} differs from benchmarks/results; run python benchmarks/tables.py."
+            )
 
 
 if __name__ == "__main__":

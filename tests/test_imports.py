@@ -21,7 +21,7 @@ from tests.structure import (
         ("fullshard.comm.groups", "import fullshard.unit.param"),
         ("fullshard.unit.param", "def f():\n    from fullshard.runtime import scheduler"),
         ("fullshard.runtime.scheduler", "from fullshard import fully_shard"),
-        ("fullshard.plan.memory", "from fullshard.unit.param import ShardedParam"),
+        ("fullshard.trace.timeline", "from fullshard.unit.param import ShardedParam"),
         ("fullshard.trace.seam", "from fullshard.runtime.scheduler import Scheduler"),
         ("fullshard.state.shards", "from fullshard.testing import Rank"),
         ("fullshard.state.shards", "from fullshard.fully_shard import FSDPModule"),

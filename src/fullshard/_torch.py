@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,11 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # What is imported here for others; what is defined here needs no list.
-__all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "FakeTensorMode"]
+__all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "FakeTensor"]
+__all__ += ["FakeTensorMode"]
 __all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata"]
 __all__ += ["ShardedTensorShard", "StorageInfo", "StridedShard", "TensorMeta", "TensorProperties"]
 __all__ += ["create_fake_group", "default_store", "disable_dynamo", "disable_torch_function"]
-__all__ += ["sequence_nr", "symmetric_memory", "tree_leaves", "tree_map_only"]
+__all__ += ["TorchDispatchMode", "sequence_nr", "symmetric_memory", "tree_leaves", "tree_map_only"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -85,7 +86,7 @@ try:
     from torch._compile import _disable_dynamo as disable_dynamo
 
     # Counts what autograd would save, without memory.
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     # FSDP1's sharded state dicts are made of these; torch has no public form of them.
     from torch.distributed._shard.metadata import ShardMetadata
@@ -104,8 +105,12 @@ try:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-    # The common base class of batch norms.
+    # The common base class of batch norms, and where optimizers ask for devices of fused kernels.
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+    from torch.optim import optimizer as _optimizer
+
+    # A mode sees every operation: for simulations.
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     # torch.utils has no public module for trees of containers.
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -118,7 +123,8 @@ _require(torch.UntypedStorage, "_cdata")
 _require(torch._C, "_storage_Use_Count")
 _require(torch._C._distributed_c10d, "_create_work_from_future")
 _require(torch, "_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_chunk_cat")
-_require(torch, "_amp_foreach_non_finite_check_and_unscale_")
+_require(torch, "_amp_foreach_non_finite_check_and_unscale_", "_fused_sdp_choice")
+_require(_optimizer, "_get_fused_kernels_supported_devices")
 _require(GradScaler, "_unscale_grads_")
 _require(dist, "_broadcast_coalesced")
 _require(torch.autograd.Variable, "_execution_engine")
@@ -220,6 +226,39 @@ def saves_through_hooks(embedding_node: Any) -> bool:
 
 def storage_references(storage: torch.UntypedStorage) -> int:
     return _use_count_of_data(storage._cdata)
+
+
+# Simulations.
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Whether a class of tensors does operations itself, unlike torch's own and fake ones."""
+    own: Any = torch.Tensor
+    dispatch: Any = kind.__torch_dispatch__  # type: ignore[attr-defined]
+    return dispatch is not own.__torch_dispatch__ and kind is not FakeTensor
+
+
+@contextmanager
+def fused_optimizers_on(device_type: str) -> Iterator[None]:
+    """Let optimizers take `fused=True` for parameters on another device."""
+    optimizer: Any = _optimizer
+    known = optimizer._get_fused_kernels_supported_devices
+    optimizer._get_fused_kernels_supported_devices = lambda: [*known(), device_type]
+    try:
+        yield
+    finally:
+        optimizer._get_fused_kernels_supported_devices = known
+
+
+def cpu_attention_backend(*args: Any) -> int:
+    """Which kernel `scaled_dot_product_attention` has on a CPU, for tensors on meta."""
+    on_cpu: list[Any] = [
+        torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype)
+        if isinstance(arg, torch.Tensor)
+        else arg
+        for arg in args
+    ]
+    return int(torch._fused_sdp_choice(*on_cpu[:6], scale=on_cpu[6], enable_gqa=on_cpu[7]))
 
 
 # Autograd.

@@ -11,9 +11,8 @@ from torch import nn
 
 from fullshard.comm.mesh import default_mesh
 from fullshard.errors import ConfigError, MisuseError
+from fullshard.formatting import readable, table
 from fullshard.fully_shard import FSDPModule, ShardOptions, fully_shard
-from fullshard.plan import readable
-from fullshard.plan.memory import table
 from fullshard.runtime.hooks import hooks_of
 from fullshard.wrap import Chosen, RepeatedBlocks, choose, has_forward, name_of
 

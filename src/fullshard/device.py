@@ -1,14 +1,19 @@
-"""Streams, events and resizable buffers, on the CPU and on everything shaped like CUDA."""
+"""Streams, events and resizable buffers, on the CPU and on everything shaped like CUDA.
+
+While a step is simulated (`plan/`), tensors on meta are those of a simulated device, and this
+module answers for it: its streams, its type, and the addresses of its memory.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from fullshard._torch import (
     CudaEvent,
@@ -145,7 +150,69 @@ def _set_stream(stream_id: int, index: int, device_type: int) -> None:
     cuda_set_stream(stream_id=stream_id, device_index=index, device_type=device_type)
 
 
+class Simulation(Protocol):
+    """A device of type `played` that exists in numbers only; its tensors are on meta."""
+
+    played: str
+    collectives: Any
+    """A `comm.collectives.Collectives`."""
+
+    @property
+    def device(self) -> Device: ...
+
+    def address_of(self, storage: torch.UntypedStorage) -> int: ...
+
+    def resized(self, storage: torch.UntypedStorage, kind: str) -> None: ...
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> None: ...
+
+
+_simulation: Simulation | None = None
+
+
+def simulation() -> Simulation | None:
+    """The simulation that this process runs. Autograd's threads see it, too."""
+    return _simulation
+
+
+@contextmanager
+def simulated(simulation: Simulation) -> Iterator[None]:
+    global _simulation
+    _simulation = simulation
+    try:
+        yield
+    finally:
+        _simulation = None
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on meta, and not one of a simulated device."""
+    return tensor.is_meta and _simulation is None
+
+
+def type_of(device: torch.device) -> str:
+    """The type of a device; of a simulated one, the type that it plays."""
+    return device.type if _simulation is None else _simulation.played
+
+
+def address_of(memory: torch.Tensor | torch.UntypedStorage) -> int:
+    """The address of a storage, or of a tensor that begins where its storage does."""
+    if _simulation is None:
+        return memory.data_ptr()
+    return _simulation.address_of(
+        memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
+    )
+
+
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory with a version counter and a storage object of its own."""
+    shared: torch.Tensor = view.data if _simulation else from_dlpack(to_dlpack(view))
+    return shared
+
+
 def device_for(device: torch.device) -> Device:
+    if _simulation is not None:
+        return _simulation.device
     if device.type in ("cpu", "meta"):
         return Device(device)
     return CudaDevice(device) if device.type == "cuda" else StreamDevice(device)
@@ -158,9 +225,10 @@ class ResizableBuffer:
     written only in between.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, kind: str = "") -> None:
         self.num_bytes = num_bytes
         self.device = device
+        self._kind = kind
         self._storage = torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
     @property
@@ -169,16 +237,21 @@ class ResizableBuffer:
 
     @property
     def address_range(self) -> tuple[int, int]:
-        start = self._storage.data_ptr()
+        start = address_of(self._storage)
         return start, start + self.num_bytes
 
     def allocate(self) -> None:
         # resize_ to the present size would move the memory to where nobody has waited (rule 2).
         if not self.is_allocated:
-            self._storage.resize_(self.num_bytes)
+            self._resize(self.num_bytes)
 
     def free(self) -> None:
-        self._storage.resize_(0)
+        self._resize(0)
+
+    def _resize(self, num_bytes: int) -> None:
+        self._storage.resize_(num_bytes)
+        if _simulation is not None:
+            _simulation.resized(self._storage, self._kind)
 
     @property
     def use_count(self) -> int:

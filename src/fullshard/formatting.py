@@ -1,5 +1,9 @@
 """Numbers in words, for tables and messages; without torch, because the command's help has none."""
 
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
 
 def readable(num_bytes: int, word: str = "bytes") -> str:
     """A size as in "1.5 GiB"; `word` is for sizes of less than 1 KiB."""
@@ -13,3 +17,15 @@ def readable(num_bytes: int, word: str = "bytes") -> str:
 def counted(number: int, what: str) -> str:
     """Format a number of things as in "1 rank" and "2 ranks"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def table(rows: Sequence[tuple[str, ...]], numbers: Collection[int]) -> list[str]:
+    """The lines of a table whose first row is a header and whose last row is a total.
+
+    The columns of `numbers` are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    layout = "  ".join(f"{{:{'>' if n in numbers else '<'}{w}}}" for n, w in enumerate(widths))
+    lines = [layout.format(*row).rstrip() for row in rows]
+    rule = "  ".join("-" * width for width in widths)
+    return [lines[0], rule, *lines[1:-1], rule, lines[-1]]

@@ -28,6 +28,7 @@ from fullshard.api import (
     own_value,
 )
 from fullshard.comm.mesh import MeshInfo, current_device, mesh_info_for_strategy
+from fullshard.device import has_no_memory
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, MisuseError
 from fullshard.framework_attributes import TrainingState, WrapperAttributes, training_state_of
 from fullshard.fully_shard import settings_scope
@@ -570,7 +571,7 @@ def _states(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[torch.
 
 
 def _meta_states(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[torch.Tensor]:
-    return [state for state in _states(module, ignored) if state.is_meta]
+    return [state for state in _states(module, ignored) if has_no_memory(state)]
 
 
 def _broadcast_states(

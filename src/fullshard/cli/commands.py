@@ -17,6 +17,7 @@ from fullshard.cli.checkpoint import checkpoint
 from fullshard.cli.console import printable, say
 from fullshard.cli.doctor import doctor
 from fullshard.cli.group import Commands
+from fullshard.cli.plan import plan
 from fullshard.cli.train import train
 from fullshard.formatting import readable
 from fullshard.training.config import DEVICES
@@ -101,5 +102,5 @@ def run(program: tuple[str, ...]) -> None:
     dropin.run(program)
 
 
-for _command in (train, generate, report, doctor, checkpoint, run):
+for _command in (train, plan, generate, report, doctor, checkpoint, run):
     fullshard.add_command(_command)

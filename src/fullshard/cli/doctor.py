@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Show facts, speeds and problems of this machine.")
 @click.option("--quick", is_flag=True, help="Do not measure speeds.")
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    help="Write the speeds as a device profile for `fullshard plan`.",
+)
 @click.option("--attach", metavar="RUN", help="Only show where the ranks of a run are.")
-def doctor(quick: bool, attach: str | None) -> None:
+def doctor(quick: bool, profile: Path | None, attach: str | None) -> None:
     """Show the devices and limits of this machine, measure its speed and list its problems.
 
     Speeds are measured on real ranks, one per GPU or two on the CPU, which takes a few seconds.
@@ -43,7 +48,10 @@ def doctor(quick: bool, attach: str | None) -> None:
 
         say("")
         try:
-            _say_speeds(measure_speeds(len(facts.gpus)))
+            speeds = measure_speeds(len(facts.gpus))
+            _say_speeds(speeds)
+            if profile is not None:
+                _write_profile(facts, speeds, profile)
         except TopologyError as error:
             say(f"no speeds: {error}")
             remedy = "see the other problems; GLOO_SOCKET_IFNAME=lo keeps gloo on this host"
@@ -121,6 +129,15 @@ def _say_speeds(speeds: Speeds) -> None:
         f"{speeds.matmul * 1000:.0f} GFLOP" if speeds.matmul < 1 else f"{speeds.matmul:.0f} TFLOP"
     )
     say(f"each rank, all working: copies {speeds.copy:.1f} GB/s, matmuls {per_s}/s")
+
+
+def _write_profile(facts: MachineFacts, speeds: Speeds, path: Path) -> None:
+    from fullshard.plan import write_profile
+    from fullshard.training.planning import measured_profile
+
+    found = measured_profile(facts, speeds)
+    write_profile(found, path)
+    say(f"{path}: the profile of {found.name}, for fullshard plan --device-profile")
 
 
 def _say_findings(found: Sequence[Finding]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from fullshard.training.config import KEYS, SECTIONS, Key, Value, validate
 from fullshard.training.config_file import config_as_toml, config_of
 
 
-class _KeyOption(click.Option):
+class KeyOption(click.Option):
     """The option of one key; it has no default, because the file may set the key."""
 
     def __init__(self, key: Key) -> None:
@@ -55,19 +55,21 @@ def _ending(key: Key) -> str:
     return "" if key.default == "" else f"[default: {str(key.default).strip()}]"
 
 
-class _TrainCommand(click.Command):
-    """A command with the options of all keys, grouped by section in its help."""
+class KeyCommand(click.Command):
+    """A command with the options of keys, by default of all, grouped by section in its help."""
+
+    keys: Collection[Key] = KEYS.values()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.params[:0] = [_KeyOption(key) for key in KEYS.values()]
+        self.params[:0] = [KeyOption(key) for key in self.keys]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = self.get_params(ctx)
         for section in SECTIONS:
-            own = [p for p in params if isinstance(p, _KeyOption) and p.key.section == section]
+            own = [p for p in params if isinstance(p, KeyOption) and p.key.section == section]
             _write(f"{section.capitalize()}, [{section}] in a file", own, ctx, formatter)
-        _write("Options", [p for p in params if not isinstance(p, _KeyOption)], ctx, formatter)
+        _write("Options", [p for p in params if not isinstance(p, KeyOption)], ctx, formatter)
 
 
 def _write(
@@ -79,7 +81,7 @@ def _write(
             formatter.write_dl(rows)
 
 
-def _given_options(ctx: click.Context) -> Mapping[tuple[str, str], Value]:
+def given_options(ctx: click.Context) -> Mapping[tuple[str, str], Value]:
     """Return the keys that the command line sets."""
     typed = click.core.ParameterSource.COMMANDLINE
     return {
@@ -95,7 +97,7 @@ def is_rank() -> bool:
     return {"RANK", "WORLD_SIZE"} <= has and bool({"TORCHELASTIC_RUN_ID", "MASTER_ADDR"} & has)
 
 
-@click.command(cls=_TrainCommand, short_help="Train a model, sharded over all ranks.")
+@click.command(cls=KeyCommand, short_help="Train a model, sharded over all ranks.")
 @click.option(
     "--config",
     "file",
@@ -108,16 +110,27 @@ def is_rank() -> bool:
     is_flag=True,
     help="Print the whole configuration as a file with comments, and exit.",
 )
+@click.option(
+    "--auto",
+    is_flag=True,
+    help="Choose the fastest of recomputation, resharding, offload and micro-batch that fits.",
+)
 @click.pass_context
-def train(ctx: click.Context, /, file: Path | None, print_config: bool, **_: Any) -> None:
+def train(
+    ctx: click.Context, /, file: Path | None, print_config: bool, auto: bool, **_: Any
+) -> None:
     """Train a model, sharded over all ranks of this machine; by default a small one.
 
     Under torchrun (torchrun -m fullshard train ...), this process is one rank of a larger world.
 
     Exit status: 0 success, 1 a rank failed, 2 the request is invalid, 130 interrupted by Ctrl-C.
     """
-    config = config_of(file, _given_options(ctx))
+    config = config_of(file, given_options(ctx))
     validate(config)
+    if auto and not is_rank():
+        from fullshard.training.planning import chosen_for_this_machine
+
+        config = chosen_for_this_machine(config, given_options(ctx).keys())
     if print_config:
         click.echo(config_as_toml(config), nl=False)
         return

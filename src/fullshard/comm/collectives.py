@@ -35,6 +35,7 @@ from fullshard._torch import (
 from fullshard.api import AllGather, ReduceScatter
 from fullshard.comm import shm, watcher
 from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.device import simulation
 from fullshard.errors import UnsupportedError
 
 Tensors = Sequence[torch.Tensor]
@@ -317,6 +318,10 @@ class CustomCollectives(Collectives):
 
 def collectives_for(group: Group | None, device: torch.device) -> Collectives:
     """The collectives that suit a group's backend for tensors on `device`."""
+    simulated = simulation()
+    if simulated is not None:
+        collectives: Collectives = simulated.collectives
+        return collectives
     if group is not None and _is_gloo(group, device):
         pause_at_exit()
         return ShmCollectives() if device.type == "cpu" else GlooCollectives()
@@ -346,6 +351,10 @@ def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def all_reduce(tensor: torch.Tensor, group: Group, *, average: bool) -> None:
     """Sum (or average) a tensor over the replicate axis, in place."""
+    simulated = simulation()
+    if simulated is not None:
+        simulated.all_reduce(tensor, group)
+        return
     is_on_host = tensor.device.type == "cpu" and _is_gloo(group, tensor.device)
     if is_on_host and not average and shm.link_of(group) is not None:
         _all_reduce_on_host(tensor.detach().view(-1), group)

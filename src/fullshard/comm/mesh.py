@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard._torch import flatten_mesh, is_registered, lifetime_of, timeout_of
 from fullshard.api import DataParallelMeshDims, ShardingStrategy
+from fullshard.device import simulation
 from fullshard.errors import ConfigError, LifecycleError, TopologyError
 
 
@@ -185,6 +186,9 @@ def default_mesh() -> DeviceMesh:
 
 def current_device(device_type: str) -> torch.device:
     """The device of this rank: the current one of a type."""
+    simulated = simulation()
+    if simulated is not None:
+        return simulated.device.torch_device
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

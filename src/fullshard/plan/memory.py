@@ -7,7 +7,7 @@ it ends, with all gradients.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ import torch
 
 from fullshard.api import ShardingStrategy
 from fullshard.errors import ConfigError
-from fullshard.formatting import readable
+from fullshard.formatting import readable, table
 from fullshard.layout import (
     BucketKind,
     CostModel,
@@ -292,15 +292,3 @@ class _UnitBytes:
         is_all_copied = all(bucket.kind.is_copied for bucket in buckets)
         unit.arriving = unit.gathered if is_all_copied else unit.full + unit.gathered
         return unit
-
-
-def table(rows: Sequence[tuple[str, ...]], numbers: Collection[int]) -> list[str]:
-    """The lines of a table whose first row is a header and whose last row is a total.
-
-    The columns of `numbers` are aligned to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    layout = "  ".join(f"{{:{'>' if n in numbers else '<'}{w}}}" for n, w in enumerate(widths))
-    lines = [layout.format(*row).rstrip() for row in rows]
-    rule = "  ".join("-" * width for width in widths)
-    return [lines[0], rule, *lines[1:-1], rule, lines[-1]]

@@ -54,6 +54,7 @@ class RunRecord:
     """Everything that a report shows.
 
     `memory` has the bytes of each kind at the peak of the traced step, on the rank with the most.
+    `predicted` has what a plan said of `step_s` and `peak_bytes`, if there was one.
     """
 
     title: str
@@ -65,6 +66,7 @@ class RunRecord:
     environment: Mapping[str, str]
     sample: str = ""
     memory: Mapping[str, int] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_record(folder: Path) -> RunRecord:
@@ -134,6 +136,7 @@ def _read_timeline(path: Path) -> dict[str, Any]:
             ),
             "environment": {str(k): str(v) for k, v in found.get("environment", {}).items()},
             "memory": {str(k): int(v) for k, v in found.get("memory", {}).items()},
+            "predicted": {str(k): float(v) for k, v in found.get("predicted", {}).items()},
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(

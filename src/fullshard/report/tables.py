@@ -43,12 +43,21 @@ def summary(record: RunRecord) -> list[Fact]:
     slowest_s = max((each.step_s for each in metrics), default=float("nan"))
     memory = max((each.memory_bytes for each in metrics), default=None)
     exposed = finite_median(exposed_share(each) for each in metrics)
+    planned = {"step": record.predicted.get("step_s"), "peak": record.predicted.get("peak_bytes")}
+    step_note = f"; predicted {shown_time(planned['step'])}" if planned["step"] else ""
+    peak_note = f"; predicted {shown_bytes(int(planned['peak']))}" if planned["peak"] else ""
     return [
         _final_loss(record),
         *_best_validation(record),
         Fact("Tokens per second", shown_count(speed) if isfinite(speed) else DASH, "median"),
-        Fact("Step time", shown_time(step_s), f"median; slowest {shown_time(slowest_s)}"),
-        Fact("Peak memory", DASH if memory is None else shown_bytes(memory), "most on any rank"),
+        Fact(
+            "Step time", shown_time(step_s), f"median; slowest {shown_time(slowest_s)}{step_note}"
+        ),
+        Fact(
+            "Peak memory",
+            DASH if memory is None else shown_bytes(memory),
+            f"most on any rank{peak_note}",
+        ),
         Fact("Exposed communication", shown_share(exposed), "of the step, median"),
         *_computed(record),
     ]

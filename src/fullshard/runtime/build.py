@@ -19,7 +19,7 @@ from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.agreement import Agreement, UnitPlan
 from fullshard.comm.mesh import MeshInfo, mesh_info_of, subgroup_size
 from fullshard.comm.placement import as_dtensor, place, shard_dim, with_dtype
-from fullshard.device import device_for
+from fullshard.device import device_for, simulation, type_of
 from fullshard.errors import ConfigError, LifecycleError, TopologyError
 from fullshard.layout import CostModel
 from fullshard.runtime.hooks import (
@@ -157,7 +157,7 @@ def _is_large(
     """Whether a parameter is gathered, freed and reduced by itself (rule 15)."""
     dtype = policy.param_dtype if param.dtype.is_floating_point else None
     num_bytes = param.split.numel * (dtype or param.dtype).itemsize
-    cost = CostModel.of_device(comm_ctx.device.torch_device.type)
+    cost = CostModel.of_device(type_of(comm_ctx.device.torch_device))
     return (
         comm_ctx.device.has_streams
         and not mesh_info.shard.is_single
@@ -319,7 +319,7 @@ def make_scheduler(top: ModuleHooks) -> Scheduler:
         unit.refresh(plan_training=True)
         unit.require_ready()
     agreement = None
-    if mesh_info.num_ranks > 1:
+    if mesh_info.num_ranks > 1 and simulation() is None:
         agreement = Agreement(mesh_info, comm_ctx.device.torch_device)
         held = [(u, ", uneven inside" * hooks.is_scope) for hooks in members for u in hooks.units]
         agreement.compare_plans([UnitPlan(u.name, u.describe() + uneven) for u, uneven in held])

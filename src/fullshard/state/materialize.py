@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard._torch import version_of
+from fullshard.device import has_no_memory
 from fullshard.errors import LifecycleError
 from fullshard.runtime.build import join
 from fullshard.runtime.hooks import units_below
@@ -34,7 +35,7 @@ def give_memory(model: nn.Module) -> None:
             if param is not None:
                 _allocate(param, device)
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
+            if buffer is not None and has_no_memory(buffer):
                 if buffer not in made:
                     made[buffer] = torch.empty_like(buffer, device=device)
                 module._buffers[name] = made[buffer]
@@ -53,7 +54,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _allocate(param: nn.Parameter, device: torch.device) -> None:
-    if param.is_meta:
+    if has_no_memory(param):
         made = torch.empty_like(param, device=device)
         torch.utils.swap_tensors(param, nn.Parameter(made, requires_grad=param.requires_grad))
 

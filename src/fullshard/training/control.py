@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 DEBUG = "FULLSHARD_DEBUG"
+# What a plan says of the run, as JSON, from the launcher to the ranks.
+PREDICTED = "FULLSHARD_PREDICTED"
 
 _STATUS_FOLDER = "FULLSHARD_STATUS_FOLDER"
 _LAUNCHER = "FULLSHARD_LAUNCHER"

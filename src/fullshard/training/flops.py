@@ -10,16 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard._torch import FakeTensorMode
 from fullshard.models.architecture import Architecture
+from fullshard.plan.device_profile import known_profile
 from fullshard.training.config import TrainConfig
 from fullshard.training.sharding import Dtypes
-
-# Dense peaks in TFLOP/s, as vendors state them: in 16 bits, and in float32. The first name counts.
-_PEAKS: dict[str, tuple[float, float]] = {
-    "B200": (2250, 75), "H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67),
-    "H200": (989, 67), "A100": (312, 19.5), "A10G": (70, 35), "A6000": (155, 38.7),
-    "L40S": (362, 91.6), "L4": (121, 30.3), "RTX 5090": (210, 105), "RTX 4090": (165, 82.6),
-    "RTX 3090": (71, 35.6), "MI300X": (1307, 163),
-}  # fmt: skip
 
 
 def step_tflop(config: TrainConfig, architecture: Architecture) -> float:
@@ -43,5 +36,5 @@ def step_tflop(config: TrainConfig, architecture: Architecture) -> float:
 def peak_tflops(config: TrainConfig, device: torch.device) -> float:
     """Return what the device can compute in a second in the dtype of the run; NaN if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peaks = next((both for known, both in _PEAKS.items() if known in name), (math.nan, math.nan))
-    return peaks[Dtypes.of(config.sharding.precision, device).param is None]
+    profile, dtype = known_profile(name), Dtypes.of(config.sharding.precision, device).param
+    return math.nan if profile is None else profile.tflops(4 if dtype is None else dtype.itemsize)

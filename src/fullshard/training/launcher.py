@@ -11,6 +11,7 @@ torch, so that both load it at the same time. With a GPU, each rank is an interp
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.training.config import TrainConfig, mesh_shape
 from fullshard.training.config_file import config_as_toml, config_of
-from fullshard.training.control import DEBUG, StatusFolder, end_with_launcher
+from fullshard.training.control import DEBUG, PREDICTED, StatusFolder, end_with_launcher
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -65,6 +66,10 @@ def launch(config: TrainConfig) -> int:
     config = replace(config, run=replace(config.run, out=str(RunFolder.of(config).path)))
     _require_possible(config, num_ranks)
     prepare_environment(num_ranks)
+    if device_type == "cuda":
+        from fullshard.training.planning import predicted
+
+        os.environ.setdefault(PREDICTED, json.dumps(predicted(config, num_ranks)))
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
         config_file = Path(scratch) / "config.toml"
         config_file.write_text(config_as_toml(config), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import time
 from collections import deque
@@ -35,7 +36,7 @@ from fullshard.trace.recording import Clock, Exposure, record
 from fullshard.trace.seam import Activity
 from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
-from fullshard.training.control import StopRequest
+from fullshard.training.control import PREDICTED, StopRequest
 from fullshard.training.display import Display
 from fullshard.training.flops import peak_tflops, step_tflop
 from fullshard.training.memory import suggestions
@@ -434,6 +435,7 @@ class Trainer:
                 "units": [asdict(facts) for facts in unit_facts(model)],
                 "memory": max(memory, key=lambda kinds: sum(kinds.values())),
                 "environment": dict(self._environment),
+                "predicted": json.loads(os.environ.get(PREDICTED, "{}")),
             }
             self._folder.timeline.write_text(json.dumps(found), encoding="utf-8")
 

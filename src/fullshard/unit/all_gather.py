@@ -19,7 +19,7 @@ from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.collectives import Collectives, CollectiveWork
 from fullshard.comm.mesh import Axis, MeshInfo
-from fullshard.device import ResizableBuffer
+from fullshard.device import ResizableBuffer, address_of, type_of
 from fullshard.errors import ConfigError
 from fullshard.layout import Bucket, BucketKind, Lane, Split, UnitLayout
 from fullshard.unit.context import AddressRanges, CommContext, wait_all
@@ -88,14 +88,16 @@ class UnitAllGather:
         # A multiple of 16 bytes for every divisor of the ranks, for resharding to a subgroup.
         alignment = 16 * layout.num_ranks
         full_bytes = 0 if self._is_in_shards else layout.full_bytes
-        self._full_buffer = ResizableBuffer(-(-full_bytes // alignment) * alignment, device)
+        self._full_buffer = ResizableBuffer(
+            -(-full_bytes // alignment) * alignment, device, "full parameters"
+        )
         buckets = [(lane, bucket) for lane in layout.lanes for bucket in lane.buckets]
         copied = [(lane, bucket) for lane, bucket in buckets if bucket.kind.is_copied]
         staging_bytes = sum(
             layout.num_ranks * bucket.segment_numel * lane.dtypes.computed.itemsize
             for lane, bucket in copied
         )
-        self._staging = ResizableBuffer(staging_bytes, device)
+        self._staging = ResizableBuffer(staging_bytes, device, "staging")
         self._lanes: list[_LaneViews] = []
         self._copy_to: list[torch.Tensor] = []
         self._copy_from: list[torch.Tensor] = []
@@ -156,7 +158,7 @@ class UnitAllGather:
                 self._copy_to.append(in_full)
                 self._copy_from.append(in_bucket)
             return
-        if not segments.is_cpu and segments.nbytes >= _MIN_ONE_KERNEL_BYTES:
+        if type_of(segments.device) != "cpu" and segments.nbytes >= _MIN_ONE_KERNEL_BYTES:
             view = self._full_buffer.view
             places = [(slot.full_offset_bytes, slot.numel) for slot in bucket.slots]
             places.append((bucket.padding_offset_bytes, bucket.padding_numel))
@@ -213,7 +215,7 @@ class UnitAllGather:
         ins: Sequence[torch.Tensor] = views.shards
         if self._is_offloaded:
             staged = torch.empty_like(views.buffer, device=device)
-            start = staged.data_ptr()
+            start = address_of(staged)
             comm_ctx.wait_until_unused((start, start + staged.nbytes))
             in_flight.staged.append(staged.copy_(views.buffer, non_blocking=True))
             ins = staged.split([shard.numel() for shard in views.shards])

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from fullshard._torch import (
     DTensorSpec,
@@ -29,6 +28,7 @@ from fullshard._torch import (
 from fullshard.api import CPUOffloadPolicy, OffloadPolicy
 from fullshard.comm.mesh import Axis
 from fullshard.comm.placement import Placed, as_dtensor, with_dtype
+from fullshard.device import has_no_memory, with_own_storage
 from fullshard.errors import ConfigError
 from fullshard.layout import DtypePlan, FlatSplit, Split, UnitLayout
 from fullshard.unit.extensions import Extension
@@ -192,7 +192,7 @@ class DTensorParam(ShardedParam):
         extension = Extension.of(name, placed.local)
         if extension is not None:
             part = part.clone()
-        if not part.is_meta:
+        if not has_no_memory(part):
             part = part.to(device)  # a DTensor's device is that of the tensor it is made with
         shard = nn.Parameter(as_dtensor(part, placed.shard_spec), original.requires_grad)
         if has_own_grad_dtype(original):
@@ -230,7 +230,7 @@ class DTensorParam(ShardedParam):
         other than 0 breaks `copy.deepcopy` of a state dict.
         """
         view = ShardedParam.view_in(self, buffer, offset, shape)
-        return from_dlpack(to_dlpack(view)) if view.numel() else buffer.new_empty(shape)
+        return with_own_storage(view) if view.numel() else buffer.new_empty(shape)
 
     def set_local(self, local: torch.Tensor) -> None:
         set_local_tensor(self.shard, local)
@@ -245,9 +245,9 @@ class DTensorParam(ShardedParam):
         if registered is not self.shard:
             self._take_over(registered)
         found, own = local_tensor(self.shard), self.local
-        if found is own and not found.is_meta:
+        if found is own and not has_no_memory(found):
             return True
-        if type(found) is not torch.Tensor or found.is_meta:
+        if type(found) is not torch.Tensor or has_no_memory(found):
             return False
         is_same = same_memory(found, own) and found.stride() == own.stride()
         if is_same:

@@ -109,7 +109,7 @@ class GradBuffer:
 
     def __init__(self, lane: GradLane, device: torch.device) -> None:
         dtype, numel = lane.grad_dtype, lane.shard_numel
-        self.memory = ResizableBuffer(numel * dtype.itemsize, device)
+        self.memory = ResizableBuffer(numel * dtype.itemsize, device, "gradient shards")
         self.result = self.memory.view(0, (numel,), dtype)
         self.grads = {
             target: target.as_grad(_part(self.result, target, bucket.in_shards.start + offset))

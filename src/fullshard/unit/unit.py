@@ -20,6 +20,7 @@ from fullshard._torch import (
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.device import has_no_memory, type_of
 from fullshard.errors import LifecycleError, UnsupportedError
 from fullshard.layout import CostModel, DtypePlan, ParamSpec, Split, UnitLayout, plan_unit
 from fullshard.trace import seam
@@ -204,7 +205,7 @@ class Unit:
         self._shard_buffers: ShardBuffers | None = None
         for param in self.params:
             param.full = None
-        if not any(param.current_local.is_meta for param in plain):
+        if not any(has_no_memory(param.current_local) for param in plain):
             device, pin_memory = shard_device(self.offload, self.comm_ctx.device.torch_device)
             with torch.no_grad(), torch.inference_mode(False):
                 rank = self.mesh_info.shard.rank
@@ -241,7 +242,7 @@ class Unit:
                 plan = replace(plan, grad=param.grad_dtype)
             param.dtypes = plan
             specs.append(ParamSpec(param.name, split, param.dtypes, param.is_trainable))
-        cost = CostModel.of_device(self.comm_ctx.device.torch_device.type)
+        cost = CostModel.of_device(type_of(self.comm_ctx.device.torch_device))
         return plan_unit(specs, axis.size, cost, is_flat=is_flat)
 
     def _param_dtype(self, param: ShardedParam) -> torch.dtype | None:
@@ -306,7 +307,7 @@ class Unit:
         device, _ = shard_device(self.offload, self.comm_ctx.device.torch_device)
         for param in self.params:
             local = param.current_local
-            if local.is_meta:
+            if has_no_memory(local):
                 raise LifecycleError(
                     f"{self.name}: parameters must have values before they are used, found "
                     f"'{param.name}' on meta; call module.to_empty(device='{device.type}') and "
@@ -346,12 +347,12 @@ class Unit:
             if seam.observers:
                 seam.begin(Activity.GATHER, self.name)
             in_flight = self._issue_all_gather(state)
+            if seam.observers:
+                assert self._all_gather is not None
+                seam.hold(self.name, self._all_gather.full_bytes)
+                futures = (future for work in in_flight.works for future in work.futures)
+                seam.end_after(futures, Activity.GATHER, self.name)
         self.state = Unsharding(in_flight)
-        if seam.observers:
-            assert self._all_gather is not None
-            seam.hold(self.name, self._all_gather.full_bytes)
-            futures = (future for work in in_flight.works for future in work.futures)
-            seam.end_after(futures, Activity.GATHER, self.name)
         comm_ctx.all_gather_issued(self)
 
     def _issue_all_gather(self, state: State) -> InFlightAllGather:

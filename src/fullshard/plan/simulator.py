@@ -1,0 +1,581 @@
+"""A device in numbers: virtual streams, and time for every operation of torch.
+
+While a `Simulator` is entered, the engine runs as ever, on tensors on meta. Its streams are
+`VirtualStream`s, whose time is when they will have done what they were given. An operation starts
+when its stream is free and the host has issued it, and takes as long as the profile of the device
+says. The ledger follows the memory of every storage.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.flop_counter import flop_registry
+
+from fullshard._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    cpu_attention_backend,
+    fused_optimizers_on,
+    has_own_dispatch,
+)
+from fullshard.comm.collectives import Collectives, CollectiveWork
+from fullshard.device import Device, Streams
+from fullshard.plan.device_profile import DeviceProfile
+from fullshard.plan.ledger import Kind, Ledger
+from fullshard.trace.seam import Activity
+from fullshard.trace.timeline import MemorySample, Span, Timeline
+
+_META = torch.device("meta")
+_MATH, _FLASH, _EFFICIENT = 0, 1, 2  # numbers of torch.nn.attention.SDPBackend
+
+
+class VirtualStream:
+    """A queue of work, as the time at which it will be done."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.time_s = 0.0
+
+
+class VirtualEvent:
+    """The time at which a stream will have done what it had been given."""
+
+    def __init__(self, time_s: float, simulator: Simulator) -> None:
+        self.time_s = time_s
+        self._simulator = simulator
+
+    def query(self) -> bool:
+        return self._simulator.host_s >= self.time_s
+
+    def wait(self, stream: VirtualStream) -> None:
+        stream.time_s = max(stream.time_s, self.time_s)
+
+    def synchronize(self) -> None:
+        self._simulator.host_s = max(self._simulator.host_s, self.time_s)
+
+
+class SimulatedDevice(Device):
+    """What the engine asks for streams; a CPU has none."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        super().__init__(_META)
+        self._simulator = simulator
+        self.has_streams = simulator.profile.device_type != "cpu"
+
+    def make_streams(self) -> Streams:
+        return Streams(*map(VirtualStream, ("all-gather", "reduce-scatter", "all-reduce")))
+
+    @contextmanager
+    def on(self, stream: VirtualStream) -> Iterator[None]:
+        simulator = self._simulator
+        before = simulator.current
+        if self.has_streams:
+            simulator.current = stream
+        try:
+            yield
+        finally:
+            simulator.current = before
+
+    def record(self) -> Any:
+        if not self.has_streams:
+            return None
+        return VirtualEvent(self._simulator.now_s, self._simulator)
+
+    def wait(self, event: VirtualEvent | None, stream: VirtualStream | None = None) -> None:
+        if event is not None:
+            event.wait(self._simulator.current if stream is None else stream)
+
+    def synchronize(self, event: VirtualEvent | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+
+class SimulatedCollectives(Collectives):
+    """Collectives that take time and send nothing."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+        self.averages = simulator.device.has_streams
+
+    def all_gather(self, outs: Any, ins: Any, group: Any) -> CollectiveWork:
+        return self._simulator.collective("all-gather", sum(out.nbytes for out in outs), group)
+
+    def reduce_scatter(self, outs: Any, ins: Any, group: Any, *, average: bool) -> CollectiveWork:
+        simulator, num_bytes = self._simulator, sum(inp.nbytes for inp in ins)
+        if outs[0].dtype == ins[0].dtype:
+            return simulator.collective("reduce-scatter", num_bytes, group)
+        for out, inp in zip(outs, ins, strict=True):
+            received = torch.empty_like(inp)
+            simulator.collective("reduce-scatter", inp.nbytes, group).wait()
+            torch.sum(received.view(group.size(), -1), 0, dtype=out.dtype, out=out)
+        return CollectiveWork()
+
+
+class Fabric:
+    """How long collectives take: rings over the links of a host, and over the network of hosts."""
+
+    def __init__(self, profile: DeviceProfile, ranks_per_host: int, network_gbs: float) -> None:
+        self._profile = profile
+        self._ranks_per_host = ranks_per_host
+        self._network_gbs = network_gbs
+        self._shapes: dict[Any, tuple[int, int]] = {}
+
+    def seconds(self, name: str, num_bytes: int, group: Any) -> float:
+        """Of a collective over `num_bytes` in all; an all-reduce moves them twice."""
+        shape = self._shapes.get(group)
+        if shape is None:
+            shape = self._shapes[group] = self.shape(dist.get_process_group_ranks(group))
+        return self.seconds_of(num_bytes * (1 + (name == "all-reduce")), *shape)
+
+    def shape(self, ranks: Sequence[int]) -> tuple[int, int]:
+        """The number of hosts of these ranks, and how many are on each."""
+        by_host = Counter(rank // self._ranks_per_host for rank in ranks)
+        return len(by_host), max(by_host.values())
+
+    def seconds_of(self, num_bytes: int, num_hosts: int, num_local: int) -> float:
+        profile, size = self._profile, num_hosts * num_local
+        if size == 1:
+            return 0.0
+        share = profile.link_efficiency * 1e9
+        inside = num_bytes * (size - 1) / size if num_local > 1 else 0.0
+        # Every rank of the group on a host has a network adapter of its own.
+        across = num_bytes * (num_hosts - 1) / num_hosts / num_local
+        sending_s = max(inside / (profile.link_gbs * share), across / (self._network_gbs * share))
+        return profile.latency_s + profile.hop_s * (size - 1) + sending_s
+
+
+class Simulator(TorchDispatchMode):
+    """Time and memory of one rank, while it is entered with `running`.
+
+    `phase` is what the step does: "forward", "backward" or "optimizer". `_units` are the units at
+    work, the innermost last. It is an observer of the engine: what that tells becomes spans.
+    """
+
+    def __init__(self, profile: DeviceProfile, fabric: Fabric, *, is_offloaded: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Tensors in host memory are fake ones.
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True) if is_offloaded else None
+        self.profile = profile
+        self.played = profile.device_type
+        self.host_s = 0.0
+        self.current = self.compute = VirtualStream("compute")
+        self._network = VirtualStream("network")
+        self.device = SimulatedDevice(self)
+        self.collectives = SimulatedCollectives(self)
+        # On a CPU their times are known when they are issued.
+        self.wants_collective_ends = self.device.has_streams
+        self.ledger = Ledger()
+        self.phase = "forward"
+        self.flops = 0
+        self.sent: Counter[str] = Counter()
+        self.num_collectives: Counter[str] = Counter()
+        self._fabric = fabric
+        self._units: list[str] = []
+        self._issuing: tuple[Activity, str, float] | None = None
+        self._began_s = 0.0
+        self._open: dict[tuple[Activity, str], list[float]] = {}
+        self._spans: list[Span] = []
+        self._full: Counter[str] = Counter()
+        self._samples: list[MemorySample] = []
+        self._known: dict[Any, _Cost] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with fused_optimizers_on("meta"), _fused_kernels(self.played), self:
+            yield
+
+    # Time
+
+    @property
+    def now_s(self) -> float:
+        """When something that is issued now would start on the current stream."""
+        return max(self.current.time_s, self.host_s) if self.device.has_streams else self.host_s
+
+    @property
+    def all_done_s(self) -> float:
+        return max(self.compute.time_s, self.host_s, self._network.time_s)
+
+    def run(self, seconds: float) -> None:
+        """Do something on the current stream; without streams the host does it."""
+        self.host_s += self.profile.launch_s
+        if self.device.has_streams:
+            self.current.time_s = max(self.current.time_s, self.host_s) + seconds
+        else:
+            self.host_s += seconds
+
+    def collective(self, name: str, num_bytes: int, group: Any) -> CollectiveWork:
+        seconds = self._fabric.seconds(name, num_bytes, group)
+        self.sent[name] += num_bytes * (group.size() - 1) // group.size()
+        self.num_collectives[name] += 1
+        if self.device.has_streams:
+            self.run(seconds)
+            return CollectiveWork()
+        self.host_s += self.profile.launch_s
+        network = self._network
+        network.time_s = max(network.time_s, self.host_s) + seconds
+        if self._issuing is not None:
+            activity, unit, start_s = self._issuing
+            start_s, end_s = start_s - self._began_s, network.time_s - self._began_s
+            self._spans.append(Span(activity, unit, start_s, end_s))
+        done = VirtualEvent(network.time_s, self)
+        return CollectiveWork([done], wait=VirtualEvent.synchronize)
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> None:
+        self.collective("all-reduce", tensor.nbytes, group).wait()
+
+    # What the engine tells
+
+    def begin(self, activity: Activity, unit: str) -> None:
+        if activity in (Activity.FORWARD, Activity.BACKWARD):
+            self._units.append(unit)
+        is_collective = activity in (Activity.GATHER, Activity.REDUCE)
+        if is_collective and not self.device.has_streams:
+            self._issuing = (activity, unit, self.now_s)
+            return
+        self._open.setdefault((activity, unit), []).append(self.now_s - self._began_s)
+        self._sample()
+
+    def end(self, activity: Activity, unit: str) -> None:
+        if activity in (Activity.FORWARD, Activity.BACKWARD) and unit in self._units:
+            del self._units[len(self._units) - 1 - self._units[::-1].index(unit)]
+        if activity in (Activity.GATHER, Activity.REDUCE) and not self.device.has_streams:
+            self._issuing = None
+            return
+        begun = self._open.get((activity, unit))
+        if begun:
+            self._spans.append(Span(activity, unit, begun.pop(0), self.now_s - self._began_s))
+        self._sample()
+
+    def hold(self, unit: str, num_bytes: int) -> None:
+        self._full[unit] = num_bytes
+        self._sample()
+
+    def _sample(self) -> None:
+        at_s = self.compute.time_s if self.device.has_streams else self.host_s
+        held = sum(self._full.values())
+        self._samples.append(MemorySample(at_s - self._began_s, held, self.ledger.num_bytes))
+
+    def begin_step(self) -> None:
+        """Start the clock anew, with everything done."""
+        self._began_s = self.host_s = self.compute.time_s = self.all_done_s
+        self._spans.clear()
+        self._samples.clear()
+        self._open.clear()
+        self.sent.clear()
+        self.num_collectives.clear()
+        self.flops = 0
+        self._note_time()
+        self.ledger.begin_step()
+
+    def end_step(self) -> Timeline:
+        duration_s = self.all_done_s - self._began_s
+        samples = sorted(self._samples, key=lambda sample: sample.at_s)
+        return Timeline(0, duration_s, tuple(self._spans), tuple(samples))
+
+    # Memory
+
+    def address_of(self, storage: torch.UntypedStorage) -> int:
+        block = self.ledger.block_of(storage)
+        return 0 if block is None else block.start
+
+    def resized(self, storage: torch.UntypedStorage, kind: str) -> None:
+        self._note_time()
+        self.ledger.allocated(storage, Kind(kind or Kind.OTHER), "", self.current.name)
+
+    def _note_time(self) -> None:
+        at_s = self.compute.time_s if self.device.has_streams else self.host_s
+        unit = self._units[-1] if self._units and self.phase != "optimizer" else ""
+        self.ledger.now = (at_s - self._began_s, self.phase, unit)
+
+    def _enter(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if self.ledger.knows(storage):
+            return
+        is_on_host = not tensor.is_meta
+        stream = "host" if is_on_host else self.current.name
+        kind = Kind.OTHER
+        if self.current is not self.compute:
+            kind = Kind.STAGING
+        elif self._units:
+            kind = Kind.ACTIVATIONS
+        elif self.phase != "optimizer":
+            kind = Kind.LOSS
+        owner = self._units[-1] if self._units else ""
+        self.ledger.allocated(storage, kind, owner, stream, is_on_host=is_on_host)
+
+    # What torch does
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled under it, and to say so of every operation takes time
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(map(has_own_dispatch, types)):
+            return NotImplemented  # the tensors that it is made of come by here
+        traits = _traits(func)
+        if traits.is_view:
+            self.host_s += self.profile.view_s if traits.is_aten else 0.0
+            return func(*args, **kwargs)
+        inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        if not (any(map(_is_simulated, inputs)) if inputs else self._is_made_here(kwargs)):
+            return func(*args, **kwargs)  # numbers of the host's, such as a mesh
+        if traits.is_read:
+            # The host waits, and reads what most conditions hope for: one, or true.
+            self.host_s = max(self.host_s, self.current.time_s)
+            return torch.ones((), dtype=args[0].dtype).item()
+        if traits.only_allocates:
+            found = self._made(_described(self._run(traits, func, args, kwargs)))
+            self._note_time()
+            self._enter(found)
+            return found
+        # What an operation makes and takes depends on shapes alone, and on meta it takes long.
+        key = (func, _described(args), _described(tuple(kwargs.items())))
+        known = self._known.get(key)
+        if known is None:
+            found = self._run(traits, func, args, kwargs)
+            known = self._known[key] = self._cost(traits, args, kwargs, found)
+        found = traits.written(args, kwargs) if traits.is_in_place else self._made(known.found)
+        self.flops += known.flops
+        if known.copied_bytes:
+            self.sent["host copies"] += known.copied_bytes
+        if known.is_by_host:
+            self.host_s += known.seconds
+        else:
+            self.run(known.seconds)
+        self._note_time()
+        for tensor in _tensors(found):
+            self._enter(tensor)
+        return found
+
+    def _is_made_here(self, kwargs: Any) -> bool:
+        """Whether a new tensor is one of the device's, or in memory that is offloaded to."""
+        device, dtype = kwargs.get("device"), kwargs.get("dtype") or torch.get_default_dtype()
+        if device is not None and device.type == "meta":
+            return True
+        return self._fake is not None and dtype.is_floating_point
+
+    def _run(self, traits: _Traits, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation returns. One that only writes has nothing to do on meta."""
+        if traits.is_in_place:
+            return traits.written(args, kwargs)
+        device = kwargs.get("device")
+        is_on_host = device is not None and device.type != "meta"
+        tensors = (*_tensors(args), *_tensors(tuple(kwargs.values())))
+        if self._fake is None or not (is_on_host or any(not t.is_meta for t in tensors)):
+            return func(*args, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        with self._fake, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            return func(*args, **kwargs)
+
+    def _made(self, described: Any) -> Any:
+        """Tensors without values of the shapes that were described."""
+        if isinstance(described, _TensorShape):
+            shape, stride, dtype, device = described
+            if device.type == "meta" or self._fake is None:
+                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            with self._fake:
+                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        if described and isinstance(described[0], type):
+            return described[1]
+        return tuple(map(self._made, described))
+
+    def _cost(self, traits: _Traits, args: Any, kwargs: Any, found: Any) -> _Cost:
+        """What an operation takes: the time for its bytes or for its FLOPs, whichever is longer."""
+        profile = self.profile
+        inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        tensors = [*inputs, *_tensors(found)]
+        made, num_bytes = _described(found), sum(map(_bytes_of, tensors))
+        # A number in host memory travels with the kernel.
+        if any(not tensor.is_meta and _bytes_of(tensor) > _SMALL_BYTES for tensor in tensors):
+            largest = max(map(_bytes_of, tensors))
+            if any(tensor.is_meta for tensor in tensors):
+                return _Cost(made, largest / (profile.host_gbs * 1e9), copied_bytes=largest)
+            return _Cost(made, num_bytes / (_HOST_MEMORY_GBS * 1e9), is_by_host=True)
+        if traits.is_fused_step:
+            num_bytes += num_bytes * 3 // 4  # three of four are written, too
+        seconds = num_bytes / (profile.memory_gbs * profile.memory_efficiency * 1e9)
+        flops = 0
+        if traits.flops is not None:
+            flops = int(traits.flops(*args, **kwargs, out_val=found))
+            peak = profile.tflops(inputs[0].itemsize) * profile.matmul_efficiency
+            done: float = flops
+            if traits.is_attention:
+                # Kernels skip what is masked.
+                peak = profile.tflops(inputs[0].itemsize) * profile.attention_efficiency
+                done = flops / 2 if traits.is_causal(args, kwargs) else flops
+            seconds = max(seconds, done / (peak * 1e12))
+        return _Cost(made, profile.kernel_s + seconds, flops)
+
+
+_SMALL_BYTES = 1 << 10
+_HOST_MEMORY_GBS = 24.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What an operation makes, as `_described` says it, and what it takes."""
+
+    found: Any
+    seconds: float
+    flops: int = 0
+    copied_bytes: int = 0
+    is_by_host: bool = False
+
+
+class _Traits:
+    """What an operation does, by its schema and name."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        name = schema.name.removeprefix("aten::")
+        returned = [each.alias_info for each in schema.returns]
+        is_alias = any(info is not None and not info.is_write for info in returned)
+        self.is_view = is_alias or name in _VIEWS or name.startswith(("profiler::", "prim::"))
+        self.is_read = name == "_local_scalar_dense"
+        self.is_aten = schema.name.startswith("aten::")
+        self.only_allocates = name in _ALLOCATE
+        self.is_fused_step = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
+        self.flops: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        self.is_attention = "attention" in name
+        names = [argument.name for argument in schema.arguments]
+        self._causal_at = names.index("is_causal") if "is_causal" in names else None
+        # Where the tensors that are returned were passed, if all of them were.
+        written = {
+            str(argument.alias_info.before_set): (index, argument.name)
+            for index, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        self._returned = [
+            None if info is None else written.get(str(info.before_set)) for info in returned
+        ]
+        self.is_in_place = bool(written) and None not in self._returned
+
+    def written(self, args: Any, kwargs: Any) -> Any:
+        """The arguments that an operation in place returns."""
+        places = [place for place in self._returned if place is not None]
+        found = [kwargs[name] if name in kwargs else args[index] for index, name in places]
+        return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+    def is_causal(self, args: Any, kwargs: Any) -> bool:
+        index = self._causal_at
+        if index is None:
+            return False
+        return bool(args[index] if index < len(args) else kwargs.get("is_causal"))
+
+
+_ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+# Some have no alias in their schemas.
+_VIEWS = (
+    *("set_", "resize_", "lift_fresh"),
+    *("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"),
+)
+_traits = cache(_Traits)
+
+
+class _TensorShape(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _described(value: Any) -> Any:
+    """A value with shapes in the place of tensors, to be compared; 1, 1.0 and True differ."""
+    if isinstance(value, torch.Tensor):
+        return _TensorShape(value.shape, value.stride(), value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    return (type(value), value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _is_simulated(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+@contextmanager
+def _fused_kernels(played: str) -> Iterator[None]:
+    """Make attention and norms on meta the operations that they are on the device.
+
+    Models find them in `torch.nn.functional`. A mode would not see what backward recomputes.
+    """
+    attention, norm, functional = F.scaled_dot_product_attention, F.rms_norm, vars(F)
+    functional["scaled_dot_product_attention"] = partial(_attention, played, attention)
+    if played != "cpu":
+        # It saves what layer norm saves, and on meta it would be many operations.
+        functional["rms_norm"] = lambda input, normalized_shape, weight=None, eps=None: (
+            F.layer_norm(input, normalized_shape, weight, None, eps or 1e-5)
+        )
+    try:
+        yield
+    finally:
+        functional.update(scaled_dot_product_attention=attention, rms_norm=norm)
+
+
+def _attention(
+    played: str,
+    plain: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    is_grouped = query.shape[-3] != key.shape[-3]
+    ops, backend = torch.ops.aten, _MATH
+    if played == "cpu":
+        backend = cpu_attention_backend(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    elif query.dtype.itemsize == 2 and attn_mask is None:
+        backend = _FLASH
+    elif not is_grouped:
+        backend = _EFFICIENT
+    if attn_mask is not None and attn_mask.dtype == torch.bool and backend != _MATH:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -1e9)
+    if backend == _MATH:
+        return plain(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if played == "cpu":
+        return ops._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if backend == _FLASH:
+        return ops._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return ops._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]

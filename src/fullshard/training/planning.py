@@ -1,0 +1,350 @@
+"""Plans a run of `fullshard train`: simulates its step, and chooses settings that fit."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.errors import ConfigError, FullshardError, UnsupportedError
+from fullshard.formatting import readable
+from fullshard.models.architecture import Architecture
+from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
+from fullshard.models.transformer import BuiltinArchitecture
+from fullshard.plan import DeviceProfile, Job, Machine, StepPlan, profile_named, simulate
+from fullshard.plan.device_profile import known_profile
+from fullshard.training.bandwidth import Speeds
+from fullshard.training.config import KEYS, TrainConfig, mesh_shape, value_of
+from fullshard.training.machine import MachineFacts
+from fullshard.training.memory import capacity_of
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.sharding import architecture_for, build_sharded_model
+from fullshard.training.world import World, best_device
+from fullshard.wrap import repeated_blocks
+
+_META = torch.device("meta")
+# Models of so many blocks say what each further block adds.
+_FEW_BLOCKS = (4, 5)
+_CPU_RANKS = 2  # as the launcher starts
+Place = tuple[str, str]
+
+
+def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) -> StepPlan:
+    """Return the step of a rank of a run, simulated on a machine."""
+    section, played = config.sharding, machine.profile.device_type
+    mesh_shape(section, machine.num_ranks)
+    if section.precision == "auto":
+        section = replace(section, precision="float32" if played == "cpu" else "bf16")
+    # Compiled blocks save no more activations than others; a CPU has its own memory only.
+    section = replace(section, compile=False, offload=section.offload and played != "cpu")
+    if section.offload and section.api == "wrapper":
+        raise UnsupportedError(
+            "plan: offload is simulated with --api fully_shard, found --api wrapper; plan it with "
+            "fully_shard, which needs the same memory."
+        )
+    world = World(0, machine.num_ranks, 0, machine.ranks_per_host, _META)
+    shape = (config.optimizer.batch, config.model.sequence)
+
+    def make() -> Job:
+        model = build_sharded_model(architecture, section, world)
+        optimizer = build_optimizer(model, config.optimizer, torch.device(played))
+        inputs, targets = (torch.empty(shape, dtype=torch.int64, device=_META) for _ in range(2))
+
+        def loss() -> torch.Tensor:
+            logits = architecture.logits(model, inputs)
+            total = F.cross_entropy(
+                logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+            )
+            return total / targets.ge(0).sum().clamp(min=1)
+
+        limit = config.optimizer.clip or torch.inf
+        return Job(model, loss, optimizer, lambda params: nn.utils.clip_grad_norm_(params, limit))
+
+    accumulate = config.optimizer.accumulate
+    return simulate(make, machine, accumulate=accumulate, is_offloaded=section.offload)
+
+
+def planned_architecture(config: TrainConfig) -> Architecture:
+    """Return the architecture of `--model`, which may also be module:function."""
+    module, _, function = config.model.name.partition(":")
+    if function and not Path(config.model.name).exists():
+        return FunctionArchitecture(module, function)
+    return architecture_for(config.model)
+
+
+class FunctionArchitecture(Architecture):
+    """A model that a function builds, for plans only: tokens in, logits out."""
+
+    vocabulary, max_sequence = 0, None
+
+    def __init__(self, module: str, function: str) -> None:
+        self.name = f"{module}:{function}"
+        try:
+            self._make = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"--model: a function that builds a model is expected, found {self.name} that "
+                f"cannot be loaded ({error}); pass module:function, importable from this folder."
+            ) from None
+
+    def build(self) -> nn.Module:
+        try:
+            with _META:
+                model: nn.Module = self._make()
+            found = next((n for n, p in model.named_parameters() if not p.is_meta), None)
+        except FullshardError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name}: a model that builds on the meta device is expected, found "
+                f"{type(error).__name__}: {error}; compute values of tensors after it is built."
+            ) from error
+        if found is not None:
+            raise ConfigError(
+                f"{self.name}: a model that builds on the meta device is expected, found {found!r} "
+                "elsewhere; do not pass devices when it is built."
+            )
+        return model
+
+    def block_classes(self) -> tuple[type[nn.Module], ...]:
+        return tuple({type(members[0]) for members in repeated_blocks(self.build())})
+
+    def logits(self, model: nn.Module, tokens: torch.Tensor, positions: Any = None) -> torch.Tensor:
+        found = model(tokens)
+        logits: torch.Tensor = getattr(found, "logits", found)
+        return logits
+
+    def fill(self, model: nn.Module, seed: int) -> None:
+        raise NotImplementedError
+
+    def tokenizer(self, kind: str) -> Tokenizer:
+        return ByteTokenizer()
+
+    def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
+        raise NotImplementedError
+
+
+# Choosing settings
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings, what a step takes with them, and why they were not chosen."""
+
+    config: TrainConfig
+    machine: Machine
+    peak_bytes: int
+    step_s: float
+    verdict: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        optimizer = self.config.optimizer
+        return optimizer.batch * optimizer.accumulate * self.config.model.sequence / self.step_s
+
+    @cached_property
+    def flags(self) -> str:
+        """The options of `fullshard train` that differ from their defaults."""
+        words = []
+        for key in KEYS.values():
+            value = value_of(self.config, key)
+            if key.section in ("model", "sharding", "optimizer") and value != key.default:
+                words += [f"--{key.option}"] if value is True else [f"--{key.option}", str(value)]
+        return shlex.join(words)
+
+    @cached_property
+    def python(self) -> str:
+        """The call that shards a model so."""
+        section = self.config.sharding
+        replicas, shards = mesh_shape(section, self.machine.num_ranks)
+        shape, names = (f"({shards},)", "") if replicas == 1 else (f"({replicas}, {shards})", "")
+        if replicas > 1:
+            names = ', mesh_dim_names=("replicate", "shard")'
+        words = [f'mesh=init_device_mesh("{self.machine.profile.device_type}", {shape}{names})']
+        if section.strategy != "full":
+            words.append("reshard_after_forward=False")
+        if section.precision != "float32" and self.machine.profile.device_type != "cpu":
+            words.append("mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)")
+        words += ["offload_policy=CPUOffloadPolicy()"] * section.offload
+        return f"auto_shard(model, {', '.join(words)})"
+
+    def fits(self, budget_bytes: int) -> bool:
+        return self.peak_bytes <= budget_bytes
+
+
+def choose_settings(
+    config: TrainConfig,
+    architecture: Architecture,
+    machine: Machine,
+    budget_bytes: int,
+    given: Collection[Place] = (),
+) -> list[Candidate]:
+    """Return settings that fit, the fastest first, and then those that do not fit.
+
+    Settings of `given` stay. A step keeps its number of tokens: a larger micro-batch means fewer.
+
+    Raises:
+        ConfigError: If nothing fits.
+    """
+    found: list[Candidate] = []
+    for batch, mesh in product(_batches(config, given), _meshes(config, machine, given)):
+        # Each of these takes longer than the one before and less memory: the first that fits.
+        for changes in _savings(config, machine, given):
+            changed = _with(config, {**batch, **mesh, **changes})
+            each = _estimated(changed, architecture, machine)
+            found.append(each)
+            if each.fits(budget_bytes):
+                break
+    fitting = sorted(
+        (each for each in found if each.fits(budget_bytes)), key=lambda each: -each.tokens_per_s
+    )
+    others = sorted((each for each in found if not each.fits(budget_bytes)), key=_peak)
+    if not fitting:
+        raise ConfigError(
+            f"{architecture.name}: settings that need {readable(budget_bytes)} or less on each of "
+            f"{machine.num_ranks} ranks are expected, found that the smallest need "
+            f"{readable(others[0].peak_bytes)} ({others[0].flags}); raise the "
+            "budget, add ranks, or shorten --sequence."
+        )
+    best = fitting[0]
+    return [
+        best,
+        *(
+            replace(each, verdict=f"{best.tokens_per_s / each.tokens_per_s - 1:.0%} slower")
+            for each in fitting[1:]
+        ),
+        *(replace(each, verdict=f"needs {readable(each.peak_bytes)}") for each in others),
+    ]
+
+
+def _peak(candidate: Candidate) -> int:
+    return candidate.peak_bytes
+
+
+def _with(config: TrainConfig, changes: dict[Place, Any]) -> TrainConfig:
+    for (section, name), value in changes.items():
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
+
+
+def _batches(config: TrainConfig, given: Collection[Place]) -> Iterator[dict[Place, Any]]:
+    """Micro-batches that make up the same step."""
+    batch, accumulate = ("optimizer", "batch"), ("optimizer", "accumulate")
+    total = config.optimizer.batch * config.optimizer.accumulate
+    for size in range(1, total + 1):
+        is_kept = size == config.optimizer.batch
+        if is_kept or (total % size == 0 and not {batch, accumulate} & set(given)):
+            yield {batch: size, accumulate: total // size}
+
+
+def _meshes(
+    config: TrainConfig, machine: Machine, given: Collection[Place]
+) -> Iterator[dict[Place, Any]]:
+    yield {}
+    if machine.num_hosts > 1 and ("sharding", "mesh") not in given:
+        yield {("sharding", "mesh"): f"{machine.num_hosts}x{machine.ranks_per_host}"}
+
+
+def _savings(
+    config: TrainConfig, machine: Machine, given: Collection[Place]
+) -> Iterator[dict[Place, Any]]:
+    recomputed, offload = ("sharding", "activation_checkpointing"), ("sharding", "offload")
+    strategy = ("sharding", "strategy")
+    can_offload = config.optimizer.name == "adamw" and config.sharding.api == "fully_shard"
+    steps: list[dict[Place, Any]] = [
+        {strategy: "grad-op", recomputed: False, offload: False},
+        {strategy: "full", recomputed: False, offload: False},
+        {strategy: "full", recomputed: True, offload: False},
+    ]
+    if machine.profile.device_type != "cpu" and can_offload:
+        steps.append({strategy: "full", recomputed: True, offload: True})
+    seen: list[dict[Place, Any]] = []
+    for step in steps:
+        free = {place: value for place, value in step.items() if place not in given}
+        if free not in seen:
+            seen.append(free)
+            yield free
+
+
+def _estimated(config: TrainConfig, architecture: Architecture, machine: Machine) -> Candidate:
+    """Plan a model of few blocks and of one more; every further block adds as much."""
+    more = _FEW_BLOCKS[-1]
+    if not isinstance(architecture, BuiltinArchitecture) or architecture.size.num_blocks <= more:
+        plan = plan_run(config, architecture, machine)
+        return Candidate(config, machine, plan.device_bytes, plan.step_s)
+    size, lora = architecture.size, architecture.lora
+    small, large = (
+        plan_run(config, BuiltinArchitecture(replace(size, num_blocks=n), lora), machine)
+        for n in _FEW_BLOCKS
+    )
+    further = size.num_blocks - more
+    peak = large.device_bytes + further * (large.device_bytes - small.device_bytes)
+    step_s = large.step_s + further * (large.step_s - small.step_s)
+    return Candidate(config, machine, peak, step_s)
+
+
+def this_machine(device_type: str, num_ranks: int) -> Machine:
+    """Return the devices that a run on this machine has."""
+    profile = profile_named("CPU")
+    if device_type == "cuda":
+        name = torch.cuda.get_device_name()
+        profile = known_profile(name) or replace(profile_named("H100"), name=name)
+    return Machine(profile=profile, ranks_per_host=num_ranks)
+
+
+def predicted(config: TrainConfig, num_ranks: int) -> dict[str, float]:
+    """Return what the report of a run shows beside what was measured; nothing if that fails."""
+    with suppress(Exception):  # a model may read values, which do not exist
+        architecture = planned_architecture(config)
+        plan = plan_run(
+            config, architecture, this_machine(best_device(config.run.device), num_ranks)
+        )
+        return {"step_s": plan.step_s, "peak_bytes": plan.peak_bytes}
+    return {}
+
+
+def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> TrainConfig:
+    """Return the fastest settings that fit into the memory of this machine's devices."""
+    device_type = best_device(config.run.device)
+    default = torch.cuda.device_count() if device_type == "cuda" else _CPU_RANKS
+    num_ranks = config.run.ranks or default
+    machine = this_machine(device_type, num_ranks)
+    budget = capacity_of(torch.device(device_type), num_ranks)
+    best, *_ = choose_settings(config, planned_architecture(config), machine, budget, given)
+    print(
+        f"chosen for {readable(budget)} on each rank: {best.flags or 'the defaults'}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return best.config
+
+
+def measured_profile(facts: MachineFacts, speeds: Speeds) -> DeviceProfile:
+    """Return the profile of this machine's devices: measured speeds, the rest as it is known."""
+    profile, name = profile_named("CPU"), facts.processor
+    if facts.gpus:
+        name = facts.gpus[0].name
+        profile = known_profile(name) or profile_named("H100")
+    size = facts.gpus[0].memory_bytes if facts.gpus else facts.memory_bytes // speeds.num_ranks
+    matmul, copy = speeds.matmul / profile.matmul_efficiency, 2 * speeds.copy
+    return replace(
+        profile,
+        name=name,
+        memory_gib=size / (1 << 30),
+        memory_gbs=copy / profile.memory_efficiency,
+        link_gbs=max((each.gather for each in speeds.links), default=profile.link_gbs),
+        link_efficiency=1.0 if speeds.links else profile.link_efficiency,
+        tflops_16=matmul if facts.gpus else profile.tflops_16,
+        tflops_32=profile.tflops_32 if facts.gpus else matmul,
+    )

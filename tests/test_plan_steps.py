@@ -1,0 +1,478 @@
+"""Simulated steps: their parts by themselves, and against what steps of the engine hold."""
+
+import json
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from torch import nn
+
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, auto_shard
+from fullshard.cli.commands import fullshard
+from fullshard.cli.plan import bytes_of, machine_of
+from fullshard.errors import ConfigError, FullshardError, LifecycleError, UnknownNameError
+from fullshard.models.transformer import BuiltinArchitecture, size_named
+from fullshard.plan import (
+    DeviceProfile,
+    Kind,
+    Machine,
+    StepPlan,
+    plan,
+    profile_named,
+    read_profile,
+    step_plan,
+    write_profile,
+)
+from fullshard.plan.device_profile import PROFILES, known_profile
+from fullshard.plan.ledger import Ledger
+from fullshard.plan.simulator import Fabric, Simulator
+from fullshard.report.formatting import shown_bytes, shown_time
+from fullshard.report.record import RunRecord
+from fullshard.report.tables import summary
+from fullshard.testing import fake_world
+from fullshard.training.bandwidth import LinkSpeed, Speeds
+from fullshard.training.config import (
+    ModelSection,
+    OptimizerSection,
+    RunSection,
+    ShardingSection,
+    TrainConfig,
+)
+from fullshard.training.machine import gather_facts
+from fullshard.training.planning import (
+    _estimated,
+    choose_settings,
+    chosen_for_this_machine,
+    measured_profile,
+    plan_run,
+    predicted,
+)
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import bench_plan  # noqa: E402
+
+H100, CPU = profile_named("H100"), profile_named("CPU")
+EIGHT = Machine(profile=H100)
+MIB = 1 << 20
+
+
+def config_of(*, batch: int = 2, accumulate: int = 1, **sharding: Any) -> TrainConfig:
+    return TrainConfig(
+        model=ModelSection(name="tiny", sequence=64),
+        sharding=ShardingSection(**sharding),
+        optimizer=OptimizerSection(batch=batch, accumulate=accumulate),
+    )
+
+
+def tiny(num_blocks: int = 4) -> BuiltinArchitecture:
+    return BuiltinArchitecture(replace(size_named("tiny"), num_blocks=num_blocks))
+
+
+def planned(machine: Machine = EIGHT, **settings: Any) -> StepPlan:
+    return plan_run(config_of(**settings), tiny(), machine)
+
+
+# Parts
+
+
+def test_the_ledger_counts_storages_in_blocks_until_they_die():
+    ledger = Ledger()
+    ledger.begin_step()
+    first = torch.empty(1000, dtype=torch.uint8, device="meta")
+    ledger.allocated(first.untyped_storage(), Kind.ACTIVATIONS, "layers.0", "compute")
+    assert ledger.num_bytes == 1024
+    second = torch.empty(512, dtype=torch.uint8, device="meta")
+    ledger.allocated(second.untyped_storage(), Kind.OTHER, "", "compute")
+    ledger.set_kind(second.untyped_storage(), Kind.LOSS)
+    view = first[10:]
+    del first
+    assert ledger.num_bytes == 1536
+    del view
+    assert ledger.num_bytes == 512
+    second.untyped_storage().resize_(0)
+    ledger.allocated(second.untyped_storage(), Kind.LOSS, "", "compute")
+    assert ledger.num_bytes == 0
+    peak = ledger.peak()
+    assert peak.num_bytes == 1536
+    assert {kind: size for kind, size in peak.kinds.items() if size} == {
+        Kind.ACTIVATIONS: 1024,
+        Kind.OTHER: 512,
+    }
+    assert peak.activations == {"layers.0": 1024}
+
+
+def test_freed_addresses_are_given_out_again_on_their_stream_only():
+    ledger = Ledger()
+    tensors = [torch.empty(512, dtype=torch.uint8, device="meta") for _ in range(3)]
+    for tensor, stream in zip(tensors, ("gather", "gather", "compute"), strict=True):
+        ledger.allocated(tensor.untyped_storage(), Kind.FULL, "", stream)
+    starts = [ledger.block_of(each.untyped_storage()).start for each in tensors]
+    assert len(set(starts)) == 3
+    del tensors[0], tensor
+    again = torch.empty(100, dtype=torch.uint8, device="meta")
+    ledger.allocated(again.untyped_storage(), Kind.FULL, "", "gather")
+    assert ledger.block_of(again.untyped_storage()).start == starts[0]
+
+
+def test_streams_wait_for_events_and_not_for_each_other():
+    profile = replace(H100, launch_s=1.0, view_s=0.0)
+    simulator = Simulator(profile, Fabric(profile, 8, 50.0), is_offloaded=False)
+    device = simulator.device
+    streams = device.make_streams()
+    simulator.run(10.0)  # issued after 1 s
+    with device.on(streams.all_gather):
+        simulator.run(3.0)
+        gathered = device.record()
+    assert (simulator.compute.time_s, streams.all_gather.time_s) == (11.0, 5.0)
+    assert not gathered.query()
+    device.wait(gathered)
+    assert simulator.compute.time_s == 11.0  # it is behind already
+    with device.on(streams.reduce_scatter):
+        device.wait(gathered)
+        simulator.run(1.0)
+    assert streams.reduce_scatter.time_s == 6.0
+    device.synchronize(gathered)
+    assert simulator.host_s == 5.0
+
+
+def test_collectives_take_the_slower_of_links_and_network():
+    profile = replace(H100, latency_s=0.0, hop_s=0.0, link_efficiency=1.0)
+    fabric = Fabric(profile, ranks_per_host=8, network_gbs=50.0)
+    assert fabric.shape(range(32)) == (4, 8)
+    assert fabric.shape(range(0, 32, 8)) == (4, 1)
+    inside = fabric.seconds_of(10**9, 1, 8)
+    assert inside == pytest.approx(7 / 8 / profile.link_gbs)
+    across = fabric.seconds_of(10**9, 4, 8)
+    assert across == pytest.approx(max(31 / 32 / profile.link_gbs, 3 / 4 / 8 / 50))
+    assert fabric.seconds_of(10**9, 4, 1) == pytest.approx(3 / 4 / 50)
+    assert fabric.seconds_of(10**9, 1, 1) == 0
+
+
+# Steps
+
+
+def test_memory_on_a_cpu_is_what_the_engine_holds(tmp_path):
+    result = tmp_path / "plan.json"
+    small = ("--model", "tiny", "--sequence", "64", "--configs", "7")
+    bench_plan.main([*small, "--json", str(result)])
+    (table,) = json.loads(result.read_text())["tables"]
+    assert len(table["rows"]) == 7
+    for name, planned_mib, measured, _ in table["rows"]:
+        assert planned_mib == pytest.approx(measured, rel=0.03), name
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_memory_and_time_on_a_gpu_are_as_measured(number):
+    tables = json.loads((BENCHMARKS / "results" / "plan_h200.json").read_text())["tables"]
+    given = {"model": "150m", "sequence": 1024, "batch": 8}
+    sharding = {"sharding": {"api": "wrapper"}} if number == 3 else {}
+    config = bench_plan.config_of({**given, **sharding}, "", 0, 0)
+    found = bench_plan.planned(config, 8, workspace_bytes=0)
+    (_, _, memory, _), (_, _, time_ms, _) = (table["rows"][number] for table in tables)
+    assert found.peak_bytes / MIB == pytest.approx(memory, rel=0.03)
+    assert 1e3 * found.step_s == pytest.approx(time_ms, rel=0.15)
+
+
+def test_the_second_step_is_like_the_third(monkeypatch):
+    settings = {"activation_checkpointing": True, "accumulate": 2}
+    second = planned(**settings)
+    monkeypatch.setattr(step_plan, "_WARMUP_STEPS", 2)
+    third = planned(**settings)
+    assert second.peak == replace(third.peak, at_s=second.peak.at_s)
+    assert second.step_s == pytest.approx(third.step_s)
+    assert second.sent_bytes == third.sent_bytes
+
+
+def test_kinds_add_up_and_spans_lie_in_the_step():
+    found = planned(accumulate=2)
+    assert sum(found.peak.kinds.values()) == found.peak_bytes
+    assert max(sum(held.values()) for _, held in found.memory) == found.peak_bytes
+    kinds = found.peak.kinds
+    for kind in (Kind.PARAMETERS, Kind.OPTIMIZER, Kind.FULL, Kind.ACTIVATIONS, Kind.GRADIENTS):
+        assert kinds[kind] > 0, kind
+    # Two moments of each shard, without padding but in blocks.
+    assert kinds[Kind.OPTIMIZER] == pytest.approx(2 * kinds[Kind.PARAMETERS], rel=0.1)
+    assert 0 <= found.exposed_s <= found.step_s
+    assert all(0 <= span.start_s <= span.end_s <= found.step_s for span in found.timeline.spans)
+    assert {span.activity.value for span in found.timeline.spans} >= {"forward", "gather", "reduce"}
+    assert "in all" in repr(found)
+    assert f"on 1x8 {H100.name}" in repr(found)
+
+
+def test_faster_links_are_never_slower_and_more_ranks_hold_less():
+    slow, fast = (
+        planned(Machine(profile=replace(H100, link_gbs=gbs, launch_s=0.0, view_s=0.0)))
+        for gbs in (1.0, 400.0)
+    )
+    assert slow.step_s > fast.step_s
+    assert slow.exposed_s > fast.exposed_s
+    assert slow.peak_bytes == fast.peak_bytes
+    large = planned(Machine(profile=H100, num_hosts=2048))
+    assert large.machine.num_ranks == 16_384
+    assert large.peak.kinds[Kind.PARAMETERS] < fast.peak.kinds[Kind.PARAMETERS]
+    hybrid = planned(Machine(profile=H100, num_hosts=4), mesh="4x8")
+    assert hybrid.peak.kinds[Kind.PARAMETERS] == fast.peak.kinds[Kind.PARAMETERS]
+    assert hybrid.sent_bytes["all-reduce"] > 0
+
+
+def test_recomputation_and_offload_save_what_they_should():
+    usual = planned(batch=8)
+    recomputed = planned(batch=8, activation_checkpointing=True)
+    assert recomputed.peak.kinds[Kind.ACTIVATIONS] < usual.peak.kinds[Kind.ACTIVATIONS] / 2
+    assert recomputed.tflop > 1.2 * usual.tflop
+    offloaded = planned(batch=8, offload=True)
+    assert offloaded.peak.kinds.get(Kind.OPTIMIZER, 0) == 0
+    shards = sum(usual.peak.kinds[kind] for kind in (Kind.PARAMETERS, Kind.OPTIMIZER))
+    assert offloaded.host_bytes > shards
+    assert offloaded.sent_bytes["host copies"] > 0
+
+
+def test_a_model_of_few_blocks_tells_of_one_with_many():
+    for settings in ({"strategy": "grad-op"}, {"activation_checkpointing": True}):
+        config = config_of(**settings)
+        whole = plan_run(config, tiny(9), EIGHT)
+        estimated = _estimated(config, tiny(9), EIGHT)
+        assert estimated.peak_bytes == pytest.approx(whole.device_bytes, rel=1e-3)
+        assert estimated.step_s == pytest.approx(whole.step_s, rel=0.01)
+
+
+# plan()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))
+        )
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+def test_any_model_on_meta_can_be_planned():
+    with torch.device("meta"):
+        model, batch = Net(), torch.empty(16, 64)
+    before = [param.shape for param in model.parameters()]
+    found = plan(model, [batch], EIGHT)
+    assert [param.shape for param in model.parameters()] == before  # a copy was sharded
+    assert found.num_parameters == sum(param.numel() for param in model.parameters())
+    assert plan(Net, [batch], EIGHT).peak == found.peak
+
+    def shard(model: nn.Module) -> nn.Module:
+        policy = MixedPrecisionPolicy(torch.bfloat16)
+        return auto_shard(model, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+
+    sgd = plan(
+        Net,
+        [batch],
+        EIGHT,
+        shard=shard,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        is_offloaded=True,
+    )
+    assert Kind.OPTIMIZER not in sgd.peak.kinds
+    assert sgd.host_bytes > 0
+    assert not dist.is_initialized()
+
+
+class Reading(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x.relu() if (x > 0).all() else x
+
+
+class Listing(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[x.numpy().argmax()]
+
+
+def test_values_that_a_model_reads_are_true():
+    batch = torch.empty(16, 64, device="meta")
+    assert plan(Reading, [batch], EIGHT).step_s > plan(Net, [batch], EIGHT).step_s
+    with pytest.raises(ConfigError, match="a step that runs on the meta device is expected"):
+        plan(Listing, [batch], EIGHT)
+    assert not dist.is_initialized()
+
+
+def test_what_cannot_be_planned_is_refused():
+    batch = torch.empty(16, 64, device="meta")
+    with pytest.raises(ConfigError, match=r"found '0.weight' on cpu; build it under"):
+        plan(nn.Sequential(nn.Linear(64, 8)), [batch], EIGHT)
+    with fake_world(2), pytest.raises(LifecycleError, match="found one; plan before"):
+        plan(Net, [batch], EIGHT)
+    with pytest.raises(UnknownNameError, match=r"found none of this name; did you mean H100\?"):
+        profile_named("H1000")
+    assert plan(Net, [batch], EIGHT).peak_bytes > 0  # nothing is left of what failed
+
+
+# Profiles
+
+
+def test_profiles_are_found_by_the_names_of_drivers_and_in_files(tmp_path):
+    assert known_profile("NVIDIA H200").tflops_16 == 989
+    assert known_profile("NVIDIA H100 PCIe").tflops_16 == 756
+    assert known_profile("Some GPU") is None
+    assert profile_named("h100-pcie") is PROFILES["H100 PCIe"]
+    file = tmp_path / "profile.json"
+    write_profile(replace(H100, name="mine", tflops_16=500.0), file)
+    assert read_profile(file) == replace(H100, name="mine", tflops_16=500.0)
+    file.write_text('{"speed": 1}')
+    with pytest.raises(ConfigError, match="keys of a device profile are expected, found speed"):
+        read_profile(file)
+    file.write_text("nonsense")
+    with pytest.raises(ConfigError, match="device profile as JSON is expected"):
+        read_profile(file)
+    with pytest.raises(ConfigError, match="memory_gbs of 0 or more"):
+        replace(H100, memory_gbs=-1.0)
+    assert isinstance(CPU, DeviceProfile)
+
+
+# Settings for a budget
+
+
+def test_the_fastest_settings_that_fit_are_chosen():
+    config, architecture = config_of(batch=4), tiny(2)
+    machine = Machine(profile=replace(H100, context_bytes=0, comm_bytes=0, launch_s=0.0))
+    every = {
+        name: plan_run(config_of(batch=4, **settings), architecture, machine)
+        for name, settings in {
+            "usual": {},
+            "kept": {"strategy": "grad-op"},
+            "recomputed": {"activation_checkpointing": True},
+        }.items()
+    }
+    given = {("optimizer", "batch"), ("optimizer", "accumulate")}
+    best, *_ = choose_settings(config, architecture, machine, 1 << 40, given)
+    assert best.config.sharding.strategy == "grad-op"
+    assert best.peak_bytes == every["kept"].device_bytes
+    limit = every["recomputed"].device_bytes
+    best, *others = choose_settings(config, architecture, machine, limit, given)
+    assert best.config.sharding.activation_checkpointing
+    assert best.flags == "--model tiny --sequence 64 --activation-checkpointing --batch 4"
+    assert {each.verdict[:5] for each in others} == {"needs"}
+    # With free micro-batches, one that needs no recomputation.
+    best, *others = choose_settings(config, architecture, machine, limit)
+    assert best.config.optimizer.batch * best.config.optimizer.accumulate == 4
+    assert all(
+        each.tokens_per_s <= best.tokens_per_s for each in others if "slower" in each.verdict
+    )
+    kept = {*given, ("sharding", "activation_checkpointing"), ("sharding", "offload")}
+    with pytest.raises(ConfigError, match="or less on each of 8 ranks are expected, found that"):
+        choose_settings(config, architecture, machine, limit, kept)
+
+
+# The command
+
+
+def run(*args: Any, expected: int = 0) -> str:
+    result = CliRunner().invoke(fullshard, [str(arg) for arg in args])
+    assert result.exit_code == expected, result.output
+    return result.output
+
+
+def test_the_command_prints_a_plan_and_draws_it(tmp_path):
+    page = tmp_path / "plan.html"
+    said = run("plan", "--model", "tiny", "--sequence", "64", "--gpus", "4xA100", "--html", page)
+    assert "on 1x4 A100" in said
+    assert "parameter shards" in said
+    assert "wait for communication" in said
+    assert "Plan of tiny" in page.read_text()
+    options = ("--model", "tiny", "--sequence", "64", "--batch", "4", "--nodes", "2")
+    said = run("plan", *options, "--budget", "2GiB")
+    assert "fullshard train --model tiny" in said
+    assert "auto_shard(model, mesh=init_device_mesh(" in said
+    assert "why not" in said
+
+
+def test_the_command_plans_the_model_of_a_function(tmp_path, monkeypatch):
+    (tmp_path / "my_models.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def small():\n"
+        "    return nn.Sequential(nn.Embedding(99, 32), *(nn.Linear(32, 32) for _ in range(4)),"
+        " nn.Linear(32, 99))\n"
+        "def wrong():\n    return nn.Linear(int(torch.ones(1).item()), 3)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "parameters" in run("plan", "--model", "my_models:small", "--sequence", "16")
+    for model, message in {
+        "my_models:wrong": "builds on the meta device is expected, found",
+        "my_models:other": "cannot be loaded",
+    }.items():
+        assert message in run("plan", "--model", model, expected=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--gpus", "H100"), "a number and a name, as in 8xH100"),
+        (("--gpus", "8xH77"), "is expected, found none of this name"),
+        (("--fabric", "fast"), "Gb/s, as in 400Gb"),
+        (("--budget", "much"), "a size, as in 70GiB"),
+        (("--budget", "1MiB"), "or less on each of 8 ranks are expected"),
+        (("--mesh", "3x3"), "3x3 needs 9 ranks"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(option, message):
+    said = run("plan", "--model", "tiny", "--sequence", "16", *option, expected=2)
+    assert message in said
+    assert said.startswith("fullshard: ")
+
+
+def test_measured_speeds_become_a_profile(tmp_path):
+    links = (LinkSpeed(1, 2.0, 1.0), LinkSpeed(64, 4.0, 3.0))
+    speeds = Speeds(num_ranks=2, backend="gloo", links=links, copy=8.0, matmul=0.3)
+    profile = measured_profile(gather_facts(), speeds)
+    write_profile(profile, tmp_path / "profile.json")
+    assert profile.link_gbs == 4.0
+    assert profile.tflops_32 * profile.matmul_efficiency == pytest.approx(0.3)
+    assert profile.memory_gbs * profile.memory_efficiency == pytest.approx(16.0)
+    options = ("--model", "tiny", "--sequence", "16", "--gpus", "2xthis")
+    said = run("plan", *options, "--device-profile", tmp_path / "profile.json")
+    assert f"on 1x2 {profile.name}" in said
+
+
+def test_train_prints_what_it_would_choose():
+    options = ("--model", "tiny", "--sequence", "16", "--device", "cpu", "--batch", "2")
+    said = CliRunner().invoke(fullshard, ["train", "--auto", "--print-config", *options])
+    assert said.exit_code == 0, said.output
+    assert tomllib.loads(said.stdout)["model"]["name"] == "tiny"
+    assert "chosen for" in said.stderr
+
+
+def test_sizes_and_machines_are_read():
+    assert bytes_of("70GiB") == 70 << 30
+    assert bytes_of("1.5 MiB") == 3 << 19
+    machine = machine_of("8xh200", 4, "400Gb/s", None)
+    assert (machine.num_ranks, machine.network_gbs, machine.profile.name) == (32, 50.0, "H200")
+    with pytest.raises(FullshardError):
+        machine_of("0xH100", 1, "400Gb", None)
+
+
+def test_a_report_shows_what_was_predicted():
+    record = RunRecord(
+        "run", (), (), None, (), {}, {}, predicted={"step_s": 0.5, "peak_bytes": 3 << 30}
+    )
+    notes = {fact.name: fact.note for fact in summary(record)}
+    assert notes["Step time"].endswith(f"; predicted {shown_time(0.5)}")
+    assert notes["Peak memory"] == f"most on any rank; predicted {shown_bytes(3 << 30)}"
+
+
+def test_train_chooses_settings_for_this_machine(capsys):
+    given = {("optimizer", "batch"), ("optimizer", "accumulate"), ("sharding", "strategy")}
+    config = replace(config_of(strategy="full"), run=RunSection(device="cpu", ranks=2))
+    chosen = chosen_for_this_machine(config, given)
+    assert chosen == config  # there is enough memory
+    assert "chosen for" in capsys.readouterr().err
+    step = predicted(config, 2)
+    assert step["step_s"] > 0
+    assert step["peak_bytes"] > 0
