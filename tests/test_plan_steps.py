@@ -161,10 +161,10 @@ def test_collectives_take_the_slower_of_links_and_network():
 
 def test_memory_on_a_cpu_is_what_the_engine_holds(tmp_path):
     result = tmp_path / "plan.json"
-    small = ("--model", "tiny", "--sequence", "64", "--configs", "7")
+    small = ("--model", "tiny", "--sequence", "64", "--configs", "4")
     bench_plan.main([*small, "--json", str(result)])
     (table,) = json.loads(result.read_text())["tables"]
-    assert len(table["rows"]) == 7
+    assert len(table["rows"]) == 4
     for name, planned_mib, measured, _ in table["rows"]:
         assert planned_mib == pytest.approx(measured, rel=0.03), name
 
@@ -236,12 +236,10 @@ def test_recomputation_and_offload_save_what_they_should():
 
 
 def test_a_model_of_few_blocks_tells_of_one_with_many():
-    for settings in ({"strategy": "grad-op"}, {"activation_checkpointing": True}):
-        config = config_of(**settings)
-        whole = plan_run(config, tiny(9), EIGHT)
-        estimated = _estimated(config, tiny(9), EIGHT)
-        assert estimated.peak_bytes == pytest.approx(whole.device_bytes, rel=1e-3)
-        assert estimated.step_s == pytest.approx(whole.step_s, rel=0.01)
+    config = config_of(strategy="grad-op", activation_checkpointing=True)
+    whole, estimated = plan_run(config, tiny(8), EIGHT), _estimated(config, tiny(8), EIGHT)
+    assert estimated.peak_bytes == pytest.approx(whole.device_bytes, rel=1e-3)
+    assert estimated.step_s == pytest.approx(whole.step_s, rel=0.01)
 
 
 # plan()
@@ -387,7 +385,7 @@ def test_the_command_prints_a_plan_and_draws_it(tmp_path):
     assert "parameter shards" in said
     assert "wait for communication" in said
     assert "Plan of tiny" in page.read_text()
-    options = ("--model", "tiny", "--sequence", "64", "--batch", "4", "--nodes", "2")
+    options = ("--model", "tiny", "--sequence", "64", "--batch", "1", "--nodes", "2")
     said = run("plan", *options, "--budget", "2GiB")
     assert "fullshard train --model tiny" in said
     assert "auto_shard(model, mesh=init_device_mesh(" in said
@@ -400,7 +398,7 @@ def test_the_command_plans_the_model_of_a_function(tmp_path, monkeypatch):
         "def small():\n"
         "    return nn.Sequential(nn.Embedding(99, 32), *(nn.Linear(32, 32) for _ in range(4)),"
         " nn.Linear(32, 99))\n"
-        "def wrong():\n    return nn.Linear(int(torch.ones(1).item()), 3)\n"
+        "def wrong():\n    return nn.Linear(torch.ones(3).numpy().size, 3)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "parameters" in run("plan", "--model", "my_models:small", "--sequence", "16")
@@ -418,7 +416,6 @@ def test_the_command_plans_the_model_of_a_function(tmp_path, monkeypatch):
         (("--gpus", "8xH77"), "is expected, found none of this name"),
         (("--fabric", "fast"), "Gb/s, as in 400Gb"),
         (("--budget", "much"), "a size, as in 70GiB"),
-        (("--budget", "1MiB"), "or less on each of 8 ranks are expected"),
         (("--mesh", "3x3"), "3x3 needs 9 ranks"),
     ],
 )
