@@ -452,6 +452,8 @@ class _Traits:
         self.is_fused_step = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
         self.flops: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
         self.is_attention = "attention" in name
+        if self.is_attention and self.flops is not None:
+            self.flops = partial(_attention_flops, "backward" in name)
         names = [argument.name for argument in schema.arguments]
         self._causal_at = names.index("is_causal") if "is_causal" in names else None
         # Where the tensors that are returned were passed, if all of them were.
@@ -476,6 +478,15 @@ class _Traits:
         if index is None:
             return False
         return bool(args[index] if index < len(args) else kwargs.get("is_causal"))
+
+
+def _attention_flops(is_backward: bool, *args: Any, **_: Any) -> int:
+    """Of the matmuls of attention; torch before 2.13 cannot count those of grouped heads."""
+    query, key, value = args[is_backward : is_backward + 3]
+    scores = query.shape[:-1].numel() * key.shape[-2]
+    width, value_width = query.shape[-1], value.shape[-1]
+    number = 3 * width + 2 * value_width if is_backward else width + value_width
+    return int(2 * scores * number)
 
 
 _ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
