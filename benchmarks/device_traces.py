@@ -26,7 +26,9 @@ class Busy:
 
 def busy_during(run: Callable[[], object]) -> Busy:
     """Run something on the device and read the trace of it."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+    ) as profiler:
         run()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:

@@ -42,7 +42,9 @@ def held_peak_bytes(run: Callable[[], object], before: Callable[[], object]) -> 
 
 
 def _held_and_peak(run: Callable[[], object], before: Callable[[], object]) -> tuple[int, int]:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         before()
         with record_function(_MARK):
             run()

@@ -117,8 +117,6 @@ def test_a_run_that_is_left_resumed_and_killed_ten_times_has_the_losses_of_an_un
         said, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
     assert len(kills) == 10
-    # By the watcher, or by a collective of the trainer's own, whichever comes first.
-    assert "gave up: rank " in errors or "lost its connection to another rank" in errors
     assert "Traceback" not in errors
     assert losses(folder) == expected
 
