@@ -97,6 +97,7 @@ try:
 
     # torch.distributed does not tell when a group was destroyed, nor gives its store.
     from torch.distributed import distributed_c10d as _c10d
+    from torch.distributed.device_mesh import _mesh_resources
     from torch.distributed.distributed_c10d import _get_default_store as default_store
     from torch.distributed.remote_device import _remote_device as RemoteDevice
 
@@ -248,6 +249,17 @@ def fused_optimizers_on(device_type: str) -> Iterator[None]:
         yield
     finally:
         optimizer._get_fused_kernels_supported_devices = known
+
+
+@contextmanager
+def hosts_of_meta_devices(num_devices: int) -> Iterator[None]:
+    """Tell how many devices a host has: DTensor asks for it since torch 2.15, also on meta."""
+    resources: Any = _mesh_resources
+    resources.num_devices_per_host = lambda _: num_devices
+    try:
+        yield
+    finally:
+        del resources.num_devices_per_host
 
 
 def cpu_attention_backend(*args: Any) -> int:

@@ -28,6 +28,7 @@ from fullshard._torch import (
     cpu_attention_backend,
     fused_optimizers_on,
     has_own_dispatch,
+    hosts_of_meta_devices,
 )
 from fullshard.comm.collectives import Collectives, CollectiveWork
 from fullshard.device import Device, Streams
@@ -127,7 +128,7 @@ class Fabric:
 
     def __init__(self, profile: DeviceProfile, ranks_per_host: int, network_gbs: float) -> None:
         self._profile = profile
-        self._ranks_per_host = ranks_per_host
+        self.ranks_per_host = ranks_per_host
         self._network_gbs = network_gbs
         self._shapes: dict[Any, tuple[int, int]] = {}
 
@@ -140,7 +141,7 @@ class Fabric:
 
     def shape(self, ranks: Sequence[int]) -> tuple[int, int]:
         """The number of hosts of these ranks, and how many are on each."""
-        by_host = Counter(rank // self._ranks_per_host for rank in ranks)
+        by_host = Counter(rank // self.ranks_per_host for rank in ranks)
         return len(by_host), max(by_host.values())
 
     def seconds_of(self, num_bytes: int, num_hosts: int, num_local: int) -> float:
@@ -192,7 +193,8 @@ class Simulator(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with fused_optimizers_on("meta"), _fused_kernels(self.played), self:
+        hosts = hosts_of_meta_devices(self._fabric.ranks_per_host)
+        with fused_optimizers_on("meta"), hosts, _fused_kernels(self.played), self:
             yield
 
     # Time
