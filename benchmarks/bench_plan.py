@@ -55,18 +55,19 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 class Step:
-    """A step as `fullshard train` does it, on the CPU."""
+    """A step as `fullshard train` does it."""
 
-    def __init__(self, config: TrainConfig, num_ranks: int) -> None:
-        world = World(0, num_ranks, 0, num_ranks, CPU)
+    def __init__(self, config: TrainConfig, num_ranks: int, device: torch.device = CPU) -> None:
+        world = World(0, num_ranks, 0, num_ranks, device)
         self._architecture = architecture_for(config.model)
         self._model = build_sharded_model(self._architecture, config.sharding, world)
         with torch.no_grad():
             for param in self._model.parameters():
                 (param.to_local() if isinstance(param, DTensor) else param).normal_(0, 0.02)
-        self._optimizer = build_optimizer(self._model, config.optimizer, CPU)
+        self._optimizer = build_optimizer(self._model, config.optimizer, device)
         self._accumulate = config.optimizer.accumulate
-        self._tokens = torch.randint(256, (config.optimizer.batch, config.model.sequence))
+        shape = (config.optimizer.batch, config.model.sequence)
+        self._tokens = torch.randint(256, shape, device=device)
 
     def __call__(self) -> None:
         for _ in range(self._accumulate):

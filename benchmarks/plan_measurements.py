@@ -22,16 +22,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fullshard.comm.placement import full_tensor
-from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
+from bench_plan import Step, config_of
 from fullshard.testing import quiet_world
-from fullshard.training.config import ModelSection, OptimizerSection, ShardingSection
-from fullshard.training.optimizer import build_optimizer
-from fullshard.training.sharding import architecture_for, build_sharded_model
-from fullshard.training.world import World
 
 DEVICE = torch.device("cuda", 0)
 WRAPPER, RECOMPUTED = {"api": "wrapper"}, {"activation_checkpointing": True}
@@ -71,46 +64,13 @@ SWEEP: list[dict[str, Any]] = [
 ]
 
 
-class Step:
-    """A step of a configuration."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        world = World(0, config["world"], 0, config["world"], DEVICE)
-        self.architecture = architecture_for(ModelSection(name=config["model"]))
-        section = ShardingSection(**config.get("sharding", {}))
-        self.model = build_sharded_model(self.architecture, section, world)
-        with torch.no_grad():
-            for param in self.model.parameters():
-                (param.to_local() if isinstance(param, DTensor) else param).normal_(0, 0.02)
-        self.optimizer = build_optimizer(self.model, OptimizerSection(), DEVICE)
-        self.accumulate = config.get("accumulate", 1)
-        shape = (config["batch"], config["sequence"])
-        tokens = torch.randint(256, shape, device=DEVICE)
-        self.batch = (tokens, tokens.roll(-1, 1))
-
-    def __call__(self) -> None:
-        inputs, targets = self.batch
-        for _ in range(self.accumulate):
-            logits = self.architecture.logits(self.model, inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-            del logits
-            (loss / targets.numel() / self.accumulate).backward()
-        if isinstance(self.model, FullyShardedDataParallel):
-            self.model.clip_grad_norm_(1.0)
-        else:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            _ = full_tensor(norm) if isinstance(norm, DTensor) else norm
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def measured(config: dict[str, Any]) -> dict[str, Any]:
     """The most memory that a step holds, and the median time of steps."""
     with quiet_world(config["world"], device=DEVICE):
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        step = Step(config)
+        step = Step(config_of(config, "", 0, 0), config["world"], DEVICE)
         for _ in range(3):
             step()
         torch.cuda.synchronize()
