@@ -1,11 +1,13 @@
 """Faults of one rank: how long until all others raise, and whether they say which rank it was.
 
     python benchmarks/bench_faults.py             kinds of fault in each phase, beside torch's FSDP
+    python benchmarks/bench_faults.py --backend nccl --timeout 10 --phases backward    on a GPU
     python benchmarks/bench_faults.py --store     what the watchers of many ranks ask of the store
 
-A fault happens on rank 1 of 3, in the third step of a small model on gloo, whose process group has
-a timeout of `--timeout` seconds. The store is a real one; a few threads, each with its own
-connection, send what the watchers of 1,024 and of 8,192 ranks send in a period.
+A fault happens on rank 1 of 3, in the third step of a small model, whose process group has a
+timeout of `--timeout` seconds. A rank may also be ended by torch, without an error that its program
+could see: NCCL's watchdog does that by default. The store is a real one; a few threads, each with
+its own connection, send what the watchers of 1,024 and of 8,192 ranks send in a period.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ from variants import OURS, TORCH_FSDP1, TORCH_FSDP2, WRAPPER, Sharding, shard
 VARIANTS = [TORCH_FSDP2, TORCH_FSDP1, OURS, WRAPPER]
 KINDS = ["killed", "stopped", "raises"]
 PHASES = ["forward", "backward", "optimizer"]
-ODD, NUM_RANKS, BAD_STEP = 1, 3, 2
+ODD, OTHERS, NUM_RANKS, BAD_STEP = 1, (0, 2), 3, 2
 NUM_CLIENTS = 4
 
 
@@ -69,53 +72,89 @@ def take_steps(
     os.environ[watcher.SWITCH] = "1"
     pids = [0] * NUM_RANKS
     dist.all_gather_object(pids, os.getpid())
+    (Path(folder) / f"pid{rank.rank}").write_text(str(os.getpid()))
+    if variant in (OURS, WRAPPER):  # as `fullshard train` does
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     group = dist.new_group(timeout=timedelta(seconds=limit_s))
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block() for _ in range(3)])
+    model = nn.Sequential(*[Block() for _ in range(3)]).to(rank.device)
     blocks = list(model)
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, rank.device.type)
     model = shard(variant, model, Sharding(Block, mesh, rank.device))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     try:
         for step in range(BAD_STEP + 2):
             if rank.rank == ODD and step == BAD_STEP:
                 blocks[1].faults[phase] = lambda: fail(kind, Path(folder))
-            model(torch.ones(2, 32)).sum().backward()
+            loss = model(torch.ones(2, 32, device=rank.device)).sum()
+            loss.backward()
             blocks[1].faults.get("optimizer", int)()
             optimizer.step()
+            loss.item()
     except Exception as error:
         if rank.rank != ODD:
             found = {"at": time.monotonic(), "text": f"{type(error).__name__}: {error}"}
             (Path(folder) / f"rank{rank.rank}").write_text(json.dumps(found))
-            while not all((Path(folder) / f"rank{other}").exists() for other in (0, 2)):
+            while not all(is_known(Path(folder), other) for other in OTHERS):
                 time.sleep(0.1)
             with suppress(ProcessLookupError):
                 os.kill(pids[ODD], signal.SIGKILL)
         raise
 
 
-def outcome(variant: str, kind: str, phase: str, limit_s: float) -> str:
-    """Seconds until the last of the other ranks raised, and whether all named the rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        with RankPool(NUM_RANKS, timeout_s=4 * limit_s) as ranks, suppress(RanksFailed):
-            ranks.run(take_steps, variant, kind, phase, folder, limit_s, expect_failure=True)
-        said = [Path(folder) / f"rank{rank}" for rank in (0, 2)]
+def is_known(folder: Path, rank: int) -> bool:
+    return (folder / f"rank{rank}").exists() or has_ended(folder, rank)
+
+
+def has_ended(folder: Path, rank: int) -> bool:
+    try:
+        pid = (folder / f"pid{rank}").read_text()
+        return not pid or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return (folder / f"pid{rank}").exists()
+
+
+def note_ends(folder: Path, is_over: threading.Event) -> None:
+    """Write when a rank has ended without an error of its own; then end the one that is stopped."""
+    while not is_over.wait(0.1) and not all(is_known(folder, rank) for rank in OTHERS):
+        continue
+    for rank in OTHERS:
+        if not (folder / f"rank{rank}").exists() and has_ended(folder, rank):
+            ended = {"at": time.monotonic(), "text": ""}
+            (folder / f"rank{rank}").write_text(json.dumps(ended))
+    with suppress(FileNotFoundError, ProcessLookupError):
+        os.kill(int((folder / f"pid{ODD}").read_text()), signal.SIGKILL)
+
+
+def outcome(variant: str, kind: str, phase: str, backend: str, limit_s: float) -> str:
+    """Seconds until the last of the other ranks raised or ended, and whether all named the rank."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, is_over = Path(name), threading.Event()
+        notes = threading.Thread(target=note_ends, args=(folder, is_over))
+        notes.start()
+        with RankPool(NUM_RANKS, backend, timeout_s=6 * limit_s) as ranks, suppress(RanksFailed):
+            ranks.run(take_steps, variant, kind, phase, name, limit_s, expect_failure=True)
+        is_over.set()
+        notes.join()
+        said = [folder / f"rank{rank}" for rank in OTHERS]
         if not all(path.exists() for path in said):
             return "no error"
         found = [json.loads(path.read_text()) for path in said]
-        seconds = max(each["at"] for each in found) - float((Path(folder) / "fault").read_text())
+        seconds = max(each["at"] for each in found) - float((folder / "fault").read_text())
+    if not all(each["text"] for each in found):
+        return f"{seconds:.1f} s, ended by torch"
     is_named = all(f"rank {ODD}" in each["text"] for each in found)
     return f"{seconds:.1f} s, {'named' if is_named else 'not named'}"
 
 
-def compare_faults(result: Result, kinds: Sequence[str], limit_s: float) -> None:
+def compare_faults(result: Result, options: Any) -> None:
+    backend, limit_s = options.backend, options.timeout
     rows: list[list[Any]] = []
-    for kind in kinds:
-        for phase in PHASES:
-            found = [outcome(variant, kind, phase, limit_s) for variant in VARIANTS]
-            rows.append([f"{kind}, in {phase}", *found])
-            print(*rows[-1], sep=" | ", flush=True)
-    title = f"Until all other ranks raise, process groups with a timeout of {limit_s:g} s"
+    for kind, phase in product(options.kinds, options.phases):
+        found = [outcome(variant, kind, phase, backend, limit_s) for variant in VARIANTS]
+        rows.append([f"{kind}, in {phase}", *found])
+        print(*rows[-1], sep=" | ", flush=True)
+    title = f"Until all other ranks raise, {backend} with a timeout of {limit_s:g} s"
     result.add(Table(title, ["rank 1 of 3", *VARIANTS], rows))
 
 
@@ -170,13 +209,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--timeout", type=float, default=20.0)
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
+    parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     options = parser.parse_args(arguments)
     result = result_for("faults", arguments)
     if options.store:
         measure_store(result, options.sizes)
     else:
         with without_known_warnings():
-            compare_faults(result, options.kinds, options.timeout)
+            compare_faults(result, options)
     result.write(options.json)
 
 

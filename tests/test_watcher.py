@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import FullyShardedDataParallel, RankFailedError, fully_shard
 from fullshard.cli.commands import fullshard
@@ -52,15 +53,16 @@ class Block(nn.Module):
 
 def sharded(rank: Rank, api: str) -> nn.Module:
     model = nn.Sequential(*[Block() for _ in range(3)]).to(rank.device)
+    group = dist.new_group()  # beside the default group, which has been used, too
     if api == "wrapper":
         return FullyShardedDataParallel(
             model,
-            process_group=rank.mesh().get_group(),
+            process_group=group,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=True,
         )
     for module in [*model, model]:
-        fully_shard(module, mesh=rank.mesh())
+        fully_shard(module, mesh=DeviceMesh.from_group(group, rank.device.type))
     return model
 
 

@@ -321,11 +321,19 @@ class Watcher:
             self._num_heard(more=1)
         if self.rank == 0:
             _log.error("fullshard: %s", text)
-        for group in all_groups():
-            with suppress(Exception):
-                # What the program destroys meanwhile must not be aborted.
-                if self.is_running and "nccl" in dist.get_backend(group):
-                    group.abort()
+        # All at once: an abort waits for the device, which may wait for another group's collective.
+        aborts = [threading.Thread(target=self._abort, args=(each,)) for each in all_groups()]
+        for abort in aborts:
+            abort.daemon = True
+            abort.start()
+        for abort in aborts:
+            abort.join()
+
+    def _abort(self, group: dist.ProcessGroup) -> None:
+        with suppress(Exception):
+            # What the program destroys meanwhile must not be aborted.
+            if self.is_running and "nccl" in dist.get_backend(group):
+                group.abort()
 
 
 def _described(error: BaseException) -> str:
