@@ -28,6 +28,8 @@ from fullshard.comm.places import (
     write_places,
 )
 from fullshard.errors import DisagreementError
+from fullshard.state import save
+from fullshard.state.rank_group import RankGroup
 from fullshard.testing import Rank, RankPool
 from fullshard.testing.failures import RanksFailed
 from fullshard.wrap import ModuleWrapPolicy
@@ -89,6 +91,7 @@ def take_steps(rank: Rank, kind: str, phase: str, api: str) -> None:
     model = sharded(rank, api)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
+    RankGroup.world()  # as an earlier save has made it
     for step in range(BAD_STEP + 2):
         is_bad = rank.rank == ODD and step == BAD_STEP
         if is_bad:
@@ -98,8 +101,10 @@ def take_steps(rank: Rank, kind: str, phase: str, api: str) -> None:
         loss.item()  # on a GPU, the program waits here
         if is_bad and phase == "clipping":
             model.clip_grad_norm_(1.0)
-        if is_bad and phase == "optimizer":
+        if is_bad and phase in ("optimizer", "saving"):
             fail(kind)
+        if phase == "saving" and step == BAD_STEP:
+            save("never", model)
         optimizer.step()
 
 
@@ -118,6 +123,7 @@ FAULTS = [
     ("is stopped", "backward", "wrapper", "its process is stopped"),
     ("raises", "forward", "wrapper", "forward of 1 with ZeroDivisionError: planned .*in fail"),
     ("raises", "backward", "fully_shard", "it left a backward before its end"),
+    ("is stopped", "saving", "fully_shard", "its process is stopped"),
 ]
 
 

@@ -5,12 +5,14 @@ A step that fails on one rank fails on all of them: no rank is left waiting for 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from fullshard._torch import lifetime_of, timeout_of
@@ -38,6 +40,7 @@ class RankGroup:
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
+    in_background: bool = False
 
     @classmethod
     def world(cls, *, in_background: bool = False) -> RankGroup:
@@ -55,7 +58,8 @@ class RankGroup:
             pause_at_exit()
             new_group = partial(dist.new_group, None, timeout_of(dist.group.WORLD), "gloo")
             _groups[lifetime] = (new_group(), new_group())
-        return cls(_groups[lifetime][in_background], dist.get_rank(), dist.get_world_size())
+        group = _groups[lifetime][in_background]
+        return cls(group, dist.get_rank(), dist.get_world_size(), in_background)
 
     @property
     def is_first(self) -> bool:
@@ -65,9 +69,18 @@ class RankGroup:
         """The values of all ranks, on every rank."""
         if self.group is None:
             return [value]
-        found: list[Any] = [None] * self.size
-        with watcher.waiting():
-            dist.all_gather_object(found, value, group=self.group)
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(each) for each in self._all_gather(torch.tensor([own.numel()]))]
+        own = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
+        everyone = zip(self._all_gather(own), sizes, strict=True)
+        return [pickle.loads(each[:size].numpy().tobytes()) for each, size in everyone]
+
+    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        work: Any = dist.all_gather(found, own, group=self.group, async_op=True)
+        # A program that waits raises when a rank fails; where it waits in the background is not
+        # where its rank is.
+        (work.wait if self.in_background else partial(watcher.wait_for, work))()
         return found
 
     def gather(self, what: str, step: Callable[[], _T], consequence: str = "") -> list[_T]:
