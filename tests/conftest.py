@@ -1,7 +1,9 @@
 """No test passes by not running: a session with a skipped test fails."""
 
+import gc
 import itertools
 import os
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -38,6 +40,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         first = long[worker::num_workers]
         items += [*first, *itertools.islice(others, max(0, size - len(first)))]
     items += others
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Spare the tests the collection of what stays, and stack traces at every seed.
+
+    Where there is no accelerator, `torch.manual_seed` takes down where it was called.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5000)
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.accelerator.is_available():
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
