@@ -12,6 +12,8 @@ from hypothesis import settings
 # Tests run side by side, so every process gets one thread. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+gc.disable()  # until everything is imported
+
 # No test depends on how fast a busy machine is.
 settings.register_profile("fullshard", deadline=None)
 settings.load_profile("fullshard")
@@ -47,8 +49,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Where there is no accelerator, `torch.manual_seed` takes down where it was called.
     """
-    gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(5000)
     torch = sys.modules.get("torch")
     if torch is not None and not torch.accelerator.is_available():
