@@ -1,7 +1,9 @@
 """No test passes by not running: a session with a skipped test fails."""
 
+import gc
 import itertools
 import os
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -9,6 +11,8 @@ from hypothesis import settings
 
 # Tests run side by side, so every process gets one thread. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+gc.disable()  # until everything is imported
 
 # No test depends on how fast a busy machine is.
 settings.register_profile("fullshard", deadline=None)
@@ -38,6 +42,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         first = long[worker::num_workers]
         items += [*first, *itertools.islice(others, max(0, size - len(first)))]
     items += others
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Spare the tests the collection of what stays, and stack traces at every seed.
+
+    Where there is no accelerator, `torch.manual_seed` takes down where it was called.
+    """
+    gc.freeze()
+    gc.enable()
+    gc.set_threshold(5000)
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.accelerator.is_available():
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 def _note(report: pytest.TestReport | pytest.CollectReport) -> None:

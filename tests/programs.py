@@ -9,6 +9,7 @@ import select
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,13 +19,19 @@ from fullshard.testing import Rank, RankPool
 
 def printed_by_ranks(path: Path, num_ranks: int, *arguments: str) -> str:
     """What the ranks of a program print, one after another. A warning is an error."""
+    return printed_by_each([path], num_ranks, *arguments)[0]
+
+
+def printed_by_each(paths: Sequence[Path], num_ranks: int, *arguments: str) -> list[str]:
+    """The same of programs that run one after another in the same processes."""
     with RankPool(num_ranks, timeout_s=240) as ranks:
-        return "".join(ranks.run(_run, str(path), arguments, free_port()))
+        return ["".join(ranks.run(_run, str(path), arguments, free_port())) for path in paths]
 
 
 def _run(rank: Rank, path: str, arguments: tuple[str, ...], port: int) -> str:
     """Leave the pool's world, and be a rank of the program's, as a launcher would have it."""
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     sys.argv = [path, *arguments]
     printed = io.StringIO()

@@ -1,6 +1,7 @@
 """Gradient accumulation in every form, and the settings that steer reduction and gathering."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -99,15 +100,15 @@ def assert_accumulates(
     assert_trains_alike(layers, shard_all, lesson, near=near)
 
 
-@pytest.mark.parametrize("kind", POLICIES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, kind", list(zip(FORMS, itertools.cycle(POLICIES), strict=False)))
 @on_ranks(2)
 def test_accumulation_trains_alike(rank: Rank, form: str, kind: str) -> None:
     assert_accumulates(FORMS[form], kind, rank.mesh())
 
 
-@pytest.mark.parametrize("max_buffers", [1, 3])
-@pytest.mark.parametrize("form", REPLICATED_FORMS)
+@pytest.mark.parametrize(
+    "form, max_buffers", list(zip(REPLICATED_FORMS, itertools.cycle([1, 3]), strict=False))
+)
 @on_ranks(4)
 def test_accumulation_over_shards_and_replicas_trains_alike(
     rank: Rank, form: str, max_buffers: int
@@ -213,8 +214,9 @@ def assert_branches_accumulate(
                 torch.testing.assert_close(full(grad), param.grad, **tolerance)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("kind", ["float32", "bf16_reduced_in_fp32"])
+@pytest.mark.parametrize(
+    "kind, apart", [("float32", False), ("float32", True), ("bf16_reduced_in_fp32", True)]
+)
 @on_ranks(2)
 def test_micro_batches_that_use_different_parameters_accumulate(
     rank: Rank, apart: bool, kind: str
@@ -225,8 +227,7 @@ def test_micro_batches_that_use_different_parameters_accumulate(
     )
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart, is_told", [(False, True), (True, False), (True, True)])
 @on_ranks(4)
 def test_micro_batches_that_use_different_parameters_accumulate_before_an_all_reduce(
     rank: Rank, apart: bool, is_told: bool

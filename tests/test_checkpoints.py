@@ -142,7 +142,7 @@ def contents(path: Path) -> dict[str, tuple[Any, ...]]:
 
 # (how many ranks save, as what, how many ranks load, as what)
 PAIRS = [
-    (4, kind, loading, other)
+    (4 if kind in ("rows of a mesh", "hybrid", "flat") else 2, kind, loading, other)
     for kind, loading, other in zip(KINDS, [1, 2, 3, 4] * 3, [*KINDS[5:], *KINDS[:5]], strict=False)
 ] + [(2, "whole", 1, "whole"), (1, "slices", 4, "hybrid"), (3, "flat", 2, "rows")]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import printed_by_ranks
+from tests.programs import printed_by_each, printed_by_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MAX_LINES = 120
@@ -20,11 +20,15 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_an_example_runs_and_shows_what_it_is_about(name):
-    num_ranks, shown = SHOWN[name]
-    printed = printed_by_ranks(EXAMPLES / f"{name}.py", num_ranks)
-    assert [each for each in shown if each not in printed] == [], printed
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_examples_run_and_show_what_they_are_about(num_ranks):
+    names = [name for name, (wanted, _) in SHOWN.items() if wanted == num_ranks]
+    for name, printed in zip(
+        names,
+        printed_by_each([EXAMPLES / f"{name}.py" for name in names], num_ranks),
+        strict=True,
+    ):
+        assert [each for each in SHOWN[name][1] if each not in printed] == [], (name, printed)
 
 
 def test_a_run_is_resumed_on_another_number_of_ranks(tmp_path):

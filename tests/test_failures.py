@@ -197,13 +197,13 @@ class Pair:
 FORWARD_PLACES = ["root before", "root forward", "block 0 forward", "block 2 forward"]
 
 
-@pytest.mark.parametrize("kind", [PlannedError, Interrupted])
 @on_ranks(2)
 def test_an_error_in_forward_leaves_everything_sharded_and_the_next_step_correct(
-    rank: Rank, kind: type[BaseException]
+    rank: Rank,
 ) -> None:
     for is_first in (True, False):
-        for place in FORWARD_PLACES:
+        for index, place in enumerate(FORWARD_PLACES):
+            kind = PlannedError if (index % 2 == 0) == is_first else Interrupted
             pair = Pair(rank)
             if not is_first:
                 pair.step(0)
@@ -211,8 +211,8 @@ def test_an_error_in_forward_leaves_everything_sharded_and_the_next_step_correct
                 pair.run(pair.model, rank.rank, 1)
             assert_everything_sharded(pair.model)
             pair.check("after the failure", gradients=False)
-            for number in (2, 3):
-                pair.step(number)
+            pair.step(2)
+            pair.step(3)
 
 
 @on_ranks(2)

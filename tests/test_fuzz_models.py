@@ -239,8 +239,8 @@ def check(spec: Spec) -> None:
     pool(size).run(train, spec, timeout_s=60.0, expect_failure=True)
 
 
-few = settings(derandomize=True, deadline=None, max_examples=10)
-fewer = settings(derandomize=True, deadline=None, max_examples=6)
+few = settings(derandomize=True, deadline=None, max_examples=8)
+fewer = settings(derandomize=True, deadline=None, max_examples=4)
 
 
 @few

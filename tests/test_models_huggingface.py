@@ -12,11 +12,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import tokenizers
 import torch
-import transformers
+import torch.distributed as dist
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.cli.commands import fullshard
 from fullshard.errors import ConfigError
 from fullshard.models import architecture_of
@@ -25,7 +26,7 @@ from fullshard.models.architecture import Architecture
 from fullshard.models.sampling import sample
 from fullshard.models.tokenizers import ByteTokenizer, FolderTokenizer
 from fullshard.models.transformer import BuiltinArchitecture
-from fullshard.state import export_safetensors, load, save
+from fullshard.state import export_safetensors, load, load_safetensors, save
 from fullshard.state.shards import tensor_shards
 from fullshard.testing import Rank, on_ranks, pool
 from fullshard.training.config import ModelSection, TrainConfig
@@ -471,6 +472,8 @@ def ours(run: Path) -> tuple[Architecture, nn.Module]:
 def test_an_exported_run_opens_in_transformers_and_generates_what_we_do(
     with_tokenizer: Path, tmp_path: Path
 ) -> None:
+    import transformers  # takes seconds
+
     settings = json.loads((with_tokenizer / "config.json").read_text())
     settings.pop("dtype", None)
     # What the files had; an export in float32 is not to be opened in it.
@@ -523,6 +526,7 @@ def test_exported_adapters_open_in_peft_and_merge_into_a_model(
     with_tokenizer: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     import peft  # takes seconds
+    import transformers
 
     transposed = copied(folders["gpt2"], tmp_path / "gpt2", weights=load_of(folders["gpt2"]))
     runs = {
@@ -557,3 +561,38 @@ def test_exported_adapters_open_in_peft_and_merge_into_a_model(
         fullshard, ["checkpoint", "export", str(adapter), str(tmp_path / "x"), "--merge"]
     )
     assert refusal.exit_code == 2
+
+
+@on_ranks(2)
+def test_transformers_reads_what_we_write_and_we_read_what_it_writes(
+    rank: Rank, tmp_path: Path
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds
+
+    tokens = torch.arange(12)[None]
+    for is_tied in (False, True):
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=is_tied,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        reference = LlamaForCausalLM(config)
+        theirs, ours = tmp_path / f"theirs {is_tied}", tmp_path / f"ours {is_tied}"
+        if rank.rank == 0:
+            reference.save_pretrained(theirs, max_shard_size="20KB")
+            config.save_pretrained(ours)
+        dist.barrier()
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=rank.mesh())
+        fully_shard(model, mesh=rank.mesh())
+        found = load_safetensors(theirs, model)
+        assert "model.rotary_emb.inv_freq" in found.recreated
+        torch.testing.assert_close(model(tokens).logits, reference(tokens).logits)
+        wrapper = FullyShardedDataParallel(reference, use_orig_params=True)
+        for exported in (model, wrapper):
+            export_safetensors(ours, exported, max_shard_bytes=20_000)
+            again = LlamaForCausalLM.from_pretrained(ours)
+            torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
+            dist.barrier()

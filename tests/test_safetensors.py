@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.util
 import json
 import os
 import resource
@@ -726,40 +725,3 @@ def test_a_rank_does_not_touch_the_bytes_of_others(rank: Rank, tmp_path: Path) -
 
     load_safetensors(folder, model, init_buffers=cut_off)
     assert torch.equal(model.weight.to_local(), values.chunk(2)[rank.rank])
-
-
-if importlib.util.find_spec("transformers") is not None:
-
-    @on_ranks(2)
-    def test_transformers_reads_what_we_write_and_we_read_what_it_writes(
-        rank: Rank, tmp_path: Path
-    ) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        tokens = torch.arange(12)[None]
-        for is_tied in (False, True):
-            config = LlamaConfig(
-                vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=is_tied,
-            )  # fmt: skip
-            torch.manual_seed(0)
-            reference = LlamaForCausalLM(config)
-            theirs, ours = tmp_path / f"theirs {is_tied}", tmp_path / f"ours {is_tied}"
-            if rank.rank == 0:
-                reference.save_pretrained(theirs, max_shard_size="20KB")
-                config.save_pretrained(ours)
-            dist.barrier()
-            with torch.device("meta"):
-                model = LlamaForCausalLM(config)
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=rank.mesh())
-            fully_shard(model, mesh=rank.mesh())
-            found = load_safetensors(theirs, model)
-            assert "model.rotary_emb.inv_freq" in found.recreated
-            torch.testing.assert_close(model(tokens).logits, reference(tokens).logits)
-            wrapper = FullyShardedDataParallel(reference, use_orig_params=True)
-            for exported in (model, wrapper):
-                export_safetensors(ours, exported, max_shard_bytes=20_000)
-                again = LlamaForCausalLM.from_pretrained(ours)
-                torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
-                dist.barrier()

@@ -84,15 +84,16 @@ def assert_is_split(value: Any, form: Form, kind: Kind) -> None:
         assert value.placements == (Replicate(), Shard(0))[2 - value.device_mesh.ndim :]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("build, optimizer", CASES)
+@pytest.mark.parametrize(
+    "build, optimizer", [pytest.param(*CASES[0], marks=pytest.mark.long), *CASES[1:]]
+)
 @on_ranks(4, timeout_s=400.0)
 def test_state_is_that_of_the_unsharded_model_and_of_torch_and_loads_into_other_forms(
     rank: Rank, build: type[nn.Module], optimizer: str
 ) -> None:
     make = OPTIMIZERS[optimizer]
     before = Trainee.of(None, build, make).train(rank)
-    after = Trainee.of(None, build, make).train(rank, (0, 1, 2, 3))
+    after = Trainee.of(None, build, make).train(rank, (0, 1, 2))
     chosen = {
         name: form
         for name, form in forms(rank).items()
@@ -109,9 +110,9 @@ def test_state_is_that_of_the_unsharded_model_and_of_torch_and_loads_into_other_
         oracle = None
         if form.torch_has_it and build in (Net, TiedNet):
             oracle = Trainee.of(form, build, make, api=TORCH).train(rank)
-        # Every kind from every other form in the first case, later the full and the sharded one.
+        # Every kind from every third form in the first case, later the full and the sharded one.
         kinds = list(enumerate(kinds_of(form)))
-        for shift, kind in kinds[number % 2 :: 2] if is_first_case else kinds[::4]:
+        for shift, kind in kinds[number % 3 :: 3] if is_first_case else kinds[::4]:
             state = check_saved(rank, source, kind, before, f"{name}, {kind}")
             if oracle is not None and is_known_to_torch(form, kind, build, optimizer):
                 check_as_torchs(state, oracle.saved(kind), form, kind, f"{name}, {kind}")
@@ -120,7 +121,7 @@ def test_state_is_that_of_the_unsharded_model_and_of_torch_and_loads_into_other_
             if can_load(chosen[other], form, kind):
                 target = Trainee.of(chosen[other], build, make, seed=1)
                 load_into(target, state, kind, before.model.state_dict())
-                target.train(rank, (2, 3))
+                target.train(rank, (2,))
                 found = target.saved(kinds_of(chosen[other])[0])
                 check_state(found, after, f"{name}, {kind} into {other}")
 

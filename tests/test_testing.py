@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 from pathlib import Path
@@ -233,29 +230,19 @@ def test_a_function_without_a_module_level_name_is_refused():
         pool(2).run(lambda rank: None)
 
 
-def test_ranks_and_their_servers_end_with_their_parent(tmp_path: Path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent("""
-            import os, signal
-            from fullshard.testing import RankPool
-            from tests.test_testing import ancestors
+def start_pools_and_die(rank: Rank, file: Path) -> None:
+    """Note the processes of two pools, and be killed."""
+    pools = RankPool(2), RankPool(1, fresh=True)
+    found = [pids[: pids.index(os.getpid())] for pool in pools for pids in pool.run(ancestors)]
+    file.write_text(" ".join(str(pid) for pids in found for pid in pids))
+    os.kill(os.getpid(), signal.SIGKILL)
 
-            if __name__ == "__main__":
-                pools = RankPool(2), RankPool(1, fresh=True)
-                for pids in (pids for pool in pools for pids in pool.run(ancestors)):
-                    print(*pids[:pids.index(os.getpid())], flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
-        """)
-    )
-    finished = subprocess.run(
-        [sys.executable, program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    pids = [int(word) for word in finished.stdout.split()]
-    assert len(pids) == 5, finished.stderr  # two ranks and their servers, a fresh rank
+
+def test_ranks_and_their_servers_end_with_their_parent(tmp_path: Path):
+    with RankPool(1) as parent, pytest.raises(RanksFailed, match="died with exit code -9"):
+        parent.run(start_pools_and_die, tmp_path / "pids")
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 5  # two ranks and their servers, a fresh rank
     assert [pid for pid in pids if not has_ended(pid, within_s=20)] == []
 
 

@@ -27,7 +27,7 @@ from fullshard.training.run import Run
 from fullshard.training.trainer import Parts
 from fullshard.training.world import World
 from tests.stored import damage
-from tests.tiny_run import TEXT, configured, losses
+from tests.tiny_run import TEXT, configured, estimate_once, losses
 
 
 def test_a_profiled_step_has_the_engines_collectives_by_unit(folder: Path) -> None:
@@ -60,8 +60,9 @@ class StopsAfter(StopRequest):
     def is_requested(self, value: bool) -> None: ...
 
 
-def run_of(rank: Rank, config: TrainConfig) -> Run:
-    return Run(config, World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu")))
+def run_of(rank: Rank, config: TrainConfig, kind: type[Run] = Run) -> Any:
+    estimate_once()
+    return kind(config, World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu")))
 
 
 def trained(rank: Rank, config: TrainConfig, num_steps: int | None = None) -> list[float]:
@@ -422,7 +423,7 @@ def poisoned(
     rank: Rank, config: TrainConfig, *steps: int, is_gradient: bool = False
 ) -> tuple[str, list[float]]:
     """What a run says, and its losses."""
-    run = Poisoned(config, World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu")))
+    run = run_of(rank, config, Poisoned)
     run.steps, run.is_gradient = steps, is_gradient
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
@@ -443,7 +444,8 @@ def test_a_step_that_is_not_finite_is_reported_and_not_applied(
 
     # One such step is survived, or several are skipped; their data is as if it had not been there.
     for api, is_gradient in (("fully_shard", False), ("wrapper", True), ("muon", True)):
-        config = settings(api, sample_tokens=2, on_nan="skip" if api == "wrapper" else "stop")
+        on_nan = "skip" if api == "wrapper" else "stop"
+        config = settings(api, sample_tokens=2, save_every=3, on_nan=on_nan)
         if api == "muon":
             config = replace(config, optimizer=replace(config.optimizer, name="muon"))
         else:
@@ -513,7 +515,7 @@ def starved(
     rank: Rank, config: TrainConfig, **starvation: Any
 ) -> tuple[str, list[float], BaseException | None]:
     """What a run says, its losses, and its error."""
-    run = Starved(config, World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu")))
+    run = run_of(rank, config, Starved)
     vars(run).update(starvation)
     raised = None
     with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -152,7 +152,7 @@ def test_experts_that_differ_between_ranks_train_as_the_unsharded_model_does(
     else:
         model = wrapped(model, rank, use_orig_params=api == "wrapper")
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
-    for step in range(50):
+    for step in range(20):
         generator = torch.Generator().manual_seed(step)
         batches = [batch(generator) for _ in range(rank.size)]
         losses = [reference(each).square().mean() for each in batches]
@@ -215,7 +215,7 @@ def shard_layers(model: Layers, **options: Any) -> None:
 
 @on_ranks(2, timeout_s=LIMIT_S)
 def test_layers_may_be_skipped_and_a_forward_left_early_with_the_root_as_scope(rank: Rank) -> None:
-    training = Training(tokens, optimizer=adam, steps=8)
+    training = Training(tokens, optimizer=adam, steps=5)
     for after in (None, False):
         options = {"mesh": rank.mesh(), "reshard_after_forward": after}
         trained = assert_same_training(Layers, lambda m, o=options: shard_layers(m, **o), training)
@@ -287,7 +287,7 @@ def test_uneven_units_can_be_recomputed(rank: Rank) -> None:
         checkpointing(model)
         return model
 
-    training = Training(batch, optimizer=adam, steps=6)
+    training = Training(batch, optimizer=adam, steps=4)
     assert_same_training(build, lambda m: shard(m, mesh=rank.mesh()), training)
     for use_reentrant in (False, True):
         build_recomputed = partial(recomputed, use_reentrant)
@@ -298,7 +298,7 @@ def test_uneven_units_can_be_recomputed(rank: Rank) -> None:
 def test_uneven_units_accumulate_offload_and_compute_in_low_precision(rank: Rank) -> None:
     mesh = rank.mesh()
     accumulated = Training(
-        batch, optimizer=adam, steps=4, micro_batches=2, before_forward=sync_last
+        batch, optimizer=adam, steps=3, micro_batches=2, before_forward=sync_last
     )
     assert_same_training(Model, lambda m: shard(m, mesh=mesh), accumulated)
     training = Training(batch, optimizer=adam, steps=3)
@@ -327,8 +327,6 @@ def test_uneven_units_accumulate_offload_and_compute_in_low_precision(rank: Rank
 @on_ranks(4, timeout_s=LIMIT_S)
 def test_uneven_units_are_reduced_over_replicas_too(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
-    training = Training(batch, optimizer=adam, steps=5)
-    assert_same_training(Model, lambda m: shard(m, mesh=mesh), training)
     accumulated = Training(
         batch, optimizer=adam, steps=3, micro_batches=2, before_forward=sync_last
     )

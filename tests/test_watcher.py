@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -178,33 +179,62 @@ for step in range(100_000):
 """
 
 
-def run_on_two(tmp_path: Path, program: str) -> tuple[list[int], list[str]]:
-    """Run a program on two ranks; their exit codes, and what they wrote to standard error."""
-    (tmp_path / "program.py").write_text(program)
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    common |= {"GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "program.py")],
-            env={**os.environ, **common, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120)[1] for process in started]
-    return [process.returncode for process in started], said
+# Forks the ranks of one program after another, each of which runs it and ends as its own process.
+FORKED = """
+import gc, json, os, sys
+from pathlib import Path
+import torch, fullshard
+
+torch.optim.SGD([torch.zeros(1)], 0.1)  # loads many modules
+gc.freeze()
+ends = []
+for program, port in zip(sys.argv[1::2], sys.argv[2::2]):
+    ranks = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            file = os.open(f"{program}.{rank}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, 2)
+            os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2")
+            os.environ.update(RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+            exec(compile(Path(program).read_text(), program, "exec"), {"__name__": "__main__"})
+            sys.exit()
+        ranks.append(child)
+    ends.append([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks])
+print(json.dumps(ends))
+"""
 
 
-def test_a_program_that_raises_is_named_with_its_last_lines(tmp_path: Path) -> None:
-    codes, said = run_on_two(tmp_path, PROGRAM)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], list[str]]]:
+    """Of two ranks of each program, the exit codes and what they wrote to standard error."""
+    folder = tmp_path_factory.mktemp("programs")
+    arguments = []
+    for name, source in PROGRAMS.items():
+        (folder / name).write_text(source)
+        arguments += [str(folder / name), str(free_port())]
+    command = [sys.executable, "-c", FORKED, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    said = {
+        name: [(folder / f"{name}.{rank}").read_text() for rank in range(2)] for name in PROGRAMS
+    }
+    return {
+        name: (codes, said[name])
+        for name, codes in zip(PROGRAMS, json.loads(done.stdout), strict=True)
+    }
+
+
+def test_a_program_that_raises_is_named_with_its_last_lines(
+    ended: dict[str, tuple[list[int], list[str]]],
+) -> None:
+    codes, said = ended["raises.py"]
     assert codes == [1, 1]
     assert said[1].rstrip().endswith("ZeroDivisionError: planned")
     last = said[0].rstrip().splitlines()[-1]
     assert "fullshard.comm.watcher.RankFailedError: rank 1: " in last
     assert "step 3, idle" in last
     assert "it raised ZeroDivisionError: planned" in last
-    assert "program.py:11 in <module>" in last
+    assert "raises.py:11 in <module>" in last
 
 
 ENDED = """
@@ -228,8 +258,13 @@ dist.destroy_process_group()
 """
 
 
-def test_a_rank_that_has_destroyed_its_group_and_ended_has_not_failed(tmp_path: Path) -> None:
-    assert run_on_two(tmp_path, ENDED) == ([0, 0], ["", ""])
+PROGRAMS = {"raises.py": PROGRAM, "ends.py": ENDED}
+
+
+def test_a_rank_that_has_destroyed_its_group_and_ended_has_not_failed(
+    ended: dict[str, tuple[list[int], list[str]]],
+) -> None:
+    assert ended["ends.py"] == ([0, 0], ["", ""])
 
 
 def waits(at: Place, seconds: float) -> Place:

@@ -135,8 +135,10 @@ def flat_states(state_dict: dict[str, Any]) -> dict[str, Tensor]:
 # Training
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@FORMS
+@pytest.mark.parametrize(
+    "use_orig_params, strategy",
+    [(True, "FULL_SHARD"), (False, "FULL_SHARD"), (True, "SHARD_GRAD_OP"), (False, "NO_SHARD")],
+)
 @on_ranks(4)
 def test_tensor_parallel_models_train_like_torchs(
     rank: Rank, use_orig_params: bool, strategy: str
@@ -149,8 +151,7 @@ def test_tensor_parallel_models_train_like_torchs(
     assert not any(isinstance(param, DTensor) for param in held)
     reference, _ = train_reference()
     assert_same(model.state_dict(), reference.state_dict())
-    if strategy == "NO_SHARD" and use_orig_params:
-        return  # torch's raises: "Cannot writeback when the parameter shape changes"
+    # Without sharding, torch's original parameters cannot: "Cannot writeback when the ..."
     theirs = wrapped(TORCH, rank, **options)
     EQUAL.check(losses, train(theirs, adam(theirs), rank), "losses")
 
@@ -192,8 +193,7 @@ def test_an_optimizer_of_before_wrapping_follows(rank: Rank, use_orig_params: bo
     assert_same(model.state_dict(), reference.state_dict())
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
-@FORMS
+@pytest.mark.parametrize("use_orig_params, shape", [(True, (2, 1, 2)), (False, (1, 2, 2))])
 @on_ranks(4)
 def test_accumulated_gradients_and_replicas(
     rank: Rank, use_orig_params: bool, shape: tuple[int, int, int]
@@ -237,8 +237,9 @@ def test_a_mesh_that_is_no_neighbour_of_the_parameters_is_refused(rank: Rank) ->
 # Gradients
 
 
-@pytest.mark.parametrize("order", [2.0, 1.0, torch.inf])
-@FORMS
+@pytest.mark.parametrize(
+    "use_orig_params, order", [(True, 2.0), (False, 2.0), (True, 1.0), (False, torch.inf)]
+)
 @on_ranks(4)
 def test_the_norm_is_that_of_the_whole_model(
     rank: Rank, use_orig_params: bool, order: float
@@ -371,8 +372,10 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank: Rank) -> None:
 # State of optimizers
 
 
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@FORMS
+@pytest.mark.parametrize(
+    "use_orig_params, kind",
+    [(False, "FULL_STATE_DICT"), (False, "SHARDED_STATE_DICT"), (True, "SHARDED_STATE_DICT")],
+)
 @on_ranks(4)
 def test_optimizer_state_is_that_of_torchs_and_can_be_loaded(
     rank: Rank, use_orig_params: bool, kind: str
@@ -426,8 +429,7 @@ def test_optimizer_state_of_one_rank_is_whole_and_can_be_loaded(rank: Rank) -> N
         EQUAL.check(saved["state"]["blocks.0.up.weight"]["exp_avg"], moment, "moment")
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-@FORMS
+@pytest.mark.parametrize("use_orig_params, is_full", [(True, False), (False, True)])
 @on_ranks(4)
 def test_torchs_helpers_get_and_set_state(rank: Rank, use_orig_params: bool, is_full: bool) -> None:
     options = StateDictOptions(full_state_dict=is_full)

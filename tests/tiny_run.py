@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fullshard.training import memory, trainer
 from fullshard.training.config import TrainConfig
 
 TEXT = "".join(f"line {n}: the quick brown fox jumps over {n * n % 97} dogs\n" for n in range(800))
@@ -27,6 +29,31 @@ def configured(folder: Path, out: str, **changes: dict[str, Any]) -> TrainConfig
         sections = {name: replace(getattr(config, name), **some) for name, some in values.items()}
         config = replace(config, **sections)
     return config
+
+
+_estimates: dict[Any, Any] = {}
+
+
+def estimate_once() -> None:
+    """Of equal models, count the operations and predict the memory once in this process.
+
+    That is most of what a tiny run takes.
+    """
+    if not _estimates:
+        trainer.step_tflop = _once(trainer.step_tflop)
+        memory.predict_memory = _once(memory.predict_memory)
+
+
+def _once(estimate: Callable[..., Any]) -> Callable[..., Any]:
+    def remembered(config: TrainConfig, architecture: Any, *where: Any) -> Any:
+        sections = (config.model, replace(config.optimizer, lr=1.0, steps=1), config.sharding)
+        key = (estimate, sections, where)
+        if key not in _estimates:
+            _estimates[key] = estimate(config, architecture, *where)
+        return _estimates[key]
+
+    _estimates[remembered] = None
+    return remembered
 
 
 def losses(folder: Path) -> list[float]:

@@ -284,11 +284,22 @@ class Lesson:
         return [self.make_batch(torch.Generator().manual_seed(seed)) for seed in seeds]
 
 
+def are_close(actual: Any, expected: Any, rtol: float = 1e-7, atol: float = 1e-7) -> bool:
+    """In a tenth of the time of `assert_close`, which says what differs."""
+    return (
+        type(actual) is type(expected) is Tensor
+        and (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+        and torch.allclose(actual, expected, rtol=rtol, atol=atol)
+    )
+
+
 class Closeness(NamedTuple):
     rtol: float
     atol: float
 
     def check(self, actual: Any, expected: Any, what: str) -> None:
+        if are_close(actual, expected, self.rtol, self.atol):
+            return
         torch.testing.assert_close(
             actual, expected, rtol=self.rtol, atol=self.atol, msg=lambda m: f"{what}: {m}"
         )

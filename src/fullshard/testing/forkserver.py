@@ -34,9 +34,11 @@ from fullshard.testing.rank_process import RankSpec, main, pack, unpack
 
 # The parent's path comes first, so that the process finds the same modules as the parent.
 _PROGRAM = """
-import json, sys
+import gc, json, sys
 sys.path[:] = json.loads(sys.argv[1])
+gc.disable()  # what is imported stays
 from fullshard.testing import forkserver
+gc.enable()
 forkserver.{function}(sys.argv[2])
 """
 _MAX_MESSAGE_BYTES = 1 << 20

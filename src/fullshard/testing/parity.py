@@ -113,6 +113,11 @@ def assert_same_training(
         def message(found: str) -> str:
             return f"{what} differs from the reference. {found}"
 
+        # A tenth of what `assert_close` takes, which is left to find and to say what differs.
+        if (actual.shape, actual.dtype) == (expected.shape, expected.dtype) and torch.allclose(
+            actual, expected, rtol=rtol, atol=atol
+        ):
+            return
         torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=message)
 
     def compare(when: str, *, gradients: bool) -> None:

@@ -35,6 +35,7 @@ from fullshard.comm import watcher
 from fullshard.errors import ConfigError
 
 SHOWN_LOCAL_CHARS = 300
+GC_THRESHOLD = 5000  # of new objects; at 700, Python's own, a twentieth of the time is collection
 
 # Not multiprocessing's pickler, which would move tensors into shared memory: that outlives neither
 # the rank nor its file descriptors.
@@ -232,6 +233,10 @@ def _join(spec: RankSpec) -> Rank:
         os.environ["LOCAL_RANK"] = str(device.index)
         torch.cuda.set_device(device)
         torch.zeros((), device=device)  # DeviceMesh keeps the device once CUDA is initialized
+    if not torch.accelerator.is_available():
+        # torch's own takes down a stack trace for every kind of accelerator that might come later.
+        torch.manual_seed = torch.default_generator.manual_seed
+    gc.set_threshold(GC_THRESHOLD)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.setdefault(watcher.SWITCH, "0")  # a test may let one rank fail and go on
