@@ -129,6 +129,7 @@ def measured_bytes(config: TrainConfig, num_ranks: int) -> int:
             steps[0]()
         gc.collect()
 
+    gc.collect()  # what was made before would be freed in the step
     with quiet_world(num_ranks):
         found = held_peak_bytes(lambda: steps[0](), before=prepare)
         steps.clear()

@@ -112,10 +112,16 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(folder: Path) -
     assert record.traced_step == 6
     # Half of a million parameters, and of their gradients and moments; all of a block at a time.
     memory = record.memory
-    assert memory["parameters"] == memory["gradients"] == pytest.approx(2 * 1_017_984, rel=0.01)
-    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
-    assert memory["full parameters"] == max(m.full_bytes for m in record.timelines[0].memory) > 0
+    shards = memory["parameter shards"]
+    assert shards == memory["gradient shards"] == pytest.approx(2 * 1_017_984, rel=0.01)
+    assert memory["optimizer state"] == pytest.approx(2 * shards, rel=0.01)
     peak = max(m.allocated_bytes for each in record.timelines for m in each.memory)
+    planned = record.predicted["memory"]
+    for kind in ("parameter shards", "optimizer state"):
+        assert planned[kind] == pytest.approx(memory[kind], rel=0.01)
+    assert record.predicted["step_s"] > 0
+    assert record.predicted["peak_bytes"] == sum(planned.values()) == pytest.approx(peak, rel=0.3)
+    assert memory["full parameters"] == max(m.full_bytes for m in record.timelines[0].memory) > 0
     assert sum(memory.values()) == peak
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step_4", "step_6"]
     assert list(verify(run / "checkpoints" / "step_6")) == []

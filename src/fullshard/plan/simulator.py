@@ -187,8 +187,6 @@ class Simulator(TorchDispatchMode):
         self._began_s = 0.0
         self._open: dict[tuple[Activity, str], list[float]] = {}
         self._spans: list[Span] = []
-        self._full: Counter[str] = Counter()
-        self._samples: list[MemorySample] = []
         self._known: dict[Any, _Cost] = {}
 
     @contextmanager
@@ -246,7 +244,6 @@ class Simulator(TorchDispatchMode):
             self._issuing = (activity, unit, self.now_s)
             return
         self._open.setdefault((activity, unit), []).append(self.now_s - self._began_s)
-        self._sample()
 
     def end(self, activity: Activity, unit: str) -> None:
         if activity in (Activity.FORWARD, Activity.BACKWARD) and unit in self._units:
@@ -257,22 +254,14 @@ class Simulator(TorchDispatchMode):
         begun = self._open.get((activity, unit))
         if begun:
             self._spans.append(Span(activity, unit, begun.pop(0), self.now_s - self._began_s))
-        self._sample()
 
     def hold(self, unit: str, num_bytes: int) -> None:
-        self._full[unit] = num_bytes
-        self._sample()
-
-    def _sample(self) -> None:
-        at_s = self.compute.time_s if self.device.has_streams else self.host_s
-        held = sum(self._full.values())
-        self._samples.append(MemorySample(at_s - self._began_s, held, self.ledger.num_bytes))
+        pass  # the ledger knows
 
     def begin_step(self) -> None:
         """Start the clock anew, with everything done."""
         self._began_s = self.host_s = self.compute.time_s = self.all_done_s
         self._spans.clear()
-        self._samples.clear()
         self._open.clear()
         self.sent.clear()
         self.num_collectives.clear()
@@ -282,7 +271,10 @@ class Simulator(TorchDispatchMode):
 
     def end_step(self) -> Timeline:
         duration_s = self.all_done_s - self._began_s
-        samples = sorted(self._samples, key=lambda sample: sample.at_s)
+        samples = (
+            MemorySample(at_s, held[Kind.FULL], sum(held.values()))
+            for at_s, held in self.ledger.over_time()
+        )
         return Timeline(0, duration_s, tuple(self._spans), tuple(samples))
 
     # Memory

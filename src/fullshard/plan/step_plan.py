@@ -193,7 +193,8 @@ def simulate(
     profile = machine.profile
     fabric = Fabric(profile, machine.ranks_per_host, machine.network_gbs)
     simulator = Simulator(profile, fabric, is_offloaded=is_offloaded)
-    with _world(machine.num_ranks), simulated(simulator), simulator.running():
+    world = _world(machine.num_ranks)
+    with _without_collector(), world, simulated(simulator), simulator.running():
         job, workspace = (
             make(),
             torch.empty(profile.workspace_bytes, dtype=torch.uint8, device="meta"),
@@ -203,7 +204,7 @@ def simulate(
         model.register_forward_hook(lambda *_: _mark(simulator, _[-1], Kind.LOSS))
         params = [param for unit in units_below(model) for param in unit.params]
         numel = [(param.split.numel, param.is_trainable) for param in params]
-        with seam.observed(simulator), _without_collector(), _explained(model):
+        with seam.observed(simulator), _explained(model):
             for _ in range(_WARMUP_STEPS):
                 _step(simulator, job, shards, accumulate)
             gc.collect()
@@ -325,11 +326,14 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Memory in cycles would be freed at any time."""
-    was_enabled = gc.isenabled()
+    """Memory in cycles would be freed at any time; and a collection need not visit what is old."""
+    was_enabled, num_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        if not num_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
