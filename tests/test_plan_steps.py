@@ -124,7 +124,7 @@ def test_freed_addresses_are_given_out_again_on_their_stream_only():
 
 
 def test_streams_wait_for_events_and_not_for_each_other():
-    profile = replace(H100, launch_s=1.0, view_s=0.0)
+    profile = replace(H100, launch_s=1.0)
     simulator = Simulator(profile, Fabric(profile, 8, 50.0), is_offloaded=False)
     device = simulator.device
     streams = device.make_streams()
@@ -210,8 +210,7 @@ def test_kinds_add_up_and_spans_lie_in_the_step():
 
 def test_faster_links_are_never_slower_and_more_ranks_hold_less():
     slow, fast = (
-        planned(Machine(profile=replace(H100, link_gbs=gbs, launch_s=0.0, view_s=0.0)))
-        for gbs in (1.0, 400.0)
+        planned(Machine(profile=replace(H100, link_gbs=gbs, launch_s=0.0))) for gbs in (1.0, 400.0)
     )
     assert slow.step_s > fast.step_s
     assert slow.exposed_s > fast.exposed_s

@@ -23,6 +23,7 @@ import threading
 import traceback
 import uuid
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -103,8 +104,10 @@ def _predicted(config: TrainConfig, num_ranks: int, *, is_forked: bool) -> dict[
     """Simulate a step, if ranks are forked in a fork like them, which has loaded what it needs."""
     if is_forked:
         start_server()
-        with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as server:
+        server = ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"))
+        with suppress(BrokenProcessPool), server:  # the run can do without, if somebody kills it
             return server.submit(_predicted, config, num_ranks, is_forked=False).result()
+        return {}
     from fullshard.training.planning import predicted
 
     return predicted(config, num_ranks, num_ranks)

@@ -37,7 +37,8 @@ from fullshard.wrap import repeated_blocks
 _META = torch.device("meta")
 # Of a model with more blocks than these, models of few say what each further block adds.
 _MANY_BLOCKS = 12
-_FEW_BLOCKS = (4, 5)
+_FEW_BLOCKS = (3, 4)
+_FEW_MICRO_BATCHES = 2
 _CPU_RANKS = 2  # as the launcher starts
 _MOST_RANKS = 1024  # that are suggested
 CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -156,6 +157,7 @@ class Candidate:
     machine: Machine
     kinds: Mapping[str, int]
     step_s: float
+    host_s: float
     host_bytes: int
     verdict: str = ""
 
@@ -302,32 +304,40 @@ def _estimated(config: TrainConfig, architecture: Architecture, machine: Machine
     if not isinstance(architecture, BuiltinArchitecture) or (
         architecture.size.num_blocks <= _MANY_BLOCKS
     ):
-        return _candidate(config, plan_run(config, architecture, machine))
+        return _candidate(config, architecture, machine)
     size, lora = architecture.size, architecture.lora
     small, large = (
-        _candidate(
-            config,
-            plan_run(config, BuiltinArchitecture(replace(size, num_blocks=n), lora), machine),
-        )
+        _candidate(config, BuiltinArchitecture(replace(size, num_blocks=n), lora), machine)
         for n in (few, more)
     )
 
     def extended(before: float, after: float) -> float:
         return max(0, after + (size.num_blocks - more) * (after - before))
 
+    host_s = extended(small.host_s, large.host_s)
     return Candidate(
         config,
         machine,
         {name: int(extended(small.kinds[name], large.kinds[name])) for name in large.kinds},
-        extended(small.step_s, large.step_s),
+        max(extended(small.step_s, large.step_s), host_s),
+        host_s,
         int(extended(small.host_bytes, large.host_bytes)),
     )
 
 
-def _candidate(config: TrainConfig, found: StepPlan) -> Candidate:
+def _candidate(config: TrainConfig, architecture: Architecture, machine: Machine) -> Candidate:
+    """Plan a run of few micro-batches: every further one takes as long as the last."""
+    accumulate = min(config.optimizer.accumulate, _FEW_MICRO_BATCHES)
+    shorter = _with(config, {("optimizer", "accumulate"): accumulate})
+    found = plan_run(shorter, architecture, machine)
+    further = config.optimizer.accumulate - accumulate
+    step_s, host_s = (
+        whole + further * part
+        for whole, part in zip((found.step_s, found.host_s), found.micro_batch_s, strict=True)
+    )
     kinds = {kind.value: found.peak.kinds.get(kind, 0) for kind in Kind}
     kinds["driver and libraries"] = found.context_bytes
-    return Candidate(config, found.machine, kinds, found.step_s, found.host_bytes)
+    return Candidate(config, machine, kinds, max(step_s, host_s), host_s, found.host_bytes)
 
 
 # Runs of this machine
