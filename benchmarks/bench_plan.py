@@ -28,13 +28,14 @@ from fullshard.plan import Machine, StepPlan, profile_named
 from fullshard.testing import quiet_world
 from fullshard.training.config import ModelSection, OptimizerSection, ShardingSection, TrainConfig
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.planning import plan_run
+from fullshard.training.planning import choose_settings, plan_run
 from fullshard.training.sharding import architecture_for, build_sharded_model
 from fullshard.training.world import World
 from measuring import Result, Table, parser_for, result_for, without_known_warnings
 from memory import held_peak_bytes
 
 CPU = torch.device("cpu")
+BUDGETS_GIB = (8, 12, 20, 40, 80)
 WRAPPER, RECOMPUTED = {"api": "wrapper"}, {"activation_checkpointing": True}
 CONFIGS: list[dict[str, Any]] = [
     {},
@@ -105,17 +106,22 @@ def named(given: dict[str, Any]) -> str:
         given.get("sharding", {}).get("api", "fully_shard").replace("fully_shard", "`fully_shard`")
     ]
     words += [
-        key.replace("_", " ") if value is True else str(value) for key, value in sharding.items()
+        key.replace("_", " ") if value is True else value
+        for key, value in sharding.items()
+        if value
     ]
     words += [f"{key} {given[key]}" for key in ("accumulate", "batch") if key in given]
     return ", ".join(words)
 
 
-def planned(config: TrainConfig, num_ranks: int, **changes: float) -> StepPlan:
+def machine_of(name: str, num_ranks: int, **changes: float) -> Machine:
     """Without time for communication, of which there is none."""
-    profile = profile_named("H200" if changes else "CPU")
-    alone = replace(profile, link_gbs=1e9, latency_s=0.0, hop_s=0.0, **changes)
-    machine = Machine(profile=alone, ranks_per_host=num_ranks)
+    alone = replace(profile_named(name), link_gbs=1e9, latency_s=0.0, hop_s=0.0, **changes)
+    return Machine(profile=alone, ranks_per_host=num_ranks)
+
+
+def planned(config: TrainConfig, num_ranks: int, **changes: float) -> StepPlan:
+    machine = machine_of("H200" if changes else "CPU", num_ranks, **changes)
     return plan_run(config, architecture_for(config.model), machine)
 
 
@@ -129,6 +135,7 @@ def measured_bytes(config: TrainConfig, num_ranks: int) -> int:
             steps[0]()
         gc.collect()
 
+    gc.collect()  # what was made before would be freed in the step
     with quiet_world(num_ranks):
         found = held_peak_bytes(lambda: steps[0](), before=prepare)
         steps.clear()
@@ -157,7 +164,8 @@ def compare_on_cpu(options: Any) -> Table:
 def compare_with(found: dict[str, Any]) -> list[Table]:
     memory: list[list[Any]] = []
     times: list[list[Any]] = []
-    for number, run in enumerate(found["runs"]):
+    runs: list[dict[str, Any]] = found["runs"]
+    for number, run in enumerate(runs):
         given, num_ranks = run["config"], run["config"]["world"]
         # The first run has the workspace of matmuls allocated, which then stays.
         kept = profile_named("H200").workspace_bytes if number == 0 else 0
@@ -169,10 +177,36 @@ def compare_with(found: dict[str, Any]) -> list[Table]:
         times.append([name, step, truth, percent(step, truth)])
         print(memory[-1], times[-1][1:], flush=True)
     columns = ["configuration", "planned", "measured", "difference"]
-    return [
+    tables = [
         Table("Peak memory that tensors take, in MiB", columns, memory),
         Table("Time of a step, in ms", columns, times),
     ]
+    is_sweep = (
+        len({run["config"]["batch"] * run["config"].get("accumulate", 1) for run in runs}) == 1
+    )
+    return [*tables, chosen_among(runs)] if is_sweep else tables
+
+
+def chosen_among(runs: list[dict[str, Any]]) -> Table:
+    """What is chosen for a budget, against the fastest of the measured runs that fit into it."""
+    configs = [config_of(run["config"], "", 0, 0) for run in runs]
+    nothing = {"context_bytes": 0, "comm_bytes": 0, "workspace_bytes": 0}
+    machine = machine_of("H200", runs[0]["config"]["world"], **nothing)
+    rows: list[list[Any]] = []
+    given = [("sharding", "offload")]  # which was not measured
+    for gib in BUDGETS_GIB:
+        architecture, limit = architecture_for(configs[0].model), gib << 30
+        best = choose_settings(configs[0], architecture, machine, limit, given)[0]
+        chosen = runs[configs.index(best.config)]
+        fitting = [run for run in runs if run["peak_allocated_bytes"] <= limit]
+        fastest = min(fitting, key=lambda run: run["step_s"])
+        assert chosen in fitting
+        step_s, fastest_s = chosen["step_s"], fastest["step_s"]
+        name = named(chosen["config"])
+        rows.append([f"{gib} GiB", name, 1e3 * step_s, 1e3 * fastest_s, percent(step_s, fastest_s)])
+        print(rows[-1], flush=True)
+    columns = ["budget", "chosen", "measured, in ms", "the fastest that fits", "difference"]
+    return Table("Settings chosen for a budget", columns, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,11 +17,15 @@ from fullshard.errors import ConfigError, TopologyError
 from fullshard.models.architecture import Architecture
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
 from fullshard.plan import (
+    DeviceProfile,
+    Machine,
+    MemoryPlan,
     ParameterShape,
     Sharding,
     UnitShapes,
     Work,
     plan_memory,
+    profile_named,
     readable,
     saved_activation_bytes,
 )
@@ -33,10 +37,12 @@ from fullshard.training.config import (
     ShardingSection,
     TrainConfig,
 )
-from fullshard.training.memory import capacity_of, predict_memory, require_fit
-from fullshard.wrap import ModuleWrapPolicy
+from fullshard.training.planning import Candidate, _estimated, capacity_of, require_fit
+from fullshard.training.sharding import STRATEGIES, Dtypes
+from fullshard.wrap import ModuleWrapPolicy, choose
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+H100, CPUS = profile_named("H100"), profile_named("CPU")
 WIDTH, VOCABULARY = 12, 19
 
 
@@ -118,6 +124,23 @@ def config_of(**sharding: object) -> TrainConfig:
 # Shards, gradients and optimizer state, as the engine holds them
 
 
+def held_by(section: ShardingSection, num_ranks: int, *, is_adapted: bool = False) -> MemoryPlan:
+    model, dtypes = (
+        SmallArchitecture(is_adapted=is_adapted).build(),
+        Dtypes.of(section.precision, CPU),
+    )
+    sharding = Sharding(
+        num_shards=num_ranks,
+        strategy=STRATEGIES[section.strategy][0],
+        is_flat=section.api == "wrapper",
+        is_offloaded=section.offload,
+        param_dtype=dtypes.param,
+        reduce_dtype=dtypes.reduce,
+    )
+    units = choose(model, ModuleWrapPolicy({Block}), needs_forward=True)
+    return plan_memory([[param for _, param in unit.params] for unit in units], sharding)
+
+
 def held(model: nn.Module) -> dict[str, int]:
     """What this rank holds after a step."""
     shard_buffers = gradients = 0
@@ -184,8 +207,7 @@ SECTIONS = [
 @on_ranks(2)
 def test_a_plan_says_what_a_sharded_model_holds(rank: Rank, is_adapted: bool) -> None:
     for section in SECTIONS:
-        config = replace(config_of(), sharding=section)
-        plan = predict_memory(config, SmallArchitecture(is_adapted=is_adapted), rank.size, CPU)
+        plan = held_by(section, rank.size, is_adapted=is_adapted)
         model = sharded(rank, section, is_adapted)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
         model(torch.arange(8).view(2, 4)).float().sum().backward()
@@ -204,7 +226,7 @@ def test_a_plan_fits_any_number_of_ranks(size):
     with fake_world(size) as rank:
         model = sharded(rank, ShardingSection(), False)
         found = held(model)
-    plan = predict_memory(config_of(), SmallArchitecture(), size, CPU)
+    plan = held_by(ShardingSection(), size)
     assert (plan.parameter_shards, plan.gradient_shards) == (
         found["parameters"],
         found["gradients"],
@@ -392,62 +414,46 @@ def test_attention_is_counted_as_it_is_on_a_real_device(dtype, has_mask):
 # Whether a run fits
 
 
-def test_checkpointing_is_predicted_to_save_activations():
-    architecture = SmallArchitecture(num_blocks=8)
-    usual = predict_memory(config_of(), architecture, 2, CPU).work
-    again = predict_memory(config_of(activation_checkpointing=True), architecture, 2, CPU).work
-    hidden = 4 * 2 * 8 * WIDTH
-    assert usual.activation_bytes > 8 * 5 * hidden
-    assert 8 * hidden < again.activation_bytes < usual.activation_bytes / 2
-    assert again.logits_bytes == usual.logits_bytes == 2 * 8 * VOCABULARY * 16
+def needed(
+    config: TrainConfig, profile: DeviceProfile = H100, num_ranks: int = 2, **shape: int
+) -> Candidate:
+    bare = replace(profile, context_bytes=0, comm_bytes=0, workspace_bytes=0)
+    return _estimated(
+        config, SmallArchitecture(**shape), Machine(profile=bare, ranks_per_host=num_ranks)
+    )
 
 
-def test_activations_are_predicted_in_the_dtype_that_is_computed_in():
-    low = predict_memory(config_of(precision="bf16"), SmallArchitecture(), 2, CPU).work
-    high = predict_memory(config_of(), SmallArchitecture(), 2, CPU).work
-    assert low.activation_bytes < 0.6 * high.activation_bytes
-    assert low.logits_bytes == 2 * 8 * VOCABULARY * 14
-
-
-def test_units_of_other_classes_can_be_asked_for():
-    usual = predict_memory(config_of(), SmallArchitecture(), 2, CPU)
-    finer = predict_memory(config_of(units=("Linear",)), SmallArchitecture(), 2, CPU)
-    assert finer.num_parameters == usual.num_parameters
-    assert finer.moving_full < usual.moving_full
+def refusal(config: TrainConfig, share: float, profile: DeviceProfile, **shape: int) -> str:
+    own = needed(config, profile, **shape)
+    require_fit(own, SmallArchitecture(**shape), own.peak_bytes)
+    with pytest.raises(ConfigError) as found:
+        require_fit(own, SmallArchitecture(**shape), int(own.peak_bytes * share))
+    return str(found.value)
 
 
 def test_a_mesh_of_other_ranks_is_refused():
     with pytest.raises(TopologyError, match="2x4 needs 8 ranks, found 4"):
-        predict_memory(config_of(mesh="2x4"), SmallArchitecture(), 4, CPU)
-    plan = predict_memory(config_of(mesh="2x4"), SmallArchitecture(), 8, CPU)
-    assert (
-        plan.parameter_shards
-        == predict_memory(config_of(), SmallArchitecture(), 4, CPU).parameter_shards
-    )
-
-
-def refusal(config: TrainConfig, share: float, device: torch.device, **shape: int) -> str:
-    architecture = SmallArchitecture(**shape)
-    needed = predict_memory(config, architecture, 2, device).device_bytes
-    with pytest.raises(ConfigError) as found:
-        require_fit(config, architecture, 2, device, int(needed * share))
-    return str(found.value)
+        needed(config_of(mesh="2x4"), num_ranks=4)
+    meshed, four = needed(config_of(mesh="2x4"), num_ranks=8), needed(config_of(), num_ranks=4)
+    assert meshed.kinds["parameter shards"] == four.kinds["parameter shards"]
 
 
 def test_a_refusal_says_what_is_needed_and_what_would_fit():
-    words = refusal(config_of(), 0.8, CUDA, width=256)
+    words = refusal(config_of(), 0.8, H100, width=256)
     assert words.startswith("small: training on 2 ranks needs ")
     assert " on each, found " in words
-    assert "--offload would need " in words
-    assert " of host memory" in words
-    assert "4 ranks would need " in words
+    offloaded = needed(config_of(offload=True), width=256)
+    assert f"--offload would need {readable(offloaded.peak_bytes)} and" in words
+    assert f" and {readable(offloaded.host_bytes)} of host memory" in words
+    wider = needed(config_of(), num_ranks=4, width=256)
+    assert f"4 ranks would need {readable(wider.peak_bytes)}" in words
     # Parameters are what takes memory here: recomputing would not be enough.
     assert "checkpointing" not in words
 
 
 def test_where_activations_take_the_memory_recomputing_is_offered():
     config = replace(config_of(), optimizer=OptimizerSection(batch=64))
-    words = refusal(config, 0.6, CPU, num_blocks=8)
+    words = refusal(config, 0.6, CPUS, num_blocks=8)
     assert "--activation-checkpointing would need " in words
     assert "--batch 1 would need " in words
     assert "--offload" not in words
@@ -455,33 +461,21 @@ def test_where_activations_take_the_memory_recomputing_is_offered():
 
 
 def test_changes_are_offered_together_where_none_is_enough():
-    architecture = SmallArchitecture(width=256, num_blocks=8)
+    shape = {"width": 256, "num_blocks": 8}
     config = replace(config_of(), optimizer=OptimizerSection(batch=32))
-    both = config_of(offload=True, activation_checkpointing=True)
-    both = replace(both, optimizer=config.optimizer)
-    capacity = predict_memory(both, architecture, 2, CUDA).device_bytes
-    with pytest.raises(ConfigError) as found:
-        require_fit(config, architecture, 2, CUDA, capacity)
-    words = str(found.value)
+    both = replace(
+        config_of(offload=True, activation_checkpointing=True), optimizer=config.optimizer
+    )
+    capacity = needed(both, **shape).peak_bytes
+    own = needed(config, **shape)
+    words = refusal(config, capacity / own.peak_bytes + 1e-6, H100, **shape)
     assert f"; --offload --activation-checkpointing would need {readable(capacity)} and" in words
     assert "ranks with --activation-checkpointing --batch 1 would need" in words
 
 
 def test_where_nothing_would_be_enough_a_smaller_model_is_advised():
-    words = refusal(config_of(), 0.001, CUDA)
+    words = refusal(config_of(), 0.001, H100)
     assert words.endswith("; choose a smaller model or a shorter --sequence.")
-
-
-def test_an_offer_needs_what_it_says():
-    config = config_of()
-    words = refusal(config, 0.8, CUDA, width=256)
-    offloaded = replace(config, sharding=replace(config.sharding, offload=True))
-    plan = predict_memory(offloaded, SmallArchitecture(width=256), 2, CUDA)
-    assert f"--offload would need {readable(plan.device_bytes)}" in words
-    wider = predict_memory(config, SmallArchitecture(width=256), 4, CUDA)
-    assert f"4 ranks would need {readable(wider.device_bytes)}" in words
-    fits = require_fit(config, SmallArchitecture(width=256), 4, CUDA, wider.device_bytes)
-    assert fits == wider
 
 
 def test_ranks_of_a_machine_share_its_memory():
@@ -496,7 +490,7 @@ def test_ranks_of_a_machine_share_its_memory():
 
 
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("fullshard.training.memory.CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr("fullshard.training.planning.CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.max").write_text(f"{100 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{50 * 2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 3\ninactive_file {10 * 2**20}\n")

@@ -36,6 +36,7 @@ from fullshard.report.formatting import shown_bytes, shown_time
 from fullshard.report.record import RunRecord
 from fullshard.report.tables import summary
 from fullshard.testing import fake_world
+from fullshard.training import planning
 from fullshard.training.bandwidth import LinkSpeed, Speeds
 from fullshard.training.config import (
     ModelSection,
@@ -123,7 +124,7 @@ def test_freed_addresses_are_given_out_again_on_their_stream_only():
 
 
 def test_streams_wait_for_events_and_not_for_each_other():
-    profile = replace(H100, launch_s=1.0, view_s=0.0)
+    profile = replace(H100, launch_s=1.0)
     simulator = Simulator(profile, Fabric(profile, 8, 50.0), is_offloaded=False)
     device = simulator.device
     streams = device.make_streams()
@@ -209,8 +210,7 @@ def test_kinds_add_up_and_spans_lie_in_the_step():
 
 def test_faster_links_are_never_slower_and_more_ranks_hold_less():
     slow, fast = (
-        planned(Machine(profile=replace(H100, link_gbs=gbs, launch_s=0.0, view_s=0.0)))
-        for gbs in (1.0, 400.0)
+        planned(Machine(profile=replace(H100, link_gbs=gbs, launch_s=0.0))) for gbs in (1.0, 400.0)
     )
     assert slow.step_s > fast.step_s
     assert slow.exposed_s > fast.exposed_s
@@ -464,12 +464,36 @@ def test_a_report_shows_what_was_predicted():
     assert notes["Peak memory"] == f"most on any rank; predicted {shown_bytes(3 << 30)}"
 
 
-def test_train_chooses_settings_for_this_machine(capsys):
+def test_train_chooses_settings_for_this_machine(capsys, monkeypatch):
     given = {("optimizer", "batch"), ("optimizer", "accumulate"), ("sharding", "strategy")}
     config = replace(config_of(strategy="full"), run=RunSection(device="cpu", ranks=2))
     chosen = chosen_for_this_machine(config, given)
     assert chosen == config  # there is enough memory
+    own_bytes = _estimated(config, tiny(), planning.this_machine("cpu", 2, 2)).peak_bytes
     assert "chosen for" in capsys.readouterr().err
-    step = predicted(config, 2)
+    step = predicted(config, 2, 2)
     assert step["step_s"] > 0
-    assert step["peak_bytes"] > 0
+    assert step["peak_bytes"] == sum(step["memory"].values())
+    assert step["remedies"] == ""  # there is much more
+    monkeypatch.setattr(planning, "capacity_of", lambda *_: own_bytes + 1)
+    words = predicted(config, 2, 2)["remedies"]
+    assert words.startswith("This run was predicted to need ")
+    assert ", with --batch 1 " in words
+    monkeypatch.setattr(planning, "capacity_of", lambda *_: own_bytes - 1)
+    with pytest.raises(ConfigError, match="tiny: training on 2 ranks needs"):
+        predicted(config, 2, 2)
+
+
+def test_what_cannot_be_simulated_is_trained_without_a_prediction(capsys, monkeypatch):
+    monkeypatch.setattr(planning, "architecture_for", lambda _: Unplanned())
+    assert predicted(replace(config_of(), run=RunSection(device="cpu")), 2, 2) == {}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("memory and time of this run are not predicted (")
+
+
+class Unplanned(BuiltinArchitecture):
+    def __init__(self) -> None:
+        super().__init__(size_named("tiny"))
+
+    def logits(self, model: nn.Module, tokens: torch.Tensor, positions: Any = None) -> torch.Tensor:
+        return super().logits(model, torch.from_numpy(tokens.numpy()))

@@ -22,7 +22,7 @@ from fullshard.runtime.names import clean_name
 from fullshard.state import checkpoints, verify
 from fullshard.testing import Rank, on_ranks, pool
 from fullshard.training.config import ShardingSection, TrainConfig
-from fullshard.training.control import StopRequest
+from fullshard.training.control import PREDICTED, StopRequest
 from fullshard.training.run import Run
 from fullshard.training.trainer import Parts
 from fullshard.training.world import World
@@ -113,10 +113,11 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(folder: Path) -
     assert record.traced_step == 6
     # Half of a million parameters, and of their gradients and moments; all of a block at a time.
     memory = record.memory
-    assert memory["parameters"] == memory["gradients"] == pytest.approx(2 * 1_017_984, rel=0.01)
-    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
-    assert memory["full parameters"] == max(m.full_bytes for m in record.timelines[0].memory) > 0
+    shards = memory["parameter shards"]
+    assert shards == memory["gradient shards"] == pytest.approx(2 * 1_017_984, rel=0.01)
+    assert memory["optimizer state"] == pytest.approx(2 * shards, rel=0.01)
     peak = max(m.allocated_bytes for each in record.timelines for m in each.memory)
+    assert memory["full parameters"] == max(m.full_bytes for m in record.timelines[0].memory) > 0
     assert sum(memory.values()) == peak
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step_4", "step_6"]
     assert list(verify(run / "checkpoints" / "step_6")) == []
@@ -529,13 +530,15 @@ def starved(
 
 @on_ranks(2)
 def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
-    rank: Rank, folder: Path, tmp_path: Path
+    rank: Rank, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def settings(name: str, on_oom: str, **sharding: Any) -> TrainConfig:
         run = {"out": str(tmp_path / name), "on_oom": on_oom}
         optimizer = {"batch": 3, "accumulate": 2, "steps": 3}
         return configured(folder, name, optimizer=optimizer, run=run, sharding=sharding)
 
+    remedies = "This run was predicted to need 9.0 MiB, with --batch 1 4.0 MiB."
+    monkeypatch.setenv(PREDICTED, json.dumps({"remedies": remedies}))
     whole = trained(rank, settings("whole", "stop"))
     said, found, _ = starved(rank, settings("retry", "retry"), times=1, at_step=3)
     assert found == whole
@@ -558,10 +561,10 @@ def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
         assert found == whole[: at_step - 1]
         assert isinstance(error, torch.OutOfMemoryError) == (rank.rank in ranks)
         first = rank.rank if on_oom == "stop" else 1
-        for words in (f"rank {first}: memory", "parameters 1.9 MiB", ", full parameters "):
+        for words in (f"rank {first}: memory", "parameter shards 1.9 MiB", ", full parameters "):
             assert words in str(error), error
         assert ("with --batch 1 " in str(error)) == (rank.rank in ranks)
-        assert ("optimizer 3.9 MiB" in str(error)) == (at_step > 1)
+        assert ("optimizer state 3.9 MiB" in str(error)) == (at_step > 1)
 
 
 @on_ranks(2)

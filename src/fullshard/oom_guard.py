@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -209,7 +209,7 @@ def _described(failed: Mapping[int, Mapping[str, int]], more: str = "") -> OutOf
 
 @contextmanager
 def explained(
-    model: nn.Module, optimizer: Optimizer, device: torch.device, more: Callable[[], str]
+    model: nn.Module, optimizer: Optimizer, device: torch.device, more: str
 ) -> Iterator[None]:
     """Make out-of-memory errors of a block say what the memory was taken by, and more."""
     try:
@@ -220,4 +220,4 @@ def explained(
         memory = memory_by_kind(model, optimizer, error, device)
         is_known = isinstance(error, OutOfMemoryError)
         known = error if is_known else _described({dist.get_rank(): memory})
-        raise OutOfMemoryError(f"{known} {more()}") from error
+        raise OutOfMemoryError(f"{known} {more}".rstrip()) from error

@@ -133,6 +133,7 @@ def _say_choice(candidates: list[Candidate], limit: int) -> None:
 def _draw(found: StepPlan, config: TrainConfig, path: Path) -> None:
     from dataclasses import asdict
 
+    from fullshard.plan import Kind
     from fullshard.report import RunRecord, write_report
 
     settings = asdict(config)
@@ -146,7 +147,9 @@ def _draw(found: StepPlan, config: TrainConfig, path: Path) -> None:
         units=(),
         config=shown,
         environment={"device": profile.name, "ranks": f"{found.machine.num_ranks:,}"},
-        memory={kind.value: size for kind, size in found.peak.kinds.items()},
+        memory={kind.value: found.peak.kinds.get(kind, 0) for kind in Kind},
+        predicted={"step_s": found.step_s, "peak_bytes": found.peak_bytes},
+        held=[(at_s, {k.value: size for k, size in held.items()}) for at_s, held in found.memory],
     )
     written = write_report(record, path)
     say(f"{written}: {readable(written.stat().st_size)}")

@@ -19,8 +19,7 @@ class DeviceProfile:
 
     `link_gbs` connects the devices of a host and `host_gbs` each of them to the host's memory.
     Efficiencies are the shares of the peaks that matmuls, attention and memory reach. `kernel_s` is
-    what a kernel takes beside that. The host needs `launch_s` to issue an operation, and `view_s`
-    for one that makes a view.
+    what a kernel takes beside that. The host needs `launch_s` to issue an operation, also a view.
     `context_bytes` are what the driver and the libraries take beside what tensors do,
     `comm_bytes` the buffers of a communicator, and `workspace_bytes` what matmuls allocate.
     """
@@ -41,7 +40,6 @@ class DeviceProfile:
     hop_s: float = 0.5e-6
     kernel_s: float = 3e-6
     launch_s: float = 10e-6
-    view_s: float = 10e-6
     context_bytes: int = 500 << 20
     comm_bytes: int = 400 << 20
     workspace_bytes: int = 0
@@ -83,7 +81,7 @@ _GPUS = (
     _gpu("H100 NVL", (835, 60), (3900, 94), 300),
     _gpu("H100", (989, 67), (3350, 80), 450),
     # The host of the one that was measured is slow (docs/planning.md).
-    replace(_gpu("H200", (989, 67), (4800, 141), 450), launch_s=21e-6, view_s=37e-6),
+    replace(_gpu("H200", (989, 67), (4800, 141), 450), launch_s=23e-6),
     _gpu("A100 40GB", (312, 19.5), (1555, 40), 300),
     _gpu("A100", (312, 19.5), (2039, 80), 300),
     _gpu("A10G", (70, 35), (600, 24), 28),

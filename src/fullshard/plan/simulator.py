@@ -183,12 +183,11 @@ class Simulator(TorchDispatchMode):
         self.num_collectives: Counter[str] = Counter()
         self._fabric = fabric
         self._units: list[str] = []
+        self._is_first = False
         self._issuing: tuple[Activity, str, float] | None = None
         self._began_s = 0.0
         self._open: dict[tuple[Activity, str], list[float]] = {}
         self._spans: list[Span] = []
-        self._full: Counter[str] = Counter()
-        self._samples: list[MemorySample] = []
         self._known: dict[Any, _Cost] = {}
 
     @contextmanager
@@ -210,20 +209,26 @@ class Simulator(TorchDispatchMode):
 
     def run(self, seconds: float) -> None:
         """Do something on the current stream; without streams the host does it."""
-        self.host_s += self.profile.launch_s
+        self._issue()
         if self.device.has_streams:
             self.current.time_s = max(self.current.time_s, self.host_s) + seconds
         else:
             self.host_s += seconds
 
+    def _issue(self) -> None:
+        """Let the host issue an operation, which takes longer if backward recomputes it."""
+        is_recomputed = self.phase == "backward" and torch.is_grad_enabled()
+        self.host_s += self.profile.launch_s * (_RECOMPUTED if is_recomputed else 1)
+
     def collective(self, name: str, num_bytes: int, group: Any) -> CollectiveWork:
+        self.host_s += self.profile.launch_s * _COLLECTIVE * self._is_first
+        self._is_first = False
         seconds = self._fabric.seconds(name, num_bytes, group)
         self.sent[name] += num_bytes * (group.size() - 1) // group.size()
         self.num_collectives[name] += 1
         if self.device.has_streams:
             self.run(seconds)
             return CollectiveWork()
-        self.host_s += self.profile.launch_s
         network = self._network
         network.time_s = max(network.time_s, self.host_s) + seconds
         if self._issuing is not None:
@@ -242,11 +247,11 @@ class Simulator(TorchDispatchMode):
         if activity in (Activity.FORWARD, Activity.BACKWARD):
             self._units.append(unit)
         is_collective = activity in (Activity.GATHER, Activity.REDUCE)
+        self._is_first |= is_collective
         if is_collective and not self.device.has_streams:
             self._issuing = (activity, unit, self.now_s)
             return
         self._open.setdefault((activity, unit), []).append(self.now_s - self._began_s)
-        self._sample()
 
     def end(self, activity: Activity, unit: str) -> None:
         if activity in (Activity.FORWARD, Activity.BACKWARD) and unit in self._units:
@@ -257,22 +262,14 @@ class Simulator(TorchDispatchMode):
         begun = self._open.get((activity, unit))
         if begun:
             self._spans.append(Span(activity, unit, begun.pop(0), self.now_s - self._began_s))
-        self._sample()
 
     def hold(self, unit: str, num_bytes: int) -> None:
-        self._full[unit] = num_bytes
-        self._sample()
-
-    def _sample(self) -> None:
-        at_s = self.compute.time_s if self.device.has_streams else self.host_s
-        held = sum(self._full.values())
-        self._samples.append(MemorySample(at_s - self._began_s, held, self.ledger.num_bytes))
+        pass  # the ledger knows
 
     def begin_step(self) -> None:
         """Start the clock anew, with everything done."""
         self._began_s = self.host_s = self.compute.time_s = self.all_done_s
         self._spans.clear()
-        self._samples.clear()
         self._open.clear()
         self.sent.clear()
         self.num_collectives.clear()
@@ -282,7 +279,10 @@ class Simulator(TorchDispatchMode):
 
     def end_step(self) -> Timeline:
         duration_s = self.all_done_s - self._began_s
-        samples = sorted(self._samples, key=lambda sample: sample.at_s)
+        samples = (
+            MemorySample(at_s, held[Kind.FULL], sum(held.values()))
+            for at_s, held in self.ledger.over_time()
+        )
         return Timeline(0, duration_s, tuple(self._spans), tuple(samples))
 
     # Memory
@@ -330,7 +330,8 @@ class Simulator(TorchDispatchMode):
             return NotImplemented  # the tensors that it is made of come by here
         traits = _traits(func)
         if traits.is_view:
-            self.host_s += self.profile.view_s if traits.is_aten else 0.0
+            if traits.is_aten and self.current is self.compute:
+                self._issue()
             return func(*args, **kwargs)
         inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         if not (any(map(_is_simulated, inputs)) if inputs else self._is_made_here(kwargs)):
@@ -424,6 +425,9 @@ class Simulator(TorchDispatchMode):
         return _Cost(made, profile.kernel_s + seconds, flops)
 
 
+# What the host needs for the all-gather or reduce-scatter of a unit, and for an operation that is
+# recomputed, as a number of operations. Fitted together with `launch_s` (docs/planning.md).
+_COLLECTIVE, _RECOMPUTED = 22.0, 1.7
 _SMALL_BYTES = 1 << 10
 _HOST_MEMORY_GBS = 24.0
 

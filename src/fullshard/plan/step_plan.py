@@ -62,8 +62,9 @@ class StepPlan:
     """What a rank will hold, send and wait for in a step; `repr` is a table.
 
     `memory` is what is held at moments of the step, by kind; `peak` the most of it. Beside that,
-    the driver and libraries take `context_bytes`. `sent_bytes` are what a rank receives in
-    collectives or copies, by name. `host_bytes` is host memory that tensors take.
+    the driver and libraries take `context_bytes`. The host needs `host_s` to issue the step; the
+    last micro-batch's parts of both times are `micro_batch_s`. `sent_bytes` are what a rank
+    receives in collectives or copies, by name. `host_bytes` is host memory that tensors take.
     """
 
     machine: Machine
@@ -72,6 +73,8 @@ class StepPlan:
     peak: Peak
     memory: tuple[tuple[float, Mapping[Kind, int]], ...]
     timeline: Timeline
+    host_s: float
+    micro_batch_s: tuple[float, float]
     sent_bytes: Mapping[str, int]
     num_collectives: Mapping[str, int]
     tflop: float
@@ -193,7 +196,8 @@ def simulate(
     profile = machine.profile
     fabric = Fabric(profile, machine.ranks_per_host, machine.network_gbs)
     simulator = Simulator(profile, fabric, is_offloaded=is_offloaded)
-    with _world(machine.num_ranks), simulated(simulator), simulator.running():
+    world = _world(machine.num_ranks)
+    with _without_collector(), world, simulated(simulator), simulator.running():
         job, workspace = (
             make(),
             torch.empty(profile.workspace_bytes, dtype=torch.uint8, device="meta"),
@@ -203,13 +207,15 @@ def simulate(
         model.register_forward_hook(lambda *_: _mark(simulator, _[-1], Kind.LOSS))
         params = [param for unit in units_below(model) for param in unit.params]
         numel = [(param.split.numel, param.is_trainable) for param in params]
-        with seam.observed(simulator), _without_collector(), _explained(model):
+        with seam.observed(simulator), _explained(model):
             for _ in range(_WARMUP_STEPS):
-                _step(simulator, job, shards, accumulate)
+                _step(simulator, job, shards, 1)
             gc.collect()
             _classify(simulator, job)
             simulator.begin_step()
-            _step(simulator, job, shards, accumulate)
+            begun_s = simulator.host_s
+            micro_batch_s = _step(simulator, job, shards, accumulate)
+            host_s = simulator.host_s - begun_s
         timeline = simulator.end_step()
         peak, memory = simulator.ledger.peak(), tuple(simulator.ledger.over_time())
     context = profile.context_bytes + (profile.comm_bytes if machine.num_ranks > 1 else 0)
@@ -220,6 +226,8 @@ def simulate(
         peak=peak,
         memory=memory,
         timeline=timeline,
+        host_s=host_s,
+        micro_batch_s=micro_batch_s,
         sent_bytes=dict(simulator.sent),
         num_collectives=dict(simulator.num_collectives),
         tflop=simulator.flops / 1e12,
@@ -248,8 +256,10 @@ def _step(
     job: Job,
     shards: list[tuple[nn.Parameter, torch.Tensor]],
     accumulate: int,
-) -> None:
+) -> tuple[float, float]:
+    """Return how long the last micro-batch took, and its host to issue it."""
     for _ in range(accumulate):
+        begun_s = simulator.all_done_s, simulator.host_s
         simulator.phase = "forward"
         loss = job.loss() / accumulate
         simulator.phase = "backward"
@@ -258,6 +268,7 @@ def _step(
         for held in job.model.parameters():
             if held.grad is not None:
                 _mark(simulator, to_local(held.grad), Kind.GRADIENTS)
+    micro_batch_s = simulator.all_done_s - begun_s[0], simulator.host_s - begun_s[1]
     simulator.phase = "optimizer"
     with seam.doing(Activity.OPTIMIZER, "optimizer"):
         for local, param in shards:
@@ -266,6 +277,7 @@ def _step(
         job.clip([local for local, _ in shards] or [*job.model.parameters()])
         job.optimizer.step()
         job.optimizer.zero_grad()
+    return micro_batch_s
 
 
 def _mark(simulator: Simulator, found: Any, kind: Kind) -> None:
@@ -325,11 +337,14 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Memory in cycles would be freed at any time."""
-    was_enabled = gc.isenabled()
+    """Memory in cycles would be freed at any time; and a collection need not visit what is old."""
+    was_enabled, num_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        if not num_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()

@@ -54,7 +54,8 @@ class RunRecord:
     """Everything that a report shows.
 
     `memory` has the bytes of each kind at the peak of the traced step, on the rank with the most.
-    `predicted` has what a plan said of `step_s` and `peak_bytes`, if there was one.
+    `predicted` has what a plan said of `step_s`, `peak_bytes` and `memory`, if there was one.
+    `held` is what a planned step holds over time, by kind.
     """
 
     title: str
@@ -66,7 +67,8 @@ class RunRecord:
     environment: Mapping[str, str]
     sample: str = ""
     memory: Mapping[str, int] = field(default_factory=dict)
-    predicted: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    held: Sequence[tuple[float, Mapping[str, int]]] = ()
 
 
 def read_record(folder: Path) -> RunRecord:
@@ -136,13 +138,19 @@ def _read_timeline(path: Path) -> dict[str, Any]:
             ),
             "environment": {str(k): str(v) for k, v in found.get("environment", {}).items()},
             "memory": {str(k): int(v) for k, v in found.get("memory", {}).items()},
-            "predicted": {str(k): float(v) for k, v in found.get("predicted", {}).items()},
+            "predicted": _prediction(found.get("predicted", {})),
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path}: JSON with the timeline of every rank is expected, found an error in it "
             f"({type(error).__name__}: {error}); move the file away to draw the report without it."
         ) from error
+
+
+def _prediction(found: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {name: float(found[name]) for name in ("step_s", "peak_bytes") if name in found}
+    kinds = {str(kind): int(size) for kind, size in found.get("memory", {}).items()}
+    return {**numbers, "memory": kinds} if found else {}
 
 
 def _read_config(path: Path) -> Mapping[str, Mapping[str, object]]:

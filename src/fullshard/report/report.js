@@ -594,6 +594,7 @@
     }
   }
 
+  const areaStyle = (property, index) => `${property}: ${seriesColour(index)}; opacity: ${index < NUM_COLOURS ? 1 : 0.5}`;
   const PANEL_PX = 130;
   const PANEL_GAP_PX = 34;
 
@@ -607,7 +608,20 @@
       this.root.append(lines); // above the grid of both panels
       const legend = chosen.places.map((place) =>
         html("li", {}, swatch(seriesColour(place), seriesDashes(place)), `rank ${step.ranks[place].rank}`));
-      document.getElementById("rank-legend").replaceChildren(...legend);
+      const kinds = (step.held?.kinds ?? []).map((name, index) =>
+        html("li", {}, html("span", { class: "swatch", style: areaStyle("background", index) }), name));
+      document.getElementById("rank-legend").replaceChildren(...legend, ...kinds);
+    }
+
+    /** What a planned step holds of each kind, one on another. */
+    drawKinds(y) {
+      const { at_ms, tops } = step.held;
+      const areas = this.clipped({ class: "bars" });
+      [...tops.entries()].reverse().forEach(([index, sizes]) => {
+        const steps = at_ms.map((at, sample) => `H${this.x(at).toFixed(1)}V${y(sizes[sample]).toFixed(1)}`);
+        const path = `M${this.x(0)} ${y(0)}${steps.join("")}H${this.x(step.ranks[0].duration_ms).toFixed(1)}V${y(0)}z`;
+        areas.append(svg("path", { d: path, style: areaStyle("fill", index) }));
+      });
     }
 
     drawPanel(lines, field, index) {
@@ -616,6 +630,7 @@
       const y = scale([0, highest * 1.05], [top + PANEL_PX, top]);
       const unit = step.memory_units[index];
       this.drawYAxis(ticksIn([0, highest * 1.05], 4), y);
+      if (field === "allocated" && step.held) this.drawKinds(y);
       this.text(`${{ full: "full parameters", allocated: "allocated" }[field]}, ${unit}`, this.area.left, top - 11);
       for (const place of chosen.places) {
         const { memory, duration_ms } = step.ranks[place];

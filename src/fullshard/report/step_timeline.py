@@ -67,6 +67,7 @@ def step_figure(record: RunRecord) -> StepFigure | None:
         "rows": [track.value for track in _ROWS],
         "ranks": [_rank(each, number, full, allocated) for each in timelines],
         "memory_units": [full.name, allocated.name],
+        "held": _held(record, allocated),
     }
     return StepFigure(
         content,
@@ -174,6 +175,26 @@ def _memory(timeline: Timeline, full: ByteScale, allocated: ByteScale) -> dict[s
         "full": [round(samples[index].full_bytes / full.num_bytes, 3) for index in kept],
         "allocated": [
             round(samples[index].allocated_bytes / allocated.num_bytes, 3) for index in kept
+        ],
+    }
+
+
+def _held(record: RunRecord, scale: ByteScale) -> dict[str, Any] | None:
+    """Return what a planned step holds of each kind, one on another, at the same times."""
+    if not record.held:
+        return None
+    totals = [float(sum(held.values())) for _, held in record.held]
+    samples = [record.held[index] for index in downsampled(totals, _MEMORY_POINTS)]
+    kinds = list(samples[0][1])
+    return {
+        "at_ms": [round(at_s * 1e3, 3) for at_s, _ in samples],
+        "kinds": kinds,
+        "tops": [
+            [
+                round(sum(held[name] for name in kinds[: n + 1]) / scale.num_bytes, 3)
+                for _, held in samples
+            ]
+            for n in range(len(kinds))
         ],
     }
 

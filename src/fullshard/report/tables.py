@@ -43,9 +43,9 @@ def summary(record: RunRecord) -> list[Fact]:
     slowest_s = max((each.step_s for each in metrics), default=float("nan"))
     memory = max((each.memory_bytes for each in metrics), default=None)
     exposed = finite_median(exposed_share(each) for each in metrics)
-    planned = {"step": record.predicted.get("step_s"), "peak": record.predicted.get("peak_bytes")}
-    step_note = f"; predicted {shown_time(planned['step'])}" if planned["step"] else ""
-    peak_note = f"; predicted {shown_bytes(int(planned['peak']))}" if planned["peak"] else ""
+    planned_s, planned_bytes = (record.predicted.get(each, 0) for each in ("step_s", "peak_bytes"))
+    step_note = f"; predicted {shown_time(planned_s)}" if planned_bytes else ""
+    peak_note = f"; predicted {shown_bytes(int(planned_bytes))}" if planned_bytes else ""
     return [
         _final_loss(record),
         *_best_validation(record),
@@ -108,11 +108,19 @@ def _computed(record: RunRecord) -> list[Fact]:
     return [Fact("MFU", shown_share(mfu), note)]
 
 
-def memory_kinds(record: RunRecord) -> list[tuple[str, str, float]]:
-    """Return the name, size and percentage of each kind of memory."""
-    kinds = {plain(name): size for name, size in record.memory.items() if size > 0}
-    total = sum(kinds.values())
-    return [(name, shown_bytes(size), 100 * size / total) for name, size in kinds.items()]
+def memory_kinds(record: RunRecord) -> dict[str, list[tuple[str, str, float, int]]]:
+    """Return the name, size, percentage and colour of kinds of memory, measured and planned."""
+    both = {"": record.memory, "predicted": record.predicted.get("memory", {})}
+    colours = {name: index for index, name in enumerate({**both[""], **both["predicted"]})}
+    return {
+        heading: [
+            (plain(name), shown_bytes(size), 100 * size / sum(kinds.values()), colours[name] % 8)
+            for name, size in kinds.items()
+            if size > 0
+        ]
+        for heading, kinds in both.items()
+        if kinds
+    }
 
 
 @dataclass(frozen=True, slots=True)

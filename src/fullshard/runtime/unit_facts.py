@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fullshard._torch import to_local
 from fullshard.runtime.hooks import FULL_BYTES, units_below
 from fullshard.trace.recording import Clock
+from fullshard.trace.seam import Activity
 from fullshard.trace.timeline import Timeline, UnitFacts
 from fullshard.unit.unit import Unit
 
@@ -28,18 +29,26 @@ def memory_by_kind(
     units = units_below(model)
     params = [param for unit in units for param in unit.params]
     held = {*model.parameters()} - {param.full for param in params}  # full while in use
-    kinds: dict[str, list[Any]] = {"parameters": list(held | {p.param for p in params})}
-    kinds["gradients"] = [p.grad for p in kinds["parameters"] if p.grad is not None]
+    shards: list[Any] = list(held | {p.param for p in params})
+    kinds = {"parameter shards": shards}
+    kinds["gradient shards"] = [p.grad for p in shards if p.grad is not None]
     freed_bytes = getattr(moment, FULL_BYTES, 0)
     full_bytes = freed_bytes + sum(unit.full_bytes for unit in units)
     allocated_bytes = freed_bytes + Clock(device).allocated_bytes()
     if isinstance(moment, Timeline):
-        kinds["gradients"] = [p for p in kinds["parameters"] if p.requires_grad]
+        kinds["gradient shards"] = [p for p in shards if p.requires_grad]
         full_bytes = max(each.full_bytes for each in moment.memory)
-        allocated_bytes = max(each.allocated_bytes for each in moment.memory)
+        peak = max(moment.memory, key=lambda each: each.allocated_bytes)
+        allocated_bytes = peak.allocated_bytes
+        if device.type != "cpu":  # where the peak is that of the process
+            full_bytes = peak.full_bytes
+            reduces = [each for each in moment.spans if each.activity is Activity.REDUCE]
+            reduced = {each.unit for each in reduces if each.end_s <= peak.at_s}
+            by_unit = [p.param for unit in units if unit.name in reduced for p in unit.params]
+            kinds["gradient shards"] = [p for p in by_unit if p.requires_grad]
     states = () if optimizer is None else optimizer.state.values()
     state = (value for each in states for value in each.values())
-    kinds["optimizer"] = [value for value in state if isinstance(value, torch.Tensor)]
+    kinds["optimizer state"] = [value for value in state if isinstance(value, torch.Tensor)]
     found = {k: sum(to_local(t).nbytes for t in v if t.device == device) for k, v in kinds.items()}
     found["full parameters"] = full_bytes
     kind = "activations" if device.type != "cpu" else "activations, program and libraries"

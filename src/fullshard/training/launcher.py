@@ -22,6 +22,8 @@ import tempfile
 import threading
 import traceback
 import uuid
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -60,21 +62,18 @@ def launch(config: TrainConfig) -> int:
     from fullshard.training.world import best_device, require_devices
 
     device_type = best_device(config.run.device)
+    is_forked = device_type == "cpu"
     num_ranks = config.run.ranks or default_ranks(device_type)
     require_devices(device_type, num_ranks)
     # The folder is fixed here, so that restarted ranks continue in the same one.
     config = replace(config, run=replace(config.run, out=str(RunFolder.of(config).path)))
     _require_possible(config, num_ranks)
     prepare_environment(num_ranks)
-    if device_type == "cuda":
-        from fullshard.training.planning import predicted
-
-        os.environ.setdefault(PREDICTED, json.dumps(predicted(config, num_ranks)))
+    os.environ[PREDICTED] = json.dumps(_predicted(config, num_ranks, is_forked=is_forked))
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
         config_file = Path(scratch) / "config.toml"
         config_file.write_text(config_as_toml(config), encoding="utf-8")
         ranks = local_launch(num_ranks, port=config.run.port, max_restarts=config.run.max_restarts)
-        is_forked = device_type == "cpu"
         return _Launch(ranks, config_file, StatusFolder(Path(scratch)), is_forked=is_forked).run()
 
 
@@ -99,6 +98,19 @@ def _require_possible(config: TrainConfig, num_ranks: int) -> None:
     require_files(config.data.paths + config.data.eval_paths)
     if config.sharding.units:
         unit_classes(architecture.build(), architecture, config.sharding)
+
+
+def _predicted(config: TrainConfig, num_ranks: int, *, is_forked: bool) -> dict[str, Any]:
+    """Simulate a step, if ranks are forked in a fork like them, which has loaded what it needs."""
+    if is_forked:
+        start_server()
+        server = ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"))
+        with suppress(BrokenProcessPool), server:  # the run can do without, if somebody kills it
+            return server.submit(_predicted, config, num_ranks, is_forked=False).result()
+        return {}
+    from fullshard.training.planning import predicted
+
+    return predicted(config, num_ranks, num_ranks)
 
 
 def start_server() -> None:
@@ -219,7 +231,7 @@ class _Launch:
         entry: Any = sys.executable
         arguments: tuple[Any, ...] = ("-m", "fullshard.training.run", str(self._config_file))
         if self._is_forked:
-            names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", DEBUG)
+            names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", DEBUG, PREDICTED)
             environment |= {name: os.environ[name] for name in names if name in os.environ}
             entry, arguments = _run_forked_rank, (str(self._config_file), environment)
         try:

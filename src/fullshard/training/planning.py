@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import resource
 import shlex
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import suppress
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,34 @@ from torch import nn
 from fullshard.errors import ConfigError, FullshardError, UnsupportedError
 from fullshard.formatting import readable
 from fullshard.models.architecture import Architecture
+from fullshard.models.optional import first_line
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
 from fullshard.models.transformer import BuiltinArchitecture
-from fullshard.plan import DeviceProfile, Job, Machine, StepPlan, profile_named, simulate
+from fullshard.plan import DeviceProfile, Job, Kind, Machine, StepPlan, profile_named, simulate
 from fullshard.plan.device_profile import known_profile
 from fullshard.training.bandwidth import Speeds
 from fullshard.training.config import KEYS, TrainConfig, mesh_shape, value_of
-from fullshard.training.machine import MachineFacts
-from fullshard.training.memory import capacity_of
+from fullshard.training.machine import MachineFacts, meminfo
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.sharding import architecture_for, build_sharded_model
 from fullshard.training.world import World, best_device
 from fullshard.wrap import repeated_blocks
 
 _META = torch.device("meta")
-# Models of so many blocks say what each further block adds.
-_FEW_BLOCKS = (4, 5)
+# Of a model with more blocks than these, models of few say what each further block adds.
+_MANY_BLOCKS = 12
+_FEW_BLOCKS = (3, 4)
+_FEW_MICRO_BATCHES = 2
 _CPU_RANKS = 2  # as the launcher starts
+_MOST_RANKS = 1024  # that are suggested
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 Place = tuple[str, str]
+# Changes that reduce the memory of a rank.
+_CHANGES: Mapping[str, dict[Place, Any]] = {
+    "--offload": {("sharding", "offload"): True},
+    "--activation-checkpointing": {("sharding", "activation_checkpointing"): True},
+    "--batch 1": {("optimizer", "batch"): 1},
+}
 
 
 def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) -> StepPlan:
@@ -144,9 +155,20 @@ class Candidate:
 
     config: TrainConfig
     machine: Machine
-    peak_bytes: int
+    kinds: Mapping[str, int]
     step_s: float
+    host_s: float
+    host_bytes: int
     verdict: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def amount(self) -> str:
+        host = f" and {readable(self.host_bytes)} of host memory" if self.host_bytes else ""
+        return readable(self.peak_bytes) + host
 
     @property
     def tokens_per_s(self) -> float:
@@ -261,13 +283,12 @@ def _savings(
 ) -> Iterator[dict[Place, Any]]:
     recomputed, offload = ("sharding", "activation_checkpointing"), ("sharding", "offload")
     strategy = ("sharding", "strategy")
-    can_offload = config.optimizer.name == "adamw" and config.sharding.api == "fully_shard"
     steps: list[dict[Place, Any]] = [
         {strategy: "grad-op", recomputed: False, offload: False},
         {strategy: "full", recomputed: False, offload: False},
         {strategy: "full", recomputed: True, offload: False},
     ]
-    if machine.profile.device_type != "cpu" and can_offload:
+    if _can_offload(config, machine):
         steps.append({strategy: "full", recomputed: True, offload: True})
     seen: list[dict[Place, Any]] = []
     for step in steps:
@@ -278,40 +299,183 @@ def _savings(
 
 
 def _estimated(config: TrainConfig, architecture: Architecture, machine: Machine) -> Candidate:
-    """Plan a model of few blocks and of one more; every further block adds as much."""
-    more = _FEW_BLOCKS[-1]
-    if not isinstance(architecture, BuiltinArchitecture) or architecture.size.num_blocks <= more:
-        plan = plan_run(config, architecture, machine)
-        return Candidate(config, machine, plan.device_bytes, plan.step_s)
+    """Plan a run; of many blocks, few and one more: every further block adds as much."""
+    few, more = _FEW_BLOCKS
+    if not isinstance(architecture, BuiltinArchitecture) or (
+        architecture.size.num_blocks <= _MANY_BLOCKS
+    ):
+        return _candidate(config, architecture, machine)
     size, lora = architecture.size, architecture.lora
     small, large = (
-        plan_run(config, BuiltinArchitecture(replace(size, num_blocks=n), lora), machine)
-        for n in _FEW_BLOCKS
+        _candidate(config, BuiltinArchitecture(replace(size, num_blocks=n), lora), machine)
+        for n in (few, more)
     )
-    further = size.num_blocks - more
-    peak = large.device_bytes + further * (large.device_bytes - small.device_bytes)
-    step_s = large.step_s + further * (large.step_s - small.step_s)
-    return Candidate(config, machine, peak, step_s)
+
+    def extended(before: float, after: float) -> float:
+        return max(0, after + (size.num_blocks - more) * (after - before))
+
+    host_s = extended(small.host_s, large.host_s)
+    return Candidate(
+        config,
+        machine,
+        {name: int(extended(small.kinds[name], large.kinds[name])) for name in large.kinds},
+        max(extended(small.step_s, large.step_s), host_s),
+        host_s,
+        int(extended(small.host_bytes, large.host_bytes)),
+    )
 
 
-def this_machine(device_type: str, num_ranks: int) -> Machine:
-    """Return the devices that a run on this machine has."""
+def _candidate(config: TrainConfig, architecture: Architecture, machine: Machine) -> Candidate:
+    """Plan a run of few micro-batches: every further one takes as long as the last."""
+    accumulate = min(config.optimizer.accumulate, _FEW_MICRO_BATCHES)
+    shorter = _with(config, {("optimizer", "accumulate"): accumulate})
+    found = plan_run(shorter, architecture, machine)
+    further = config.optimizer.accumulate - accumulate
+    step_s, host_s = (
+        whole + further * part
+        for whole, part in zip((found.step_s, found.host_s), found.micro_batch_s, strict=True)
+    )
+    kinds = {kind.value: found.peak.kinds.get(kind, 0) for kind in Kind}
+    kinds["driver and libraries"] = found.context_bytes
+    return Candidate(config, machine, kinds, max(step_s, host_s), host_s, found.host_bytes)
+
+
+# Runs of this machine
+
+
+def this_machine(device_type: str, num_ranks: int, num_local_ranks: int) -> Machine:
+    """Return the devices that a run on machines like this one has."""
     profile = profile_named("CPU")
     if device_type == "cuda":
         name = torch.cuda.get_device_name()
         profile = known_profile(name) or replace(profile_named("H100"), name=name)
-    return Machine(profile=profile, ranks_per_host=num_ranks)
+    num_hosts = num_ranks // num_local_ranks if num_ranks % num_local_ranks == 0 else 1
+    return Machine(profile=profile, ranks_per_host=num_ranks // num_hosts, num_hosts=num_hosts)
 
 
-def predicted(config: TrainConfig, num_ranks: int) -> dict[str, float]:
-    """Return what the report of a run shows beside what was measured; nothing if that fails."""
-    with suppress(Exception):  # a model may read values, which do not exist
-        architecture = planned_architecture(config)
-        plan = plan_run(
-            config, architecture, this_machine(best_device(config.run.device), num_ranks)
+def predicted(config: TrainConfig, num_ranks: int, num_local_ranks: int) -> dict[str, Any]:
+    """Return what a step will take, for the report and for errors, if the run fits into memory.
+
+    Of a model that cannot be simulated nothing is predicted.
+
+    Raises:
+        ConfigError: If the run does not fit; the message lists changes that would make it fit.
+    """
+    device_type = best_device(config.run.device)
+    machine = this_machine(device_type, num_ranks, num_local_ranks)
+    capacity = capacity_of(torch.device(device_type), num_local_ranks)
+    architecture = architecture_for(config.model)
+    try:
+        own = _estimated(config, architecture, machine)
+    except Exception as error:
+        reason = f"memory and time of this run are not predicted ({first_line(error)})"
+        print(reason, file=sys.stderr, flush=True)
+        return {}
+    require_fit(own, architecture, capacity)
+    memory = {name: size for name, size in own.kinds.items() if size}
+    if device_type == "cpu":
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory["driver and libraries"] = rss
+    words = ""
+    if own.peak_bytes > capacity / 2:
+        words = f"This run was predicted to need {own.amount}"
+        for also, other in _remedies(own, architecture, own.peak_bytes - 1):
+            words += f", with {also} {other.amount}"
+    return {
+        "step_s": own.step_s,
+        "peak_bytes": sum(memory.values()),
+        "memory": memory,
+        "remedies": words and f"{words}.",
+    }
+
+
+def require_fit(own: Candidate, architecture: Architecture, capacity_bytes: int) -> None:
+    """Raise a ConfigError if a run needs more memory, with changes that would make it fit."""
+    if own.fits(capacity_bytes):
+        return
+    offers = [
+        f"{words} would need {other.amount}"
+        for words, other in _remedies(own, architecture, capacity_bytes)
+    ]
+    number = own.machine.num_ranks
+    raise ConfigError(
+        f"{architecture.name}: training on {number} rank{'s' * (number > 1)} needs "
+        f"{readable(own.peak_bytes)} on each, found {readable(capacity_bytes)}; "
+        f"{', '.join(offers) or 'choose a smaller model or a shorter --sequence'}."
+    )
+
+
+def _remedies(
+    own: Candidate, architecture: Architecture, limit_bytes: int
+) -> Iterator[tuple[str, Candidate]]:
+    """Yield the smallest changes that make a run fit, and what it would take then."""
+    config, machine = own.config, own.machine
+
+    def changed(words: Collection[str]) -> TrainConfig:
+        return _with(config, {at: value for each in words for at, value in _CHANGES[each].items()})
+
+    helpful = [each for each in _CHANGES if changed([each]) != config]
+    if not _can_offload(config, machine) and "--offload" in helpful:
+        helpful.remove("--offload")
+    for size in range(1, len(helpful) + 1):
+        found = {
+            " ".join(words): _estimated(changed(words), architecture, machine)
+            for words in combinations(helpful, size)
+        }
+        fitting = {words: each for words, each in found.items() if each.fits(limit_bytes)}
+        yield from fitting.items()
+        if fitting:
+            break
+    if config.sharding.strategy == "none" or machine.profile.device_type == "cpu":
+        return  # more ranks would need the same memory each, or share the same memory
+    replicas, shards = mesh_shape(config.sharding, machine.num_ranks)
+    for words in ((), tuple(each for each in helpful if each != "--offload")):
+
+        def wider(exponent: int, words: Collection[str] = words) -> Candidate:
+            number = replicas << exponent
+            meshed = _with(changed(words), {("sharding", "mesh"): f"{replicas}x{1 << exponent}"})
+            more = replace(machine, ranks_per_host=number, num_hosts=1)
+            return _estimated(meshed, architecture, more)
+
+        exponents = range(shards.bit_length(), (_MOST_RANKS // replicas).bit_length())
+        index = bisect_left(exponents, True, key=lambda each: wider(each).fits(limit_bytes))
+        if index < len(exponents):
+            other = wider(exponents[index])
+            also = f" with {' '.join(words)}" if words else ""
+            yield f"{other.machine.num_ranks} ranks{also}", other
+            return
+
+
+def _can_offload(config: TrainConfig, machine: Machine) -> bool:
+    section, name = config.sharding, config.optimizer.name
+    is_possible = section.strategy != "none" and section.api == "fully_shard" and name == "adamw"
+    return machine.profile.device_type != "cpu" and is_possible
+
+
+def capacity_of(device: torch.device, num_local_ranks: int) -> int:
+    """Return the memory of a rank's GPU, or its share of the available host memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    available = meminfo().get("MemAvailable")
+    if available is None:
+        raise ConfigError("/proc/meminfo: a line MemAvailable is expected, found none.")
+    return min(available, _allowed_bytes()) // num_local_ranks
+
+
+def _allowed_bytes() -> int:
+    """Return what the control group, such as a container's, still allows this process."""
+    try:
+        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return sys.maxsize
+        stat = dict(
+            line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines()
         )
-        return {"step_s": plan.step_s, "peak_bytes": plan.peak_bytes}
-    return {}
+        # The page cache of files that are not in use is reclaimed on demand.
+        used = int((CONTROL_GROUP / "memory.current").read_text()) - int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return sys.maxsize  # there is no known limit
+    return max(0, int(limit) - used)
 
 
 def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> TrainConfig:
@@ -319,7 +483,7 @@ def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> Tr
     device_type = best_device(config.run.device)
     default = torch.cuda.device_count() if device_type == "cuda" else _CPU_RANKS
     num_ranks = config.run.ranks or default
-    machine = this_machine(device_type, num_ranks)
+    machine = this_machine(device_type, num_ranks, num_ranks)
     budget = capacity_of(torch.device(device_type), num_ranks)
     best, *_ = choose_settings(config, planned_architecture(config), machine, budget, given)
     print(

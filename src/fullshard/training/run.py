@@ -5,6 +5,7 @@ The launcher starts this module as a process for each rank.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -29,6 +30,7 @@ from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
 from fullshard.training.config_file import config_as_toml, config_of
 from fullshard.training.control import (
+    PREDICTED,
     StatusFolder,
     StopRequest,
     end_with_launcher,
@@ -38,9 +40,9 @@ from fullshard.training.control import (
 from fullshard.training.corpus import Documents, prepare_corpus
 from fullshard.training.display import Display, closing_lines
 from fullshard.training.machine import environment
-from fullshard.training.memory import capacity_of, require_fit
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.output import MetricsLog, RunFolder
+from fullshard.training.planning import predicted
 from fullshard.training.sharding import architecture_for, build_sharded_model
 from fullshard.training.trainer import Parts, Trainer
 from fullshard.training.world import World, joined, leave
@@ -58,7 +60,8 @@ class Run:
         # torchrun counts restarts only on the host whose rank died.
         self._is_restarted = any(self._ranks.all_gather(num_restarts()))
         # The clocks of hosts differ, so rank 0 names the folder.
-        path = self._ranks.all_gather(str(RunFolder.of(config).path))[0]
+        own = str(RunFolder.of(config).path), os.environ.get(PREDICTED, "{}")
+        path, os.environ[PREDICTED] = self._ranks.all_gather(own)[0]
         self._folder = RunFolder(Path(path))
         self._config = replace(config, run=replace(config.run, out=path))
 
@@ -73,7 +76,7 @@ class Run:
     def _run(self, stop: StopRequest) -> bool:
         config, world = self._config, self._world
         architecture = architecture_for(config.model)
-        found = self._ranks.run_first("train", lambda: self._prepare_folder(architecture))
+        found = self._ranks.run_first("train", self._prepare_folder)
         parts = self._build(architecture)
         self._ranks.run_first("train", lambda: self._require_room(parts, len(found)))
         trainer = Trainer(
@@ -124,16 +127,14 @@ class Run:
             self._folder.put_aside(path)
         return [path.name for path in damaged]
 
-    def _prepare_folder(self, architecture: Architecture) -> list[Path]:
+    def _prepare_folder(self) -> list[Path]:
         """Check on rank 0 that the run is possible, and create its folder.
 
         Returns the checkpoints to resume from, newest first, if there are any.
         """
-        config, world = self._config, self._world
+        config = self._config
         if not self._is_restarted:
             self._folder.require_usable(config)
-        capacity = capacity_of(world.device, world.local_size)
-        require_fit(config, architecture, world.size, world.device, capacity)
         self._folder.lock()
         self._folder.config.write_text(config_as_toml(config), encoding="utf-8")
         return self._folder.complete()
@@ -260,6 +261,10 @@ def run_rank(config: TrainConfig) -> int:
         if status is not None:
             status.report_ready()
         try:
+            if status is None and os.environ.get("LOCAL_RANK", "0") == "0":
+                # The other ranks wait for this one in `joined`.
+                sizes = (int(os.environ.get(f"{each}WORLD_SIZE", "1")) for each in ("", "LOCAL_"))
+                os.environ[PREDICTED] = json.dumps(predicted(config, *sizes))
             with joined(config.run.device) as world:
                 is_done = Run(config, world).run(stop)
         except (FullshardError, OSError, RuntimeError) as error:

@@ -39,7 +39,6 @@ from fullshard.training.config import TrainConfig
 from fullshard.training.control import PREDICTED, StopRequest
 from fullshard.training.display import Display
 from fullshard.training.flops import peak_tflops, step_tflop
-from fullshard.training.memory import suggestions
 from fullshard.training.nonfinite import first_nonfinite
 from fullshard.training.optimizer import learning_rate, make_state
 from fullshard.training.output import MetricsLog, RunFolder
@@ -80,6 +79,7 @@ class Trainer:
         self._parts = parts
         self._folder = folder
         self._environment = environment
+        self._predicted = json.loads(os.environ.get(PREDICTED, "{}"))
         is_fp16 = config.sharding.precision == "fp16"
         self._scaler = ShardedGradScaler(device=world.device.type) if is_fp16 else None
         self.step = 0
@@ -186,8 +186,9 @@ class Trainer:
             return must_stop
 
         parts, world = self._parts, self._world
-        facts = self._config, parts.architecture, world.size, world.device
-        told = explained(parts.model, parts.optimizer, world.device, lambda: suggestions(*facts))
+        told = explained(
+            parts.model, parts.optimizer, world.device, self._predicted.get("remedies", "")
+        )
         with seam.observed(meter.exposure), told:
             while self.step < num_steps:
                 is_traced = self.step + 1 == traced_step
@@ -435,7 +436,7 @@ class Trainer:
                 "units": [asdict(facts) for facts in unit_facts(model)],
                 "memory": max(memory, key=lambda kinds: sum(kinds.values())),
                 "environment": dict(self._environment),
-                "predicted": json.loads(os.environ.get(PREDICTED, "{}")),
+                "predicted": self._predicted,
             }
             self._folder.timeline.write_text(json.dumps(found), encoding="utf-8")
 
