@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.training import memory, trainer
+from fullshard.training import trainer
 from fullshard.training.config import TrainConfig
 
 TEXT = "".join(f"line {n}: the quick brown fox jumps over {n * n % 97} dogs\n" for n in range(800))
@@ -35,13 +35,9 @@ _estimates: dict[Any, Any] = {}
 
 
 def estimate_once() -> None:
-    """Of equal models, count the operations and predict the memory once in this process.
-
-    That is most of what a tiny run takes.
-    """
+    """Of equal models, count the operations once in this process: much of what a tiny run takes."""
     if not _estimates:
         trainer.step_tflop = _once(trainer.step_tflop)
-        memory.predict_memory = _once(memory.predict_memory)
 
 
 def _once(estimate: Callable[..., Any]) -> Callable[..., Any]:
