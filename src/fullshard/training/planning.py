@@ -187,10 +187,10 @@ class Candidate:
         """The call that shards a model so."""
         section = self.config.sharding
         replicas, shards = mesh_shape(section, self.machine.num_ranks)
-        shape, names = (f"({shards},)", "") if replicas == 1 else (f"({replicas}, {shards})", "")
+        shape = f"({shards},)"
         if replicas > 1:
-            names = ', mesh_dim_names=("replicate", "shard")'
-        words = [f'mesh=init_device_mesh("{self.machine.profile.device_type}", {shape}{names})']
+            shape = f'({replicas}, {shards}), mesh_dim_names=("replicate", "shard")'
+        words = [f'mesh=init_device_mesh("{self.machine.profile.device_type}", {shape})']
         if section.strategy != "full":
             words.append("reshard_after_forward=False")
         if section.precision != "float32" and self.machine.profile.device_type != "cpu":
@@ -217,7 +217,10 @@ def choose_settings(
         ConfigError: If nothing fits.
     """
     found: list[Candidate] = []
-    for mesh in _meshes(config, machine, given):
+    meshes: list[dict[Place, Any]] = [{}]
+    if machine.num_hosts > 1 and ("sharding", "mesh") not in given:
+        meshes.append({("sharding", "mesh"): f"{machine.num_hosts}x{machine.ranks_per_host}"})
+    for mesh in meshes:
         # Each of these takes longer than the one before and less memory: the first that fits. With
         # a larger micro-batch, those before do not fit either.
         savings = list(_savings(config, machine, given))
@@ -231,7 +234,9 @@ def choose_settings(
     fitting = sorted(
         (each for each in found if each.fits(budget_bytes)), key=lambda each: -each.tokens_per_s
     )
-    others = sorted((each for each in found if not each.fits(budget_bytes)), key=_peak)
+    others = sorted(
+        (each for each in found if not each.fits(budget_bytes)), key=lambda each: each.peak_bytes
+    )
     if not fitting:
         raise ConfigError(
             f"{architecture.name}: settings that need {readable(budget_bytes)} or less on each of "
@@ -257,10 +262,6 @@ def choose_settings(
     ]
 
 
-def _peak(candidate: Candidate) -> int:
-    return candidate.peak_bytes
-
-
 def _with(config: TrainConfig, changes: dict[Place, Any]) -> TrainConfig:
     for (section, name), value in changes.items():
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
@@ -275,14 +276,6 @@ def _batches(config: TrainConfig, given: Collection[Place]) -> Iterator[dict[Pla
         is_kept = size == config.optimizer.batch
         if is_kept or (total % size == 0 and not {batch, accumulate} & set(given)):
             yield {batch: size, accumulate: total // size}
-
-
-def _meshes(
-    config: TrainConfig, machine: Machine, given: Collection[Place]
-) -> Iterator[dict[Place, Any]]:
-    yield {}
-    if machine.num_hosts > 1 and ("sharding", "mesh") not in given:
-        yield {("sharding", "mesh"): f"{machine.num_hosts}x{machine.ranks_per_host}"}
 
 
 def _savings(
@@ -381,8 +374,8 @@ def predicted(config: TrainConfig, num_ranks: int, num_local_ranks: int) -> dict
     require_fit(own, architecture, capacity)
     memory = {name: size for name, size in own.kinds.items() if size}
     if device_type == "cpu":
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        memory["driver and libraries"] = rss
+        own_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory["driver and libraries"] = own_kib * 1024
     words = ""
     if own.peak_bytes > capacity / 2:
         words = f"This run was predicted to need {own.amount}"
