@@ -5,6 +5,7 @@ torch's profiler tells what tensors took at most. On a GPU the steps were measur
 `plan_measurements.py`, also without communication.
 
     python benchmarks/bench_plan.py [--model 10m] [--world 8]
+    python benchmarks/bench_plan.py --times
     python benchmarks/bench_plan.py --measured FILE
 """
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,13 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.placement import full_tensor
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
-from fullshard.plan import Machine, StepPlan, profile_named
+from fullshard.plan import Machine, StepPlan, profile_named, readable
 from fullshard.testing import quiet_world
+from fullshard.training.bandwidth import measure_speeds
 from fullshard.training.config import ModelSection, OptimizerSection, ShardingSection, TrainConfig
+from fullshard.training.machine import gather_facts
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.planning import choose_settings, plan_run
+from fullshard.training.planning import choose_settings, measured_profile, plan_run
 from fullshard.training.sharding import architecture_for, build_sharded_model
 from fullshard.training.world import World
 from measuring import Result, Table, parser_for, result_for, without_known_warnings
@@ -161,6 +166,43 @@ def compare_on_cpu(options: Any) -> Table:
     return Table(title, ["configuration", "planned", "measured", "difference"], rows)
 
 
+def compare_cpu_times(options: Any) -> list[Table]:
+    """Steps of one job with all settings that plans choose from, one thread each."""
+    torch.set_num_threads(1)
+    profile = measured_profile(gather_facts(), measure_speeds(0))
+    machine = Machine(profile=replace(profile, link_gbs=1e9, latency_s=0.0), ranks_per_host=2)
+    runs: list[dict[str, Any]] = []
+    for batch, strategy, is_recomputed in product((1, 2, 4, 8), ("grad-op", "full"), (False, True)):
+        sharding = {"strategy": strategy, "activation_checkpointing": is_recomputed}
+        given = {"batch": batch, "accumulate": 8 // batch, "sharding": sharding}
+        config = config_of(given, options.model, options.sequence, 8)
+        with quiet_world(2):
+            step, times = Step(config, 2), []
+            for _ in range(options.steps):
+                start = time.process_time()
+                step()
+                times.append(time.process_time() - start)
+        del step
+        found = plan_run(config, architecture_for(config.model), machine)
+        measured = {"peak_allocated_bytes": found.peak_bytes, "step_s": min(times[1:])}
+        runs.append({"config": {**given, "world": 2}, "plan_s": found.step_s, **measured})
+        print(named(given), found.step_s, min(times[1:]), flush=True)
+    columns = ["configuration", "planned", "measured", "difference"]
+    rows = [
+        [
+            named(run["config"]),
+            1e3 * run["plan_s"],
+            1e3 * run["step_s"],
+            percent(run["plan_s"], run["step_s"]),
+        ]
+        for run in runs
+    ]
+    configs = [config_of(run["config"], options.model, options.sequence, 8) for run in runs]
+    title = f"Time of a step of 8 sequences, {options.model}, one thread, in ms"
+    budgets = sorted(run["peak_allocated_bytes"] for run in runs)[3::4]
+    return [Table(title, columns, rows), chosen_among(runs, configs, machine, budgets)]
+
+
 def compare_with(found: dict[str, Any]) -> list[Table]:
     memory: list[list[Any]] = []
     times: list[list[Any]] = []
@@ -184,18 +226,25 @@ def compare_with(found: dict[str, Any]) -> list[Table]:
     is_sweep = (
         len({run["config"]["batch"] * run["config"].get("accumulate", 1) for run in runs}) == 1
     )
-    return [*tables, chosen_among(runs)] if is_sweep else tables
-
-
-def chosen_among(runs: list[dict[str, Any]]) -> Table:
-    """What is chosen for a budget, against the fastest of the measured runs that fit into it."""
+    if not is_sweep:
+        return tables
     configs = [config_of(run["config"], "", 0, 0) for run in runs]
     nothing = {"context_bytes": 0, "comm_bytes": 0, "workspace_bytes": 0}
     machine = machine_of("H200", runs[0]["config"]["world"], **nothing)
+    return [*tables, chosen_among(runs, configs, machine, [gib << 30 for gib in BUDGETS_GIB])]
+
+
+def chosen_among(
+    runs: list[dict[str, Any]],
+    configs: list[TrainConfig],
+    machine: Machine,
+    budgets: Sequence[int],
+) -> Table:
+    """What is chosen for a budget, against the fastest of the measured runs that fit into it."""
     rows: list[list[Any]] = []
     given = [("sharding", "offload")]  # which was not measured
-    for gib in BUDGETS_GIB:
-        architecture, limit = architecture_for(configs[0].model), gib << 30
+    for limit in budgets:
+        architecture = architecture_for(configs[0].model)
         best = choose_settings(configs[0], architecture, machine, limit, given)[0]
         chosen = runs[configs.index(best.config)]
         fitting = [run for run in runs if run["peak_allocated_bytes"] <= limit]
@@ -203,7 +252,9 @@ def chosen_among(runs: list[dict[str, Any]]) -> Table:
         assert chosen in fitting
         step_s, fastest_s = chosen["step_s"], fastest["step_s"]
         name = named(chosen["config"])
-        rows.append([f"{gib} GiB", name, 1e3 * step_s, 1e3 * fastest_s, percent(step_s, fastest_s)])
+        rows.append(
+            [readable(limit), name, 1e3 * step_s, 1e3 * fastest_s, percent(step_s, fastest_s)]
+        )
         print(rows[-1], flush=True)
     columns = ["budget", "chosen", "measured, in ms", "the fastest that fits", "difference"]
     return Table("Settings chosen for a budget", columns, rows)
@@ -216,12 +267,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--configs", type=int, default=len(CONFIGS), help="the first of them only")
+    parser.add_argument("--times", action="store_true", help="of the settings of one job")
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--measured", type=Path, help="what plan_measurements.py wrote")
     options = parser.parse_args(arguments)
     with without_known_warnings():
         if options.measured is None:
-            result = result_for("plan", arguments)
-            result.add(compare_on_cpu(options))
+            result = result_for("plan_times" if options.times else "plan", arguments)
+            for table in compare_cpu_times(options) if options.times else [compare_on_cpu(options)]:
+                result.add(table)
         else:
             found = json.loads(options.measured.read_text())
             command = "python benchmarks/bench_plan.py --measured FILE"

@@ -54,6 +54,7 @@ from fullshard.training.planning import (
     plan_run,
     predicted,
 )
+from fullshard.training.run import run_rank
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -489,6 +490,14 @@ def test_what_cannot_be_simulated_is_trained_without_a_prediction(capsys, monkey
     assert predicted(replace(config_of(), run=RunSection(device="cpu")), 2, 2) == {}
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("memory and time of this run are not predicted (")
+
+
+def test_under_torchrun_the_first_rank_refuses_what_does_not_fit(capsys):
+    config = config_of(batch=1, activation_checkpointing=True)
+    config = replace(config, model=ModelSection(name="405b"), run=RunSection(device="cpu"))
+    assert run_rank(config) == 2
+    assert "fullshard: 405b: training on 1 rank needs " in capsys.readouterr().err
+    assert not dist.is_initialized()
 
 
 class Unplanned(BuiltinArchitecture):

@@ -158,6 +158,10 @@ def test_a_rank_that_dies_without_restarts_left_ends_the_run(text: str, tmp_path
         (["--data", "missing.txt"], "a file or folder of text is expected, found nothing there"),
         (["--unit", "Blok"], "a module class of tiny is expected, found 'Blok'"),
         (["--resume"], "--resume: a checkpoint in "),
+        (
+            ["--model", "405b", "--batch", "1", "--activation-checkpointing"],
+            "405b: training on 2 ranks needs ",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence_before_a_rank_starts(

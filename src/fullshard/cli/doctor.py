@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 @click.option("--quick", is_flag=True, help="Do not measure speeds.")
 @click.option(
     "--profile",
+    "--measure",
+    is_flag=False,
+    flag_value=Path("-"),
     type=click.Path(path_type=Path),
-    help="Write the speeds as a device profile for `fullshard plan`.",
+    help="Write the speeds as a device profile for `fullshard plan`, or print it without a file.",
 )
 @click.option("--attach", metavar="RUN", help="Only show where the ranks of a run are.")
 def doctor(quick: bool, profile: Path | None, attach: str | None) -> None:
@@ -136,6 +140,9 @@ def _write_profile(facts: MachineFacts, speeds: Speeds, path: Path) -> None:
     from fullshard.training.planning import measured_profile
 
     found = measured_profile(facts, speeds)
+    if path == Path("-"):
+        say_facts((name, str(value)) for name, value in asdict(found).items())
+        return
     write_profile(found, path)
     say(f"{path}: the profile of {found.name}, for fullshard plan --device-profile")
 

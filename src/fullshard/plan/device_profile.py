@@ -129,7 +129,7 @@ def profile_named(name: str) -> DeviceProfile:
     meant = f"did you mean {by_lower[close[0]].name}?" if close else ""
     raise UnknownNameError(
         f"GPU {name!r}: one of {', '.join(PROFILES)} is expected, found none of this name; "
-        f"{meant or 'measure one with fullshard doctor --measure FILE, and pass --profile FILE'}"
+        f"{meant or 'measure it with fullshard doctor --measure FILE, for --device-profile FILE'}"
     )
 
 

@@ -333,7 +333,8 @@ class Simulator(TorchDispatchMode):
             if traits.is_aten and self.current is self.compute:
                 self._issue()
             return func(*args, **kwargs)
-        inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        inputs: list[torch.Tensor] = []
+        key = (func, _described(args, inputs), _described(tuple(kwargs.items()), inputs))
         if not (any(map(_is_simulated, inputs)) if inputs else self._is_made_here(kwargs)):
             return func(*args, **kwargs)  # numbers of the host's, such as a mesh
         if traits.is_read:
@@ -341,16 +342,15 @@ class Simulator(TorchDispatchMode):
             self.host_s = max(self.host_s, self.current.time_s)
             return torch.ones((), dtype=args[0].dtype).item()
         if traits.only_allocates:
-            found = self._made(_described(self._run(traits, func, args, kwargs)))
+            found = self._made(_described(self._run(traits, func, args, kwargs), []))
             self._note_time()
             self._enter(found)
             return found
         # What an operation makes and takes depends on shapes alone, and on meta it takes long.
-        key = (func, _described(args), _described(tuple(kwargs.items())))
         known = self._known.get(key)
         if known is None:
             found = self._run(traits, func, args, kwargs)
-            known = self._known[key] = self._cost(traits, args, kwargs, found)
+            known = self._known[key] = self._cost(traits, inputs, args, kwargs, found)
         found = traits.written(args, kwargs) if traits.is_in_place else self._made(known.found)
         self.flops += known.flops
         if known.copied_bytes:
@@ -395,14 +395,15 @@ class Simulator(TorchDispatchMode):
                 return torch.empty_strided(shape, stride, dtype=dtype, device=device)
         if described and isinstance(described[0], type):
             return described[1]
-        return tuple(map(self._made, described))
+        return tuple([self._made(each) for each in described])
 
-    def _cost(self, traits: _Traits, args: Any, kwargs: Any, found: Any) -> _Cost:
+    def _cost(
+        self, traits: _Traits, inputs: list[torch.Tensor], args: Any, kwargs: Any, found: Any
+    ) -> _Cost:
         """What an operation takes: the time for its bytes or for its FLOPs, whichever is longer."""
-        profile = self.profile
-        inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        tensors = [*inputs, *_tensors(found)]
-        made, num_bytes = _described(found), sum(map(_bytes_of, tensors))
+        profile, tensors = self.profile, list(inputs)
+        made = _described(found, tensors)
+        num_bytes = sum(map(_bytes_of, tensors))
         # A number in host memory travels with the kernel.
         if any(not tensor.is_meta and _bytes_of(tensor) > _SMALL_BYTES for tensor in tensors):
             largest = max(map(_bytes_of, tensors))
@@ -511,21 +512,25 @@ class _TensorShape(NamedTuple):
     device: torch.device
 
 
-def _described(value: Any) -> Any:
-    """A value with shapes in the place of tensors, to be compared; 1, 1.0 and True differ."""
+def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A value with shapes in the place of tensors, to be compared; 1, 1.0 and True differ.
+
+    The tensors are added to `tensors`.
+    """
     if isinstance(value, torch.Tensor):
+        tensors.append(value)
         return _TensorShape(value.shape, value.stride(), value.dtype, value.device)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
+        return tuple([_described(each, tensors) for each in value])
     return (type(value), value)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+        return (value,)
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return ()
 
 
 def _is_simulated(tensor: torch.Tensor) -> bool:

@@ -9,8 +9,8 @@ import sys
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import combinations, product
+from functools import cache, cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.errors import ConfigError, FullshardError, UnsupportedError
+from fullshard.errors import ConfigError, FullshardError
 from fullshard.formatting import readable
 from fullshard.models.architecture import Architecture
 from fullshard.models.optional import first_line
@@ -60,10 +60,7 @@ def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) 
     # Compiled blocks save no more activations than others; a CPU has its own memory only.
     section = replace(section, compile=False, offload=section.offload and played != "cpu")
     if section.offload and section.api == "wrapper":
-        raise UnsupportedError(
-            "plan: offload is simulated with --api fully_shard, found --api wrapper; plan it with "
-            "fully_shard, which needs the same memory."
-        )
+        section = replace(section, api="fully_shard")  # which holds and moves the same
     world = World(0, machine.num_ranks, 0, machine.ranks_per_host, _META)
     shape = (config.optimizer.batch, config.model.sequence)
 
@@ -190,10 +187,10 @@ class Candidate:
         """The call that shards a model so."""
         section = self.config.sharding
         replicas, shards = mesh_shape(section, self.machine.num_ranks)
-        shape, names = (f"({shards},)", "") if replicas == 1 else (f"({replicas}, {shards})", "")
+        shape = f"({shards},)"
         if replicas > 1:
-            names = ', mesh_dim_names=("replicate", "shard")'
-        words = [f'mesh=init_device_mesh("{self.machine.profile.device_type}", {shape}{names})']
+            shape = f'({replicas}, {shards}), mesh_dim_names=("replicate", "shard")'
+        words = [f'mesh=init_device_mesh("{self.machine.profile.device_type}", {shape})']
         if section.strategy != "full":
             words.append("reshard_after_forward=False")
         if section.precision != "float32" and self.machine.profile.device_type != "cpu":
@@ -220,18 +217,26 @@ def choose_settings(
         ConfigError: If nothing fits.
     """
     found: list[Candidate] = []
-    for batch, mesh in product(_batches(config, given), _meshes(config, machine, given)):
-        # Each of these takes longer than the one before and less memory: the first that fits.
-        for changes in _savings(config, machine, given):
-            changed = _with(config, {**batch, **mesh, **changes})
-            each = _estimated(changed, architecture, machine)
-            found.append(each)
-            if each.fits(budget_bytes):
-                break
+    meshes: list[dict[Place, Any]] = [{}]
+    if machine.num_hosts > 1 and ("sharding", "mesh") not in given:
+        meshes.append({("sharding", "mesh"): f"{machine.num_hosts}x{machine.ranks_per_host}"})
+    for mesh in meshes:
+        # Each of these takes longer than the one before and less memory: the first that fits. With
+        # a larger micro-batch, those before do not fit either.
+        savings = list(_savings(config, machine, given))
+        for batch in _batches(config, given):
+            while savings:
+                changed = _with(config, {**batch, **mesh, **savings[0]})
+                found.append(_estimated(changed, architecture, machine))
+                if found[-1].fits(budget_bytes):
+                    break
+                del savings[0]
     fitting = sorted(
         (each for each in found if each.fits(budget_bytes)), key=lambda each: -each.tokens_per_s
     )
-    others = sorted((each for each in found if not each.fits(budget_bytes)), key=_peak)
+    others = sorted(
+        (each for each in found if not each.fits(budget_bytes)), key=lambda each: each.peak_bytes
+    )
     if not fitting:
         raise ConfigError(
             f"{architecture.name}: settings that need {readable(budget_bytes)} or less on each of "
@@ -240,18 +245,21 @@ def choose_settings(
             "budget, add ranks, or shorten --sequence."
         )
     best = fitting[0]
+    narrow = _with(best.config, {("sharding", "precision"): "bf16-reduce"})
+    may_round = ("sharding", "precision") not in given and machine.profile.device_type != "cpu"
     return [
         best,
+        *(
+            replace(each, verdict=f"changes rounding; {1 - each.step_s / best.step_s:.0%} faster")
+            for each in ([_estimated(narrow, architecture, machine)] if may_round else [])
+            if each.step_s < 0.99 * best.step_s
+        ),
         *(
             replace(each, verdict=f"{best.tokens_per_s / each.tokens_per_s - 1:.0%} slower")
             for each in fitting[1:]
         ),
         *(replace(each, verdict=f"needs {readable(each.peak_bytes)}") for each in others),
     ]
-
-
-def _peak(candidate: Candidate) -> int:
-    return candidate.peak_bytes
 
 
 def _with(config: TrainConfig, changes: dict[Place, Any]) -> TrainConfig:
@@ -268,14 +276,6 @@ def _batches(config: TrainConfig, given: Collection[Place]) -> Iterator[dict[Pla
         is_kept = size == config.optimizer.batch
         if is_kept or (total % size == 0 and not {batch, accumulate} & set(given)):
             yield {batch: size, accumulate: total // size}
-
-
-def _meshes(
-    config: TrainConfig, machine: Machine, given: Collection[Place]
-) -> Iterator[dict[Place, Any]]:
-    yield {}
-    if machine.num_hosts > 1 and ("sharding", "mesh") not in given:
-        yield {("sharding", "mesh"): f"{machine.num_hosts}x{machine.ranks_per_host}"}
 
 
 def _savings(
@@ -374,8 +374,8 @@ def predicted(config: TrainConfig, num_ranks: int, num_local_ranks: int) -> dict
     require_fit(own, architecture, capacity)
     memory = {name: size for name, size in own.kinds.items() if size}
     if device_type == "cpu":
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        memory["driver and libraries"] = rss
+        own_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory["driver and libraries"] = own_kib * 1024
     words = ""
     if own.peak_bytes > capacity / 2:
         words = f"This run was predicted to need {own.amount}"
@@ -431,6 +431,7 @@ def _remedies(
     replicas, shards = mesh_shape(config.sharding, machine.num_ranks)
     for words in ((), tuple(each for each in helpful if each != "--offload")):
 
+        @cache
         def wider(exponent: int, words: Collection[str] = words) -> Candidate:
             number = replicas << exponent
             meshed = _with(changed(words), {("sharding", "mesh"): f"{replicas}x{1 << exponent}"})
@@ -448,8 +449,7 @@ def _remedies(
 
 def _can_offload(config: TrainConfig, machine: Machine) -> bool:
     section, name = config.sharding, config.optimizer.name
-    is_possible = section.strategy != "none" and section.api == "fully_shard" and name == "adamw"
-    return machine.profile.device_type != "cpu" and is_possible
+    return machine.profile.device_type != "cpu" and section.strategy != "none" and name == "adamw"
 
 
 def capacity_of(device: torch.device, num_local_ranks: int) -> int:
