@@ -1,0 +1,242 @@
+"""Replicas that kill themselves: `python -m tests.elastic_replicas` with a `Scenario` as JSON.
+
+A process of its own, so that nothing but one thread is forked. It forks the ranks, is what the
+others learn from who is dead, starts those again, and prints what the ranks say of every step.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.tensor import DTensor
+
+import fullshard
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Kills by step: which replica, and in which of its phases; each is back in the step after."""
+
+    num_replicas: int
+    num_shards: int
+    api: str
+    kills: dict[str, tuple[int, str]]
+    num_steps: int
+    device: str = "cpu"
+
+
+PHASES = ("before", "stopped", "reducing", "reduced", "voted", "averaged")
+
+
+def build(device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.GELU(), nn.Linear(10, 3))
+    model.append(nn.Linear(3, 3))  # of which a replica may have no gradient
+    return model.eval().to(device)
+
+
+def loss_of(model: nn.Module, step: int, part: int) -> torch.Tensor:
+    """Of a part of a batch; every second one leaves out a layer."""
+    generator = torch.Generator().manual_seed(1000 * step + part)
+    inputs = torch.randn(4, 6, generator=generator).to(next(model.parameters()).device)
+    return model(inputs).square().mean() * (1 + part)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+class Progress:
+    """What a program counts."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def shard(model: nn.Module, scenario: Scenario) -> nn.Module:
+    if scenario.api == "wrapper":
+        kind = fullshard.FullyShardedDataParallel
+        device = torch.device(scenario.device)
+        return kind(model, use_orig_params=True, device_id=device).eval()
+    fullshard.fully_shard(model[0])
+    fullshard.fully_shard(model)
+    return model
+
+
+def full_params(model: nn.Module) -> list[float]:
+    if isinstance(model, fullshard.FullyShardedDataParallel):
+        with model.summon_full_params(model):
+            return torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
+    found = (each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters())
+    return torch.cat([each.detach().flatten() for each in found]).tolist()
+
+
+def die_in(phase: str, replicas: fullshard.ReplicaGroup) -> None:
+    """Have this process killed in a phase of its next average."""
+
+    def killed(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP if phase == "stopped" else signal.SIGKILL)
+
+    ballot: Any = replicas._ballot
+    vote, wait_for = ballot.vote, replicas._wait_for
+
+    def voted(**how: Any) -> None:
+        vote(**how)
+        killed()
+
+    if phase in ("before", "stopped"):
+        replicas._connected = killed  # type: ignore[method-assign]
+    elif phase == "reducing":
+        # The others wait for who has only started.
+        replicas._wait_for = lambda start: (start(), killed()) and wait_for(start)  # type: ignore
+    elif phase == "reduced":
+        ballot.vote = killed
+    elif phase == "voted":
+        ballot.vote = voted
+
+
+def rank(scenario: Scenario, port: int, replica: int, start: int, index: int, out: int) -> None:
+    store = TCPStore("localhost", port, is_master=False)
+    world = PrefixStore(f"world/{replica}.{start}", store)
+    backend = "gloo" if scenario.device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=world, rank=index, world_size=scenario.num_shards)
+    torch.manual_seed(replica + start)  # who is late has another model
+    model = shard(build(scenario.device), scenario)
+    if start:
+        for param in model.parameters():
+            nn.init.constant_(param, float("nan"))
+    optimizer, progress = optimizer_of(model), Progress()
+    replicas = fullshard.ReplicaGroup(
+        store,
+        replica,
+        scenario.num_replicas,
+        model=model,
+        optimizer=optimizer,
+        extra={"progress": progress},
+        start=start,
+    )
+    while True:
+        present = replicas.begin_step()
+        if progress.step == scenario.num_steps:
+            break
+        step = progress.step + 1
+        wait_for_return(scenario, store, step)
+        loss = loss_of(model, step, replicas.index * scenario.num_shards + index)
+        loss.backward()
+        victim, phase = scenario.kills.get(str(step), (None, ""))
+        is_victim = victim == replica and index == scenario.num_shards - 1
+        if is_victim:
+            die_in(phase, replicas)
+        averaged = replicas.average(loss.detach())
+        if is_victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.step = step
+        assert averaged.extra is not None
+        said = {"step": step, "present": present, "replicas": averaged.replicas}
+        said |= {"rank": [replica, index], "loss": averaged.extra.item()}
+        os.write(out, (json.dumps(said) + "\n").encode())
+    leads = replicas.is_leader
+    params = full_params(model)
+    assert replicas.barrier()
+    said = {"rank": [replica, index], "params": params, "leads": leads}
+    os.write(out, (json.dumps(said) + "\n").encode())
+
+
+def wait_for_return(scenario: Scenario, store: TCPStore, step: int) -> None:
+    """Before the step after a kill, until who was killed asks to be let in again."""
+    number = sum(int(key) < step for key in scenario.kills)
+    if str(step - 1) in scenario.kills:
+        while store.add("fullshard/replicas/asked", 0) < number:
+            time.sleep(0.001)
+
+
+class Supervisor:
+    """Starts replicas, and again if one of their ranks has ended badly."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.pids: dict[int, tuple[int, int]] = {}
+        self.out, self.into = os.pipe()
+
+    def start(self, replica: int, start: int) -> None:
+        for index in range(self.scenario.num_shards):
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    place = replica * self.scenario.num_shards + index
+                    os.environ["NCCL_HOSTID"] = f"host{place}"
+                    rank(self.scenario, self.store.port, replica, start, index, self.into)
+                    status = 0
+                finally:
+                    sys.stderr.flush()
+                    os._exit(status)
+            self.pids[pid] = (replica, start)
+
+    def ended(self) -> Iterator[tuple[int, int]]:
+        """Replicas of which a rank has been killed or stopped, with the others killed."""
+        while self.pids:
+            pid, status = os.waitpid(-1, os.WUNTRACED)
+            member = self.pids[pid]
+            if not os.WIFSTOPPED(status):
+                del self.pids[pid]
+            if os.WIFEXITED(status):
+                assert os.WEXITSTATUS(status) == 0, member
+                continue
+            for other in [each for each, of in self.pids.items() if of == member]:
+                os.kill(other, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(other, 0)
+                del self.pids[other]
+            yield member
+
+    def run(self) -> None:
+        for replica in range(self.scenario.num_replicas):
+            self.start(replica, 0)
+        for replica, start in self.ended():
+            fullshard.ReplicaGroup.mark_dead(self.store, replica, start)
+            self.start(replica, start + 1)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    scenario = Scenario(**json.loads(sys.argv[1]))
+    supervisor = Supervisor(scenario)
+    reader = os.fork()
+    if reader == 0:
+        os.close(supervisor.into)
+        with open(supervisor.out, "rb") as lines:
+            sys.stdout.buffer.write(lines.read())
+        sys.stdout.flush()
+        os._exit(0)
+    supervisor.run()
+    os.close(supervisor.into)
+    os.waitpid(reader, 0)
+
+
+if __name__ == "__main__":
+    main()
+
+
+__all__ = ["PHASES", "Scenario", "asdict", "build", "loss_of", "optimizer_of"]

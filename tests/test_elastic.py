@@ -1,0 +1,135 @@
+"""Replicas that die and join while the others train: decisions, and gradients."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore, PrefixStore
+
+from fullshard.elastic import Ballot, Member, ReplicaGroup
+from tests.elastic_replicas import PHASES, Scenario, build, loss_of, optimizer_of
+
+NUM_REPLICAS, NUM_SHARDS, NUM_STEPS = 3, 2, 12
+
+
+class Killed(Exception):
+    """The process of a rank ends between two messages to the store."""
+
+
+class DeadlyStore:
+    """A store whose user may be killed before any message to it."""
+
+    def __init__(self, store: HashStore, random: Random) -> None:
+        self.store, self.random, self.is_deadly = store, random, True
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_deadly and self.random.random() < 0.01:
+            raise Killed
+        return getattr(self.store, name)
+
+
+class VotingRun:
+    """Ranks that only vote, in turns that are drawn; any of them may be killed at any message."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.store = HashStore()
+        self.ranks: dict[Member, list[Iterator[None]]] = {}
+        self.stores: dict[Member, DeadlyStore] = {}
+        self.members: dict[int, tuple[Member, ...]] = {}  # of each step
+        self.sent: dict[int, int] = {}  # what the first member sends in a decision: its step
+        self.ended: dict[Member, int] = {}
+        self.with_state = {(replica, 0) for replica in range(NUM_REPLICAS)}
+        for replica in range(NUM_REPLICAS):
+            self.begin((replica, 0))
+
+    def begin(self, own: Member) -> None:
+        self.stores[own] = DeadlyStore(PrefixStore("fullshard/replicas", self.store), self.random)
+        self.ranks[own] = [self.rank(own) for _ in range(NUM_SHARDS)]
+
+    def rank(self, own: Member) -> Iterator[None]:
+        ballot = Ballot(self.stores[own], own, NUM_REPLICAS, NUM_SHARDS)
+        step = 0
+        if own[1]:
+            step = -1
+            ballot.ask()
+            while not ballot.is_let_in():
+                yield
+        while step < NUM_STEPS or ballot.view.fresh:
+            view = ballot.view
+            if view.fresh and view.members[0] == own:
+                assert self.sent.setdefault(view.number, step) == step
+            yield
+            ballot.vote(lets_in=not view.fresh)
+            while ballot.decision() is None:
+                yield
+            if not ballot.follow():
+                continue
+            if own in view.fresh:
+                step = self.sent[view.number]
+                self.with_state.add(own)
+            elif not view.fresh:
+                step += 1
+                assert self.members.setdefault(step, view.members) == view.members
+        self.ended[own] = self.ended.get(own, 0) + 1
+
+    def turn(self) -> None:
+        """Let a rank go on; of a replica in which one is killed, all are, and it starts again."""
+        own = self.random.choice([*self.ranks])
+        rank = self.random.choice(self.ranks[own])
+        is_needed = self.with_state == {own}
+        self.stores[own].is_deadly = not is_needed and not self.ended
+        try:
+            next(rank)
+        except StopIteration:
+            self.ranks[own].remove(rank)
+            if not self.ranks[own]:
+                del self.ranks[own]
+        except Killed:
+            self.with_state.discard(own)
+            del self.ranks[own]
+            ReplicaGroup.mark_dead(self.store, *own)
+            self.begin((own[0], own[1] + 1))
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_all_ranks_follow_one_decision_whoever_is_killed_between_two_messages(seed):
+    run = VotingRun(Random(seed))
+    for _ in range(20_000):
+        if NUM_SHARDS in run.ended.values():
+            break
+        run.turn()
+    assert NUM_SHARDS in run.ended.values()
+    assert [*run.members] == [*range(1, NUM_STEPS + 1)]
+    # The keys of two decisions, four of each replica, and what who decides has no time to delete.
+    assert run.store.num_keys() <= 20 + 2 * (len(run.stores) - NUM_REPLICAS)
+
+
+def said_by(scenario: Scenario) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.elastic_replicas", json.dumps(asdict(scenario))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def unsharded(steps: list[tuple[list[int], list[int]]], num_shards: int) -> tuple[Any, Any]:
+    """The losses and parameters of steps, given who was present in each, and who was not lost."""
+    model = build()
+    optimizer, losses = optimizer_of(model), []
+    for step, (present, kept) in enumerate(steps, 1):
+        parts = [present.index(replica) * num_shards + s for replica in kept for s in range(num_shards)]
+        loss = sum(loss_of(model, step, part) for part in parts) / len(parts)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, torch.cat([each.detach().flatten() for each in model.parameters()])
