@@ -1,4 +1,4 @@
-"""Replicas that kill themselves: `python -m tests.elastic_replicas` with a `Scenario` as JSON.
+"""Replicas that kill themselves: `python -m tests.elastic_replicas` with `Scenario`s as JSON.
 
 A process of its own, so that nothing but one thread is forked. It forks the ranks, is what the
 others learn from who is dead, starts those again, and prints what the ranks say of every step.
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.tensor import DTensor
 
 import fullshard
+import fullshard.training.preloaded
 
 
 @dataclass(frozen=True)
@@ -35,21 +36,30 @@ class Scenario:
     device: str = "cpu"
 
 
-PHASES = ("before", "stopped", "reducing", "reduced", "voted", "averaged")
+class Net(nn.Module):
+    """A model of which every second part of a batch leaves out a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10)
+        self.norm = nn.BatchNorm1d(10)  # which has buffers
+        self.last = nn.Linear(10, 10)
+
+    def forward(self, inputs: torch.Tensor, part: int) -> torch.Tensor:
+        hidden = self.norm(self.first(inputs))
+        return (hidden if part % 2 else self.last(hidden)).square().mean()
 
 
 def build(device: str = "cpu") -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.GELU(), nn.Linear(10, 3))
-    model.append(nn.Linear(3, 3))  # of which a replica may have no gradient
-    return model.eval().to(device)
+    return Net().eval().to(device)
 
 
 def loss_of(model: nn.Module, step: int, part: int) -> torch.Tensor:
-    """Of a part of a batch; every second one leaves out a layer."""
     generator = torch.Generator().manual_seed(1000 * step + part)
     inputs = torch.randn(4, 6, generator=generator).to(next(model.parameters()).device)
-    return model(inputs).square().mean() * (1 + part)
+    loss: torch.Tensor = model(inputs, part)
+    return loss
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -73,7 +83,7 @@ def shard(model: nn.Module, scenario: Scenario) -> nn.Module:
         kind = fullshard.FullyShardedDataParallel
         device = torch.device(scenario.device)
         return kind(model, use_orig_params=True, device_id=device).eval()
-    fullshard.fully_shard(model[0])
+    fullshard.fully_shard(model.first)
     fullshard.fully_shard(model)
     return model
 
@@ -82,7 +92,9 @@ def full_params(model: nn.Module) -> list[float]:
     if isinstance(model, fullshard.FullyShardedDataParallel):
         with model.summon_full_params(model):
             return torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
-    found = (each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters())
+    found = (
+        each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()
+    )
     return torch.cat([each.detach().flatten() for each in found]).tolist()
 
 
@@ -155,7 +167,7 @@ def rank(scenario: Scenario, port: int, replica: int, start: int, index: int, ou
     leads = replicas.is_leader
     params = full_params(model)
     assert replicas.barrier()
-    said = {"rank": [replica, index], "params": params, "leads": leads}
+    said = {"rank": [replica, index], "params": params, "leads": leads, "keys": store.num_keys()}
     os.write(out, (json.dumps(said) + "\n").encode())
 
 
@@ -218,25 +230,21 @@ class Supervisor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    scenario = Scenario(**json.loads(sys.argv[1]))
-    supervisor = Supervisor(scenario)
-    reader = os.fork()
-    if reader == 0:
+    for text in sys.argv[1:]:
+        supervisor = Supervisor(Scenario(**json.loads(text)))
+        reader = os.fork()
+        if reader == 0:
+            os.close(supervisor.into)
+            with open(supervisor.out, "rb") as lines:
+                print(json.dumps([json.loads(line) for line in lines]), flush=True)
+            os._exit(0)
+        supervisor.run()
         os.close(supervisor.into)
-        with open(supervisor.out, "rb") as lines:
-            sys.stdout.buffer.write(lines.read())
-        sys.stdout.flush()
-        os._exit(0)
-    supervisor.run()
-    os.close(supervisor.into)
-    os.waitpid(reader, 0)
+        os.waitpid(reader, 0)
 
 
 if __name__ == "__main__":
     main()
-
-
-__all__ = ["PHASES", "Scenario", "asdict", "build", "loss_of", "optimizer_of"]

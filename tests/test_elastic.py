@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore
 
 from fullshard.elastic import Ballot, Member, ReplicaGroup
-from tests.elastic_replicas import PHASES, Scenario, build, loss_of, optimizer_of
+from tests.elastic_replicas import Scenario, build, loss_of, optimizer_of
 
 NUM_REPLICAS, NUM_SHARDS, NUM_STEPS = 3, 2, 12
 
@@ -114,22 +114,83 @@ def test_all_ranks_follow_one_decision_whoever_is_killed_between_two_messages(se
     assert run.store.num_keys() <= 20 + 2 * (len(run.stores) - NUM_REPLICAS)
 
 
-def said_by(scenario: Scenario) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.elastic_replicas", json.dumps(asdict(scenario))]
+# Each is killed in the step, and back before the second step after it.
+SCENARIOS = [
+    Scenario(
+        3,
+        1,
+        "fully_shard",
+        {
+            "2": (1, "before"),
+            "4": (0, "reducing"),
+            "6": (2, "stopped"),
+            "8": (1, "reduced"),
+            "10": (0, "voted"),
+            "12": (2, "averaged"),
+        },
+        num_steps=14,
+    ),
+    Scenario(
+        2,
+        2,
+        "wrapper",
+        {"2": (0, "before"), "4": (1, "reduced"), "6": (0, "averaged")},
+        num_steps=8,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def said() -> list[list[dict[str, Any]]]:
+    """What the ranks of each scenario say."""
+    scenarios = [json.dumps(asdict(each)) for each in SCENARIOS]
+    command = [sys.executable, "-m", "tests.elastic_replicas", *scenarios]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def unsharded(steps: list[tuple[list[int], list[int]]], num_shards: int) -> tuple[Any, Any]:
+def unsharded(steps: list[Any], num_shards: int) -> tuple[list[float], torch.Tensor]:
     """The losses and parameters of steps, given who was present in each, and who was not lost."""
     model = build()
     optimizer, losses = optimizer_of(model), []
     for step, (present, kept) in enumerate(steps, 1):
-        parts = [present.index(replica) * num_shards + s for replica in kept for s in range(num_shards)]
-        loss = sum(loss_of(model, step, part) for part in parts) / len(parts)
+        places = [present.index(replica) * num_shards for replica in kept]
+        parts = [place + shard for place in places for shard in range(num_shards)]
+        loss = torch.stack([loss_of(model, step, part) for part in parts]).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("index", range(len(SCENARIOS)))
+def test_replicas_killed_in_any_phase_leave_the_losses_of_those_that_are_left(said, index):
+    scenario, lines = SCENARIOS[index], said[index]
+    everyone = [*range(scenario.num_replicas)]
+    steps, losses = [], []
+    for step in range(1, scenario.num_steps + 1):
+        own = [line for line in lines if line.get("step") == step]
+        (present,) = {tuple(line["present"]) for line in own}
+        (kept,) = {tuple(line["replicas"]) for line in own}
+        by_rank = {tuple(line["rank"]): line["loss"] for line in own}
+        assert len(by_rank) == len(own)  # each says it once
+        found = [by_rank[own[0]["rank"][0], shard] for shard in range(scenario.num_shards)]
+        steps.append((present, kept))
+        losses.append(sum(found) / len(found))
+        victim, phase = scenario.kills.get(str(step), (None, ""))
+        if phase != "voted":  # where it is a matter of who is faster
+            assert (victim in kept) is (phase == "averaged")
+        # Back in the second step after.
+        if str(step - 2) in scenario.kills:
+            assert [*present] == everyone
+    expected, params = unsharded(steps, scenario.num_shards)
+    torch.testing.assert_close(losses, expected)
+    ends = [line for line in lines if "params" in line]
+    assert sorted(line["rank"] for line in ends) == [
+        [replica, shard] for replica in everyone for shard in range(scenario.num_shards)
+    ]
+    for line in ends:
+        torch.testing.assert_close(torch.tensor(line["params"]), params)
+    assert sum(line["leads"] for line in ends) == scenario.num_shards

@@ -71,7 +71,8 @@ class View:
             return View(self.number + 1, generation, self.members + joined, joined)
         dead = [*map(tuple, decision["dead"])]
         members, fresh = (
-            tuple(each for each in group if each not in dead) for group in (self.members, self.fresh)
+            tuple(each for each in group if each not in dead)
+            for group in (self.members, self.fresh)
         )
         return replace(
             self,
@@ -144,11 +145,13 @@ class Ballot:
     def follow(self, *, has_failed: bool = False) -> bool:
         """Wait for the decision; return whether it is to commit."""
         deadline = time.monotonic() + _PATIENCE_S if has_failed else float("inf")
-        key, decision = f"decision/{self.view.number}", None
-        while decision is None:
-            with suppress(dist.DistStoreError):
-                self._store.wait([key], timedelta(seconds=_SLICE_S))
-            decision = self.decision(is_failing=time.monotonic() > deadline)
+        key, pause_s = f"decision/{self.view.number}", _POLL_S
+        # Not `wait`, which logs that it has timed out.
+        while not self._store.check([key]) and pause_s < _SLICE_S:
+            time.sleep(pause_s)
+            pause_s *= 1.5
+        while (decision := self.decision(is_failing=time.monotonic() > deadline)) is None:
+            time.sleep(_SLICE_S / 4)
         before, self.view = self.view, self.view.after(decision)
         is_commit = "dead" not in decision
         if is_commit:
@@ -191,7 +194,11 @@ class Ballot:
         for replica in range(self._num_replicas):
             key = f"asks/{replica}"
             start = int(self._store.get(key)) if self._store.check([key]) else 0
-            if not start or (replica, start) in self.view.members or self._is_dead((replica, start)):
+            if (
+                not start
+                or (replica, start) in self.view.members
+                or self._is_dead((replica, start))
+            ):
                 continue
             if replica in dict(self.view.members):
                 self._num_asked = -1  # its dead predecessor has to leave first: look again
