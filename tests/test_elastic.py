@@ -20,7 +20,7 @@ from tests.elastic_replicas import Scenario, build, loss_of, optimizer_of
 NUM_REPLICAS, NUM_SHARDS, NUM_STEPS = 3, 2, 12
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """The process of a rank ends between two messages to the store."""
 
 
@@ -32,7 +32,7 @@ class DeadlyStore:
 
     def __getattr__(self, name: str) -> Any:
         if self.is_deadly and self.random.random() < 0.01:
-            raise Killed
+            raise KilledError
         return getattr(self.store, name)
 
 
@@ -93,7 +93,7 @@ class VotingRun:
             self.ranks[own].remove(rank)
             if not self.ranks[own]:
                 del self.ranks[own]
-        except Killed:
+        except KilledError:
             self.with_state.discard(own)
             del self.ranks[own]
             ReplicaGroup.mark_dead(self.store, *own)

@@ -207,11 +207,11 @@ class Ballot:
         return found
 
 
-class _Decided(Exception):
+class _DecidedError(Exception):
     """There is a decision already, so what this rank is doing is of no use."""
 
 
-class _Failed(Exception):
+class _FailedError(Exception):
     """A collective between replicas has failed."""
 
 
@@ -287,7 +287,7 @@ class ReplicaGroup:
         is_distributed = dist.is_initialized()
         self._shard = dist.get_rank() if is_distributed else 0
         num_shards = dist.get_world_size() if is_distributed else 1
-        self._store = PrefixStore(_PREFIX, store)
+        self._store: Any = PrefixStore(_PREFIX, store)
         self._own = (replica, start)
         self._ballot = Ballot(self._store, self._own, num_replicas, num_shards)
         self._is_in = start == 0
@@ -308,6 +308,11 @@ class ReplicaGroup:
         own = PrefixStore(_PREFIX, store)
         own.delete_key(f"ready/{replica}")
         own.set(f"dead/{replica}", str(start))
+
+    @staticmethod
+    def is_in(store: Any, replica: int, start: int) -> bool:
+        """Whether a start of a replica was one of the first, or has been let in."""
+        return start == 0 or Ballot(PrefixStore(_PREFIX, store), (replica, start), 1, 1).is_let_in()
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -360,8 +365,7 @@ class ReplicaGroup:
                     param.grad = torch.zeros_like(param)
                 local = to_local(param.grad)
                 pairs.append((local, part.view_as(local)))
-        if pairs:
-            foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        _copy(pairs)
         return AveragedStep(present, None if extra is None else averaged.to(extra).view_as(extra))
 
     def barrier(self) -> bool:
@@ -386,9 +390,9 @@ class ReplicaGroup:
             action()
             self._works.clear()
             self._ballot.vote(lets_in=lets_in)
-        except _Decided:
+        except _DecidedError:
             pass
-        except _Failed:
+        except _FailedError:
             has_failed = True
         is_done = self._ballot.follow(has_failed=has_failed)
         if self._ballot.view.generation != self._group[0]:
@@ -433,13 +437,13 @@ class ReplicaGroup:
         while not is_over.wait(_SLICE_S):
             self._leave_if_decided()
         if isinstance(made[0], Exception):
-            raise _Failed from made[0]
+            raise _FailedError from made[0]
         self._group = (view.generation, made[0])
         return made[0]
 
     def _leave_if_decided(self) -> None:
         if self._ballot.decision() is not None:
-            raise _Decided
+            raise _DecidedError
 
     def _wait_for(self, start: Callable[[], Any]) -> None:
         """Start a collective and wait for it, until it fails or there is a decision."""
@@ -449,7 +453,7 @@ class ReplicaGroup:
             while not _is_over(work, self._device):
                 self._leave_if_decided()
         except RuntimeError as error:
-            raise _Failed from error
+            raise _FailedError from error
 
     # What they do together
 
@@ -471,8 +475,7 @@ class ReplicaGroup:
         *parts, has_grad, tail = self._staged.split(sizes)
         grads = [None if param.grad is None else to_local(param.grad) for param in params]
         pairs = [(p.view_as(g), g) for p, g in zip(parts, grads, strict=True) if g is not None]
-        if pairs:
-            foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        _copy(pairs)
         has_grad.copy_(torch.tensor([grad is not None for grad in grads]))
         if extra is not None:
             tail.copy_(extra.reshape(-1))
@@ -540,7 +543,7 @@ class ReplicaGroup:
             return
         for group, given in zip(self._optimizer.param_groups, described["groups"], strict=True):
             for name, value in given.items():
-                own = group.get(name)
+                own: Any = group.get(name)
                 is_tensor = isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)
                 group[name] = value.to(own.device) if is_tensor else value
         states = zip(self._states(), described["states"], strict=True)
@@ -554,12 +557,17 @@ class ReplicaGroup:
 _PREFIX = "fullshard/replicas"
 
 
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if pairs:
+        foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+
+
 def _make_group(store: Any, rank: int, size: int, device: torch.device) -> Any:
     """A group that belongs to no default group. It returns once all members are there."""
     if device.type == "cpu":
-        gloo: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+        gloo: Any = dist.ProcessGroupGloo
         return gloo(store, rank, size, default_pg_timeout)
-    nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
+    nccl: Any = dist.ProcessGroupNCCL
     torch.cuda.set_device(device)
     group = nccl(store, rank, size, default_pg_timeout)
     group.allreduce([torch.zeros(1, device=device)]).wait()  # makes the communicator
