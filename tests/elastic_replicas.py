@@ -127,7 +127,6 @@ def rank(scenario: Scenario, port: int, replica: int, start: int, index: int, ou
     world = PrefixStore(f"world/{replica}.{start}", store)
     backend = "gloo" if scenario.device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=world, rank=index, world_size=scenario.num_shards)
-    torch.manual_seed(replica + start)  # who is late has another model
     model = shard(build(scenario.device), scenario)
     if start:
         for param in model.parameters():

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,11 +139,10 @@ SCENARIOS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def said() -> list[list[dict[str, Any]]]:
+def said_by(scenarios: list[Scenario]) -> list[list[dict[str, Any]]]:
     """What the ranks of each scenario say."""
-    scenarios = [json.dumps(asdict(each)) for each in SCENARIOS]
-    command = [sys.executable, "-m", "tests.elastic_replicas", *scenarios]
+    texts = [json.dumps(asdict(each)) for each in scenarios]
+    command = [sys.executable, "-m", "tests.elastic_replicas", *texts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -165,9 +163,13 @@ def unsharded(steps: list[Any], num_shards: int) -> tuple[list[float], torch.Ten
     return losses, torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
-@pytest.mark.parametrize("index", range(len(SCENARIOS)))
-def test_replicas_killed_in_any_phase_leave_the_losses_of_those_that_are_left(said, index):
-    scenario, lines = SCENARIOS[index], said[index]
+def test_replicas_killed_in_any_phase_leave_the_losses_of_those_that_are_left():
+    for scenario, lines in zip(SCENARIOS, said_by(SCENARIOS), strict=True):
+        check(scenario, lines)
+
+
+def check(scenario: Scenario, lines: list[dict[str, Any]]) -> None:
+    """Every step is said once by each rank, of the same replicas, with the loss of their parts."""
     everyone = [*range(scenario.num_replicas)]
     steps, losses = [], []
     for step in range(1, scenario.num_steps + 1):

@@ -38,6 +38,7 @@ _SLICE_S = 0.2
 _POLL_S = 0.0005  # of a device
 _PATIENCE_S = 10.0  # until who sees a collective fail proposes to repeat it, if nobody is dead
 _MAX_REPEATS = 3
+_PREFIX = "fullshard/replicas"
 
 # A replica and which start of it.
 Member = tuple[int, int]
@@ -70,10 +71,8 @@ class View:
             generation = self.generation + bool(joined)
             return View(self.number + 1, generation, self.members + joined, joined)
         dead = [*map(tuple, decision["dead"])]
-        members, fresh = (
-            tuple(each for each in group if each not in dead)
-            for group in (self.members, self.fresh)
-        )
+        members = tuple(each for each in self.members if each not in dead)
+        fresh = tuple(each for each in self.fresh if each not in dead)
         return replace(
             self,
             number=self.number + 1,
@@ -111,12 +110,10 @@ class Ballot:
     def is_let_in(self) -> bool:
         """Whether a decision has let this replica in."""
         key = f"view/{self._own[0]}"
-        if self._store.check([key]):
-            view = View.from_json(self._store.get(key))
-            if self._own in view.members:
-                self.view, self._oldest = view, view.number
-                return True
-        return False
+        view = View.from_json(self._store.get(key)) if self._store.check([key]) else self.view
+        if self._own in view.members:
+            self.view, self._oldest = view, view.number
+        return self._own in view.members
 
     def vote(self, *, lets_in: bool) -> None:
         """This rank has what it needs to go on; the last one decides."""
@@ -124,12 +121,13 @@ class Ballot:
         num_voters = len(view.members) * self._num_shards
         if self._store.add(f"votes/{view.number}", 1) < num_voters:
             return
-        joined = self._asking() if lets_in else []
-        if self._propose({"joined": joined}):
+        if self._propose({"joined": self._asking() if lets_in else []}):
             # All have voted, so all know the decisions before.
             for number in range(self._oldest, view.number):
-                for key in (f"votes/{number}", f"decision/{number}"):
-                    self._store.delete_key(key)
+                self._store.delete_key(f"votes/{number}")
+                self._store.delete_key(f"decision/{number}")
+        else:
+            self._num_asked = -1  # who asked is not in: look again
 
     def decision(self, *, is_failing: bool = False) -> Mapping[str, Any] | None:
         """The decision, if there is one; a dead replica is a reason for one."""
@@ -171,40 +169,35 @@ class Ballot:
         elif self.view.num_repeats > _MAX_REPEATS:
             found = f"that their collectives failed {_MAX_REPEATS} times, though none is dead"
         if found:
-            what = f"replica {self._own[0]}: replicas must go on together"
-            remedy = "look at the output of the others, and start it again"
-            raise RankFailedError(f"{what}, found {found}; {remedy}.")
+            raise RankFailedError(
+                f"replica {self._own[0]}: replicas must go on together, found {found}; look at the "
+                "output of the others, and start it again."
+            )
 
     def _propose(self, decision: Mapping[str, Any]) -> bool:
         text = json.dumps(decision)
-        key = f"decision/{self.view.number}"
-        return bool(self._store.compare_set(key, "", text) == text.encode())
+        won = self._store.compare_set(f"decision/{self.view.number}", "", text)
+        return bool(won == text.encode())
 
     def _is_dead(self, member: Member) -> bool:
-        key = f"dead/{member[0]}"
-        return self._store.check([key]) and int(self._store.get(key)) >= member[1]
+        return self._start_in(f"dead/{member[0]}") >= member[1]
 
     def _asking(self) -> list[Member]:
         """Replicas that ask to be let in; one message unless there are more than before."""
-        num_asked = int(self._store.add("asked", 0))
+        before, self._num_asked = self._num_asked, int(self._store.add("asked", 0))
         found: list[Member] = []
-        if num_asked == self._num_asked:
-            return found
-        self._num_asked = num_asked
-        for replica in range(self._num_replicas):
-            key = f"asks/{replica}"
-            start = int(self._store.get(key)) if self._store.check([key]) else 0
-            if (
-                not start
-                or (replica, start) in self.view.members
-                or self._is_dead((replica, start))
-            ):
+        for replica in range(self._num_replicas if self._num_asked != before else 0):
+            start, present = self._start_in(f"asks/{replica}"), dict(self.view.members)
+            if start < 1 or present.get(replica) == start or self._is_dead((replica, start)):
                 continue
-            if replica in dict(self.view.members):
+            if replica in present:
                 self._num_asked = -1  # its dead predecessor has to leave first: look again
             else:
                 found.append((replica, start))
         return found
+
+    def _start_in(self, key: str) -> int:
+        return int(self._store.get(key)) if self._store.check([key]) else -1
 
 
 class _DecidedError(Exception):
@@ -213,35 +206,6 @@ class _DecidedError(Exception):
 
 class _FailedError(Exception):
     """A collective between replicas has failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """A tensor of an optimizer's state, to be made by who does not have it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-    is_dtensor: bool
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        local = to_local(value)
-        if type(local) not in (torch.Tensor, nn.Parameter):
-            raise UnsupportedError(
-                "ReplicaGroup: optimizer state of plain tensors is expected, found one of "
-                f"{type(local).__name__}; choose another optimizer."
-            )
-        return cls(tuple(value.shape), value.dtype, local.device.type, isinstance(value, DTensor))
-
-    def made(self, param: torch.Tensor) -> torch.Tensor:
-        if self.is_dtensor:
-            return torch.empty_like(param, dtype=self.dtype, requires_grad=False)
-        own = to_local(param).device
-        device = own if own.type == self.device_type else torch.device(self.device_type)
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,47 +478,66 @@ class ReplicaGroup:
         for _, state in self._states():
             yield from (state[k] for k in sorted(state) if isinstance(state[k], torch.Tensor))
 
-    def _states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        optimizer = self._optimizer
-        for group in [] if optimizer is None else optimizer.param_groups:
-            for param in group["params"]:
-                yield param, optimizer.state.get(param, {})  # type: ignore[union-attr]
+    def _states(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        found = self._optimizer.state if self._optimizer is not None else {}
+        return [
+            (param, found.get(param, {})) for group in self._groups for param in group["params"]
+        ]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self._optimizer is None else self._optimizer.param_groups
 
     def _described(self) -> dict[str, Any]:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return {
-            "groups": [
-                {
-                    name: value.cpu() if isinstance(value, torch.Tensor) else value
-                    for name, value in group.items()
-                    if name != "params"
-                }
-                for group in groups
-            ],
-            "states": [{k: _Like.of(v) for k, v in s.items()} for _, s in self._states()],
-            "extra": {name: value.state_dict() for name, value in self._extra.items()},
-        }
+        """What is no tensor, and the form of tensors that another replica may not have yet."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+        states = [{k: _form(v) for k, v in state.items()} for _, state in self._states()]
+        extra = {name: value.state_dict() for name, value in self._extra.items()}
+        return {"groups": groups, "states": states, "extra": extra}
 
     def _take(self, described: Mapping[str, Any]) -> None:
-        """Make room for the state of another replica, and take what is no tensor."""
+        """Take what is no tensor, and make room for what is."""
         for name, value in self._extra.items():
             value.load_state_dict(described["extra"][name])
-        if self._optimizer is None:
-            return
-        for group, given in zip(self._optimizer.param_groups, described["groups"], strict=True):
+        for group, given in zip(self._groups, described["groups"], strict=True):
             for name, value in given.items():
-                own: Any = group.get(name)
-                is_tensor = isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)
-                group[name] = value.to(own.device) if is_tensor else value
-        states = zip(self._states(), described["states"], strict=True)
-        for (param, _), given in [*states]:
-            self._optimizer.state[param] = {
-                name: value.made(param) if isinstance(value, _Like) else value
-                for name, value in given.items()
-            }
+                own = group.get(name)
+                group[name] = value.to(own.device) if isinstance(own, torch.Tensor) else value
+        for (param, _), given in zip(self._states(), described["states"], strict=True):
+            assert self._optimizer is not None
+            self._optimizer.state[param] = {k: _made(v, param) for k, v in given.items()}
 
 
-_PREFIX = "fullshard/replicas"
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Of a tensor of an optimizer's state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+    is_dtensor: bool
+
+
+def _form(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    local = to_local(value)
+    if type(local) is not torch.Tensor:
+        raise UnsupportedError(
+            "ReplicaGroup: optimizer state of plain tensors is expected, found one of "
+            f"{type(local).__name__}; choose another optimizer."
+        )
+    return _Form(tuple(value.shape), value.dtype, local.device.type, isinstance(value, DTensor))
+
+
+def _made(value: Any, param: torch.Tensor) -> Any:
+    if not isinstance(value, _Form):
+        return value
+    if value.is_dtensor:
+        return torch.empty_like(param, dtype=value.dtype, requires_grad=False)
+    own = to_local(param).device
+    device = own if own.type == value.device_type else value.device_type
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
