@@ -571,4 +571,7 @@ def _is_over(work: Any, device: torch.device) -> bool:
     if not work.is_completed():
         return False
     work.wait()
+    # A work of NCCL that was aborted has ended, and `wait` says nothing of it.
+    if device.type != "cpu" and work.exception() is not None:
+        raise RuntimeError(str(work.exception()))
     return True

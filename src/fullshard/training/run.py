@@ -234,7 +234,8 @@ class Run:
         numel = sum(shard.shape.numel() for shard in tensor_shards(parts.model))
         device = "CPU" if world.device.type == "cpu" else "GPU"
         ranks = f"{world.size} {device} rank{'s' * (world.size > 1)}"
-        line = f"{parts.architecture.name}: {numel:,} parameters on {ranks}"
+        replicas = "" if self._replica is None else f"{self._replica.num_replicas} replicas of "
+        line = f"{parts.architecture.name}: {numel:,} parameters on {replicas}{ranks}"
         return line if step == 0 else f"{line}, resuming from step {step}"
 
     def _finish(self, parts: Parts, display: Display, *, is_done: bool) -> None:
