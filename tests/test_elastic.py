@@ -176,11 +176,11 @@ def check(scenario: Scenario, lines: list[dict[str, Any]]) -> None:
         own = [line for line in lines if line.get("step") == step]
         (present,) = {tuple(line["present"]) for line in own}
         (kept,) = {tuple(line["replicas"]) for line in own}
-        by_rank = {tuple(line["rank"]): line["loss"] for line in own}
-        assert len(by_rank) == len(own)  # each says it once
-        found = [by_rank[own[0]["rank"][0], shard] for shard in range(scenario.num_shards)]
+        assert len({tuple(line["rank"]) for line in own}) == len(own)  # each says it once
+        found = {(line["rank"][1], line["loss"]) for line in own}
+        assert len(found) == scenario.num_shards  # the same in all replicas
         steps.append((present, kept))
-        losses.append(sum(found) / len(found))
+        losses.append(sum(loss for _, loss in found) / len(found))
         victim, phase = scenario.kills.get(str(step), (None, ""))
         if phase != "voted":  # where it is a matter of who is faster
             assert (victim in kept) is (phase == "averaged")
