@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,11 +22,16 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 import fullshard.training.preloaded
+from fullshard.training.control import end_with_launcher
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Kills by step: which replica, and in which of its phases; each is back in the step after."""
+    """Kills by step: which replica, and in which of its phases.
+
+    Before a step that is in `asked`, replicas wait until others have asked so often to be let in;
+    by default once after each kill. Starts in `early_kills` die before they have done a step.
+    """
 
     num_replicas: int
     num_shards: int
@@ -34,6 +39,8 @@ class Scenario:
     kills: dict[str, tuple[int, str]]
     num_steps: int
     device: str = "cpu"
+    asked: dict[str, int] = field(default_factory=dict)
+    early_kills: dict[str, str] = field(default_factory=dict)
 
 
 class Net(nn.Module):
@@ -111,7 +118,11 @@ def die_in(phase: str, replicas: fullshard.ReplicaGroup) -> None:
         vote(**how)
         killed()
 
-    if phase in ("before", "stopped"):
+    if phase == "giving":
+        replicas._described = killed  # type: ignore[method-assign, assignment]
+    elif phase == "taking":
+        replicas._take = killed  # type: ignore[method-assign]
+    elif phase in ("before", "stopped"):
         replicas._connected = killed  # type: ignore[method-assign]
     elif phase == "reducing":
         # The others wait for who has only started.
@@ -141,6 +152,9 @@ def rank(scenario: Scenario, port: int, replica: int, start: int, index: int, ou
         extra={"progress": progress},
         start=start,
     )
+    late = scenario.early_kills.get(f"{replica}.{start}")
+    if late is not None:
+        die_in(late, replicas)
     while True:
         present = replicas.begin_step()
         if progress.step == scenario.num_steps:
@@ -154,7 +168,7 @@ def rank(scenario: Scenario, port: int, replica: int, start: int, index: int, ou
         if is_victim:
             die_in(phase, replicas)
         averaged = replicas.average(loss.detach())
-        if is_victim:
+        if is_victim and phase != "giving":
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         optimizer.zero_grad()
@@ -171,11 +185,10 @@ def rank(scenario: Scenario, port: int, replica: int, start: int, index: int, ou
 
 
 def wait_for_return(scenario: Scenario, store: TCPStore, step: int) -> None:
-    """Before the step after a kill, until who was killed asks to be let in again."""
-    number = sum(int(key) < step for key in scenario.kills)
-    if str(step - 1) in scenario.kills:
-        while store.add("fullshard/replicas/asked", 0) < number:
-            time.sleep(0.001)
+    """Wait until replicas that were killed ask to be let in again."""
+    number = sum(int(key) < step for key in scenario.kills) * (str(step - 1) in scenario.kills)
+    while store.add("fullshard/replicas/asked", 0) < scenario.asked.get(str(step), number):
+        time.sleep(0.001)
 
 
 class Supervisor:
@@ -193,6 +206,7 @@ class Supervisor:
             if pid == 0:
                 status = 1
                 try:
+                    end_with_launcher()
                     place = replica * self.scenario.num_shards + index
                     os.environ["NCCL_HOSTID"] = f"host{place}"
                     rank(self.scenario, self.store.port, replica, start, index, self.into)
