@@ -41,6 +41,7 @@ __all__ = [
     "OutOfMemoryError",
     "RankFailedError",
     "ReduceScatter",
+    "ReplicaGroup",
     "ShardPlacementResult",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from fullshard.auto_shard import auto_shard, explain
     from fullshard.captured_step import capture
     from fullshard.comm.watcher import RankFailedError
+    from fullshard.elastic import ReplicaGroup
     from fullshard.errors import (
         ConfigError,
         DisagreementError,
@@ -86,7 +88,7 @@ if TYPE_CHECKING:
 else:
     _MODULES = ("errors", "api", "comm.watcher", "unit.flat_param", "runtime.hooks", "fully_shard")
     _MODULES += ("fully_sharded_data_parallel", "optim.by_unit", "auto_shard", "captured_step")
-    _MODULES += ("oom_guard",)
+    _MODULES += ("oom_guard", "elastic")
 
     def __getattr__(name: str) -> Any:
         if name in __all__:

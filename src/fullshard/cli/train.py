@@ -139,6 +139,10 @@ def train(
         from fullshard.training.run import run_rank
 
         ctx.exit(run_rank(config))
+    if config.sharding.elastic_replicas:
+        from fullshard.training.replicas import launch_replicas
+
+        ctx.exit(launch_replicas(config))
     from fullshard.training.launcher import launch
 
     ctx.exit(launch(config))

@@ -29,6 +29,8 @@ class StepMetrics:
     each rank computes in a second for the model, without what is recomputed, and `mfu` its share of
     what the device can do; NaN where unknown. `eval_loss` is that of a validation after the step,
     NaN if there was none. A run was started or resumed with the steps that have `is_restart`.
+    `replicas` are those that began the step with `--elastic-replicas`, in the order in which they
+    take parts of its batch; None stands for one that died in it.
     """
 
     step: int
@@ -43,6 +45,7 @@ class StepMetrics:
     mfu: float = nan
     eval_loss: float = nan
     is_restart: bool = False
+    replicas: tuple[int | None, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,9 +121,10 @@ def _complete_steps(lines: list[str]) -> Iterator[StepMetrics]:
             }
             counts = {name: int(values.pop(name)) for name in ("step", "tokens", "memory_bytes")}
             is_restart = bool(values.pop("is_restart"))
+            replicas = tuple(values.pop("replicas") or ())
             numbers: dict[str, Any]
             numbers = {name: nan if v is None or v != v else float(v) for name, v in values.items()}
-            yield StepMetrics(**counts, **numbers, is_restart=is_restart)
+            yield StepMetrics(**counts, **numbers, is_restart=is_restart, replicas=replicas)
         except (ValueError, KeyError, TypeError):
             continue  # incomplete: the run was killed
 

@@ -107,6 +107,10 @@ class Batches:
         self._epoch = 0
         self._order = Permutation.of(self.num_sequences, seed, 0)
 
+    def be_rank(self, rank: int, num_ranks: int) -> None:
+        """Take another part from now on, of as many as there are."""
+        self._rank, self._num_ranks = rank, num_ranks
+
     def next(self) -> tuple[torch.Tensor, ...]:
         """Return inputs and targets, [batch, sequence] of int64, and advance the position.
 

@@ -110,6 +110,9 @@ class ShardingSection:
     mesh: str = _key(
         "auto", "Ranks as replicas x shards, as in 2x4; by default one replica.", _MESH_SHAPE
     )
+    elastic_replicas: bool = _key(
+        False, "Go on without a replica of the mesh that dies, and start it again meanwhile."
+    )
     units: tuple[str, ...] = _key(
         (),
         "Module classes that become units; by default the repeated blocks.",
@@ -400,6 +403,15 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if run.capture == "on" and run.on_oom != "stop":
         found = f"{named('run.on_oom')} {run.on_oom!r}"
         yield problem("run.capture", "auto or off", found, "choose one of these, or stop")
+    if sharding.elastic_replicas:
+        if mesh is None or mesh[0] == 1:
+            found = f"{named('sharding.mesh')} {sharding.mesh!r}"
+            yield problem("sharding.elastic_replicas", "replicas", found, "pass a mesh as in 2x4")
+        unfit = {"run.on_nan": "rollback", "run.capture": "on", "optimizer.name": "adamw8bit"}
+        for place, value in unfit.items():
+            if value_of(config, KEYS[tuple(place.split("."))]) == value:  # type: ignore[index]
+                found = f"{named(place)} {value!r}"
+                yield problem("sharding.elastic_replicas", "another value", found, "change one")
     if run.trace_step > optimizer.steps:
         expected = f"one of {optimizer.steps} steps"
         yield problem("run.trace_step", expected, str(run.trace_step), "choose one of them")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +19,7 @@ PREDICTED = "FULLSHARD_PREDICTED"
 
 _STATUS_FOLDER = "FULLSHARD_STATUS_FOLDER"
 _LAUNCHER = "FULLSHARD_LAUNCHER"
+_REPLICA = "FULLSHARD_REPLICA"
 _ERROR, _STOPPED, _READY = "error-", "stopped-", "ready-"
 # How long a rank may take to answer SIGTERM: it may wait for a rank that has died.
 _GRACE_S = 20.0
@@ -45,6 +47,29 @@ def end_with_launcher(server: int | None = None) -> None:
         parent = server or os.environ.get(_LAUNCHER, os.getppid())
         if str(parent) != str(os.getppid()):
             os._exit(128 + signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """Which of the replicas this rank belongs to, how often that was started before, and a port.
+
+    The port is that of the store in which replicas agree, on this machine.
+    """
+
+    replica: int
+    start: int
+    num_replicas: int
+    port: int
+
+    @classmethod
+    def of_launcher(cls) -> ReplicaPlace | None:
+        """Return what the launcher said; None if all ranks are one world."""
+        found = os.environ.get(_REPLICA)
+        return None if found is None else cls(**json.loads(found))
+
+    def export(self) -> dict[str, str]:
+        """Return the variable that tells a rank."""
+        return {_REPLICA: json.dumps(asdict(self))}
 
 
 class StopRequest:

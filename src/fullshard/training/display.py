@@ -22,13 +22,13 @@ class Display:
     def __init__(self, num_steps: int, first_step: int, *, is_shown: bool) -> None:
         self._num_steps = num_steps
         self._first_step = first_step
-        self._is_shown = is_shown
+        self.is_shown = is_shown
         self._every = max(1, (num_steps - first_step) // _NUM_PLAIN_LINES)
         self._step_s = 0.0
         self._live: _LiveLines | None = None
 
     def __enter__(self) -> Display:
-        if self._is_shown and sys.stdout.isatty():
+        if self.is_shown and sys.stdout.isatty():
             self._live = _LiveLines(self._num_steps, self._first_step)
         return self
 
@@ -39,7 +39,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a permanent line."""
-        if not self._is_shown:
+        if not self.is_shown:
             return
         if self._live is not None:
             self._live.say(text)
@@ -48,7 +48,7 @@ class Display:
 
     def show(self, metrics: StepMetrics) -> None:
         """Show a step that has finished."""
-        if not self._is_shown:
+        if not self.is_shown:
             return
         weight = _SMOOTHING if self._step_s else 0.0
         self._step_s = weight * self._step_s + (1 - weight) * metrics.step_s

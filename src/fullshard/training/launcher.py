@@ -37,7 +37,6 @@ from fullshard.training.config_file import config_as_toml, config_of
 from fullshard.training.control import DEBUG, PREDICTED, StatusFolder, end_with_launcher
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
 STOPPED = 130
@@ -49,7 +48,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _LOADED_IN = os.getpid()
 
 
-def launch(config: TrainConfig) -> int:
+def launch(config: TrainConfig, kind: type[Launch] | None = None) -> int:
     """Train on ranks of this machine, and return the exit status."""
     _require_free_port(config.run.port)
     if config.run.device == "cpu" or not any(Path(each).exists() for each in _DRIVERS):
@@ -73,8 +72,8 @@ def launch(config: TrainConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
         config_file = Path(scratch) / "config.toml"
         config_file.write_text(config_as_toml(config), encoding="utf-8")
-        ranks = local_launch(num_ranks, port=config.run.port, max_restarts=config.run.max_restarts)
-        return _Launch(ranks, config_file, StatusFolder(Path(scratch)), is_forked=is_forked).run()
+        status = StatusFolder(Path(scratch))
+        return (kind or Launch)(config, num_ranks, config_file, status, is_forked=is_forked).run()
 
 
 def default_ranks(device_type: str) -> int:
@@ -128,7 +127,7 @@ def start_server() -> None:
             signal.signal(number, handler)
 
 
-def _run_forked_rank(config_file: str, environment: dict[str, str]) -> None:
+def run_forked_rank(config_file: str, environment: dict[str, str]) -> None:
     """Be a rank, in a fork of the server."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -192,13 +191,20 @@ def prepare_environment(num_ranks: int) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-class _Launch:
+class Launch:
     """One run of the launcher, and the signals that arrive during it."""
 
     def __init__(
-        self, launch_config: LaunchConfig, config_file: Path, status: StatusFolder, is_forked: bool
+        self,
+        config: TrainConfig,
+        num_ranks: int,
+        config_file: Path,
+        status: StatusFolder,
+        *,
+        is_forked: bool,
     ) -> None:
-        self._launch_config = launch_config
+        self._config = config
+        self._num_ranks = num_ranks
         self._config_file = config_file
         self._status = status
         self._is_forked = is_forked
@@ -209,7 +215,7 @@ class _Launch:
     def run(self) -> int:
         if self._is_forked:
             start_server()
-        thread = threading.Thread(target=self._launch, name="launcher", daemon=True)
+        thread = threading.Thread(target=self._caught, name="launcher", daemon=True)
         before = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -224,20 +230,29 @@ class _Launch:
                 signal.signal(number, handler)
         return self._exit_status()
 
+    def _caught(self) -> None:
+        try:
+            self._launch()
+        except BaseException as error:
+            self._failure = error
+
     def _launch(self) -> None:
         from torch.distributed.launcher.api import elastic_launch
 
-        environment = self._status.export()
+        environment = self._environment()
         entry: Any = sys.executable
         arguments: tuple[Any, ...] = ("-m", "fullshard.training.run", str(self._config_file))
         if self._is_forked:
-            names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", DEBUG, PREDICTED)
-            environment |= {name: os.environ[name] for name in names if name in os.environ}
-            entry, arguments = _run_forked_rank, (str(self._config_file), environment)
-        try:
-            elastic_launch(self._launch_config, entry)(*arguments)
-        except BaseException as error:
-            self._failure = error
+            entry, arguments = run_forked_rank, (str(self._config_file), environment)
+        run = self._config.run
+        ranks = local_launch(self._num_ranks, port=run.port, max_restarts=run.max_restarts)
+        elastic_launch(ranks, entry)(*arguments)
+
+    def _environment(self) -> dict[str, str]:
+        """Return the variables that a fork of the server needs from this process."""
+        names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", DEBUG, PREDICTED)
+        inherited = {name: os.environ[name] for name in names if name in os.environ}
+        return self._status.export() | inherited
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
@@ -271,20 +286,20 @@ class _Launch:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         if isinstance(self._failure, ChildFailedError):
-            print(_describe(self._failure, self._launch_config), file=sys.stderr, flush=True)
+            rank, failure = self._failure.get_first_failure()
+            how = failure.signal_name() if failure.exitcode < 0 else None
+            self._say_failed(f"rank {rank}", how or f"exit status {failure.exitcode}")
             return FAILED
         if self._failure is not None:
             raise self._failure
         return 0
 
-
-def _describe(error: ChildFailedError, launch_config: LaunchConfig) -> str:
-    """Say which rank failed first, and how."""
-    rank, failure = error.get_first_failure()
-    how = failure.signal_name() if failure.exitcode < 0 else f"exit status {failure.exitcode}"
-    restarts = launch_config.max_restarts
-    after = f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
-    return (
-        f"fullshard: rank {rank} failed ({how}){after}; its output is above. Pass --resume to "
-        "continue from the newest checkpoint."
-    )
+    def _say_failed(self, who: str, how: str) -> None:
+        restarts = self._config.run.max_restarts
+        after = f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
+        print(
+            f"fullshard: {who} failed ({how}){after}; its output is above. Pass --resume to "
+            "continue from the newest checkpoint.",
+            file=sys.stderr,
+            flush=True,
+        )

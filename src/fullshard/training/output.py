@@ -8,6 +8,8 @@ import json
 import os
 import re
 import socket
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -147,6 +149,7 @@ def config_beside(checkpoint: Path) -> TrainConfig | None:
     return config_of(file, {}) if file.is_file() else None
 
 
+_NUM_RECENT = 4  # metrics of steps that another replica may have had no time to write
 _LOCK_KEYS = ("host", "boot", "machine", "process", "started", "launch")
 
 
@@ -190,7 +193,7 @@ class MetricsLog:
 
     def _open(self, last_step: int) -> None:
         board = self._tensorboard
-        _drop_after(self._path, last_step)
+        self.last_step = _drop_after(self._path, last_step)
         self._file = self._path.open("a", encoding="utf-8")
         self._writer = None if board is None else _summary_writer(board, last_step)
 
@@ -201,9 +204,10 @@ class MetricsLog:
 
     def add(self, metrics: StepMetrics) -> None:
         values = dataclasses.asdict(metrics).items()
-        line = {name: None if value != value else value for name, value in values}
+        line = {name: None if value != value else value for name, value in values if value != ()}
         self._file.write(json.dumps(line) + "\n")  # which has no NaN
         self._file.flush()
+        self.last_step = metrics.step
         if self._writer is not None:
             gib = metrics.memory_bytes / 2**30
             line |= {"tokens_per_s": metrics.tokens_per_s, "memory_GiB": gib}
@@ -217,10 +221,44 @@ class MetricsLog:
             self._writer.close()
 
 
-def _drop_after(path: Path, last_step: int) -> None:
-    """Keep the complete lines of steps up to `last_step`; the file is replaced atomically."""
+class ReplicaLog:
+    """The log of metrics with replicas: one that leads writes, and the others can go on with it."""
+
+    def __init__(self, make: Callable[[int], MetricsLog], leads: Callable[[], bool]) -> None:
+        self._make, self._leads = make, leads
+        self._log: MetricsLog | None = None
+        self._recent: deque[StepMetrics] = deque(maxlen=_NUM_RECENT)
+
+    def add(self, metrics: StepMetrics) -> None:
+        self._recent.append(metrics)
+        self.write()
+
+    def write(self) -> None:
+        """Write what is not written yet, if this replica leads; who led before may have died."""
+        if self._leads() and self._recent:
+            if self._log is None:
+                self._log = self._make(self._recent[-1].step)
+            for metrics in self._recent:
+                if metrics.step > self._log.last_step:
+                    self._log.add(metrics)
+
+    def go_back(self, last_step: int) -> None:
+        raise NotImplementedError  # the configuration refuses it
+
+    def close(self) -> None:
+        self.write()
+        if self._log is not None:
+            self._log.close()
+
+
+def _drop_after(path: Path, last_step: int) -> int:
+    """Keep the complete lines of steps up to `last_step`; return the last of them.
+
+    The file is replaced atomically.
+    """
+    found = 0
     if not path.exists():
-        return
+        return found
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -229,9 +267,11 @@ def _drop_after(path: Path, last_step: int) -> None:
             continue  # incomplete: a rank died
         if step <= last_step:
             kept.append(line + "\n")
+            found = step
     incoming = path.with_name(f".{path.name}.{os.getpid()}")
     incoming.write_text("".join(kept), encoding="utf-8")
     incoming.replace(path)
+    return found
 
 
 def _summary_writer(folder: Path, last_step: int) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from fullshard.comm import watcher
 from fullshard.comm.watcher import RankFailedError
-from fullshard.errors import CheckpointError, FullshardError
+from fullshard.errors import CheckpointError, FullshardError, TopologyError
 from fullshard.models.architecture import Architecture
 from fullshard.models.optional import first_line
 from fullshard.models.sampling import sample
@@ -31,6 +31,7 @@ from fullshard.training.config import TrainConfig
 from fullshard.training.config_file import config_as_toml, config_of
 from fullshard.training.control import (
     PREDICTED,
+    ReplicaPlace,
     StatusFolder,
     StopRequest,
     end_with_launcher,
@@ -41,7 +42,7 @@ from fullshard.training.corpus import Documents, prepare_corpus
 from fullshard.training.display import Display, closing_lines
 from fullshard.training.machine import environment
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.output import MetricsLog, RunFolder
+from fullshard.training.output import MetricsLog, ReplicaLog, RunFolder
 from fullshard.training.planning import predicted
 from fullshard.training.sharding import architecture_for, build_sharded_model
 from fullshard.training.trainer import Parts, Trainer
@@ -63,11 +64,23 @@ class Run:
         own = str(RunFolder.of(config).path), os.environ.get(PREDICTED, "{}")
         path, os.environ[PREDICTED] = self._ranks.all_gather(own)[0]
         self._folder = RunFolder(Path(path))
-        self._config = replace(config, run=replace(config.run, out=path))
+        self._config = self._written = replace(config, run=replace(config.run, out=path))
+        self._replica = ReplicaPlace.of_launcher()
+        if config.sharding.elastic_replicas:
+            if self._replica is None:
+                raise TopologyError(
+                    "--elastic-replicas: ranks that fullshard train starts itself are expected, "
+                    "found those of another launcher; leave out the option."
+                )
+            # The mesh of a replica.
+            sharding = replace(config.sharding, mesh=f"1x{world.size}")
+            self._config = replace(self._written, sharding=sharding)
+        self._is_late = self._replica is not None and self._replica.start > 0
 
     def run(self, stop: StopRequest) -> bool:
         """Train, save, sample and report; return False if stopped before the last step."""
-        os.environ[watcher.FILE] = str(self._folder.places)
+        if self._replica is None or self._replica.replica == 0:
+            os.environ[watcher.FILE] = str(self._folder.places)
         try:
             return self._run(stop)
         finally:
@@ -82,24 +95,34 @@ class Run:
         trainer = Trainer(
             config, world, parts, self._folder, environment() if world.is_first else {}
         )
-        if not found or config.model.lora_rank:
+        if self._replica is not None:
+            trainer.join(self._replica)
+        if self._is_late:
+            found = []  # another replica gives it what it has to know
+        elif not found or config.model.lora_rank:
             # A checkpoint of adapters does not contain the weights of the model.
             architecture.fill(parts.model, config.run.seed)
         fallback = self._resume(trainer, found)
-        display = Display(config.optimizer.steps, trainer.step, is_shown=world.is_first)
+        is_shown = world.is_first and trainer.leads
+        display = Display(config.optimizer.steps, trainer.step, is_shown=is_shown)
         if fallback:
             display.say(fallback)
         display.say(self._opening(parts, trainer.step))
-        log = self._log(trainer.step)
+        log = self._log(trainer)
         with display:
             is_done = trainer.run(log, display, stop)
             if not trainer.num_nonfinite:
                 display.say(f"saving step {trainer.step} ...")
             trainer.save(in_background=False)
-        if log is not None:
-            log.close()
-        self._finish(parts, display, is_done=is_done)
-        return is_done
+        while True:
+            display.is_shown = world.is_first and trainer.leads
+            if trainer.leads:
+                trainer.save(in_background=False)
+                if log is not None:
+                    log.close()
+                self._finish(parts, display, is_done=is_done)
+            if trainer.ends():
+                return is_done
 
     def _resume(self, trainer: Trainer, found: list[Path]) -> str:
         """Load the newest checkpoint that is not damaged; say which ones are, if any."""
@@ -112,7 +135,9 @@ class Run:
                     raise
                 failures[path] = error
                 continue
-            damaged = self._ranks.run_first("train", lambda: self._put_aside(failures))
+            damaged = self._ranks.run_first(
+                "train", lambda: self._put_aside(failures) if trainer.leads else []
+            )
             if not damaged:
                 return ""
             folder = self._folder.path / "damaged"
@@ -133,10 +158,12 @@ class Run:
         Returns the checkpoints to resume from, newest first, if there are any.
         """
         config = self._config
-        if not self._is_restarted:
+        if not self._is_restarted and not self._is_late:
             self._folder.require_usable(config)
-        self._folder.lock()
-        self._folder.config.write_text(config_as_toml(config), encoding="utf-8")
+        if self._replica is None:
+            self._folder.lock()  # of replicas, the launcher has it
+        if self._replica is None or (self._replica.replica == 0 and not self._is_late):
+            self._folder.config.write_text(config_as_toml(self._written), encoding="utf-8")
         return self._folder.complete()
 
     def _require_room(self, parts: Parts, num_complete: int) -> None:
@@ -189,18 +216,27 @@ class Run:
         optimizer = build_optimizer(model, config.optimizer, world.device)
         return Parts(architecture, model, optimizer, trained, evaluated)
 
-    def _log(self, last_step: int) -> MetricsLog | None:
+    def _log(self, trainer: Trainer) -> MetricsLog | ReplicaLog | None:
         if not self._world.is_first:
             return None
         board = self._folder.tensorboard if self._config.run.tensorboard else None
-        return MetricsLog(self._folder.metrics, board, last_step=last_step)
+
+        def make(last_step: int) -> MetricsLog:
+            return MetricsLog(self._folder.metrics, board, last_step=last_step)
+
+        if self._replica is None:
+            return make(trainer.step)
+        if trainer.leads:
+            make(trainer.step).close()  # drops what follows
+        return ReplicaLog(make, lambda: trainer.leads)
 
     def _opening(self, parts: Parts, step: int) -> str:
         world = self._world
         numel = sum(shard.shape.numel() for shard in tensor_shards(parts.model))
         device = "CPU" if world.device.type == "cpu" else "GPU"
         ranks = f"{world.size} {device} rank{'s' * (world.size > 1)}"
-        line = f"{parts.architecture.name}: {numel:,} parameters on {ranks}"
+        replicas = "" if self._replica is None else f"{self._replica.num_replicas} replicas of "
+        line = f"{parts.architecture.name}: {numel:,} parameters on {replicas}{ranks}"
         return line if step == 0 else f"{line}, resuming from step {step}"
 
     def _finish(self, parts: Parts, display: Display, *, is_done: bool) -> None:

@@ -17,10 +17,12 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 from fullshard.captured_step import CapturedStep, capture
 from fullshard.comm.placement import full_tensor
+from fullshard.elastic import ReplicaGroup
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
@@ -36,12 +38,12 @@ from fullshard.trace.recording import Clock, Exposure, record
 from fullshard.trace.seam import Activity
 from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
-from fullshard.training.control import PREDICTED, StopRequest
+from fullshard.training.control import PREDICTED, ReplicaPlace, StopRequest
 from fullshard.training.display import Display
 from fullshard.training.flops import peak_tflops, step_tflop
 from fullshard.training.nonfinite import first_nonfinite
 from fullshard.training.optimizer import learning_rate, make_state
-from fullshard.training.output import MetricsLog, RunFolder
+from fullshard.training.output import MetricsLog, ReplicaLog, RunFolder
 from fullshard.training.world import World
 
 # Steps before the traced one: by then the execution order is known and caches are warm.
@@ -50,6 +52,7 @@ _STEPS_BEFORE_TRACE = 8
 # which the host must have been busy.
 _STEPS_BEFORE_CAPTURE = 5
 _HOST_BOUND = 0.9
+_JOINED_STATE = ("step", "num_nonfinite", "_cause", "_best", "_num_parts", "_is_stopping")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,68 @@ class Trainer:
         self._is_fused = bool(parts.optimizer.defaults.get("fused"))
         is_possible = world.device.type == "cuda" and not config.sharding.offload and self._is_fused
         self._on_oom, self._num_parts = config.run.on_oom, 1  # of a micro-batch
+        is_possible = is_possible and not config.sharding.elastic_replicas
         self._may_capture = is_possible and config.run.capture != "off" and self._on_oom == "stop"
         self._captured: CapturedStep[Any, torch.Tensor] | None = None
         if config.run.capture == "on":
             self._captured = capture(self._update)
+        # With replicas: those that took part in the last step, and whether all of them stop.
+        self._replicas: ReplicaGroup | None = None
+        self._took_part: tuple[int | None, ...] = ()
+        self._must_stop, self._is_stopping = False, False
+
+    # Replicas
+
+    def join(self, place: ReplicaPlace) -> None:
+        """Train together with other replicas."""
+        self._replicas = ReplicaGroup(
+            TCPStore("localhost", place.port, is_master=False),
+            place.replica,
+            place.num_replicas,
+            model=self._parts.model,
+            optimizer=self._parts.optimizer,
+            extra={**self._extra(), "trainer": self},
+            start=place.start,
+        )
+
+    @property
+    def leads(self) -> bool:
+        """Whether the replica of this rank writes what the run writes."""
+        return self._replicas is None or self._replicas.is_leader
+
+    def ends(self) -> bool:
+        """Return whether no replica has died before the one that leads was done."""
+        return self._replicas is None or self._replicas.barrier()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a replica that joins has to know, beside what a checkpoint has."""
+        return {name: getattr(self, name) for name in _JOINED_STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in _JOINED_STATE:
+            setattr(self, name, state[name])
+
+    def _goes_on(self, display: Display) -> bool:
+        """Return whether there is a step to do, with the replicas that are there now."""
+        if self._replicas is not None:
+            num_shards = self._world.size
+            num_ranks = len(self._replicas.begin_step()) * num_shards
+            rank = self._replicas.index * num_shards + self._world.rank
+            self._parts.batches.be_rank(rank, num_ranks)
+            display.is_shown = self._world.is_first and self.leads
+        return self.step < self._config.optimizer.steps and not self._is_stopping
+
+    def _average(self, loss: torch.Tensor) -> torch.Tensor:
+        """Average gradients and losses over replicas, and learn whether any of them must stop."""
+        if self._replicas is None:
+            return loss
+        present = self._replicas.present
+        both = torch.stack([loss.float(), loss.new_tensor(self._must_stop, dtype=torch.float32)])
+        averaged = self._replicas.average(both)
+        assert averaged.extra is not None
+        self._took_part = tuple(each if each in averaged.replicas else None for each in present)
+        self._must_stop = bool(averaged.extra[1] > 0)
+        return averaged.extra[0]
 
     # State
 
@@ -123,7 +184,7 @@ class Trainer:
 
     def save(self, *, in_background: bool) -> None:
         """Write a checkpoint of the last step, unless there is one or the step was not finite."""
-        if self._saved_step == self.step or self.num_nonfinite:
+        if self._saved_step == self.step or self.num_nonfinite or not self.leads:
             return
         keep = self._config.run.keep
         write = save_async if in_background else save
@@ -149,7 +210,7 @@ class Trainer:
 
     # Steps
 
-    def run(self, log: MetricsLog | None, display: Display, stop: StopRequest) -> bool:
+    def run(self, log: MetricsLog | ReplicaLog | None, display: Display, stop: StopRequest) -> bool:
         """Train to the last step; return False if a stop was requested before."""
         num_steps = self._config.optimizer.steps
         traced_step = self._traced_step()
@@ -158,6 +219,8 @@ class Trainer:
         if self._on_oom != "stop":
             self._rehearse()
         meter = Meter(self._world, self._config, self._parts.architecture)
+        if self._replicas is not None:
+            meter.max_pending = 0  # one that joins has no step before
         pending: deque[PendingStep] = deque()
         is_eval_due = False
 
@@ -190,7 +253,7 @@ class Trainer:
             parts.model, parts.optimizer, world.device, self._predicted.get("remedies", "")
         )
         with seam.observed(meter.exposure), told:
-            while self.step < num_steps:
+            while self._goes_on(display):
                 is_traced = self.step + 1 == traced_step
                 is_profiled = self.step + 1 == self._config.run.profile
                 with self._traced(is_traced), self._profiled(is_profiled):
@@ -202,7 +265,8 @@ class Trainer:
                 must_stop = finish(0 if is_read else meter.max_pending)
                 if must_stop:
                     stop.acknowledge()
-                    break
+                    self._is_stopping = True
+                    continue
                 if is_save_due or (self._best[1] == self.step and not is_last):
                     self.save(in_background=True)
                 if is_read:
@@ -240,14 +304,18 @@ class Trainer:
             tensors += self._parts.batches.next()
         tokens = tensors[1].numel() * self._config.optimizer.accumulate * self._world.size
         tensors = self._on_device(tensors)
+        self._must_stop = stop.is_requested or self._has_failed_save()
         captured = None if is_eager else self._captured
         num_graphs = 0 if captured is None else captured.num_graphs
         loss_and_norm = (captured or self._update)(*tensors)
         self.step += 1
         self._tensors.append(tensors)
-        # The save at the end then raises what went wrong.
-        own = (time.perf_counter() - start, stop.is_requested or self._has_failed_save())
-        facts = {"step": self.step, "lr": lr, "tokens": tokens}
+        if self._replicas is None:
+            # The save at the end then raises what went wrong.
+            self._must_stop = stop.is_requested or self._has_failed_save()
+        own = (time.perf_counter() - start, self._must_stop)
+        tokens *= sum(each is not None for each in self._took_part) or 1
+        facts = {"step": self.step, "lr": lr, "tokens": tokens, "replicas": self._took_part}
         return meter.start(facts, loss_and_norm, own, is_replayed=num_graphs > 0)
 
     def _set_learning_rate(self, lr: float) -> None:
@@ -267,6 +335,7 @@ class Trainer:
         """Train on micro-batches of inputs and targets; return the loss and the gradient norm."""
         optimizer, scaler = self._parts.optimizer, self._scaler
         total = (self._backward if self._on_oom == "stop" else self._guarded_backward)(tensors)
+        total = self._average(total)
         with seam.doing(Activity.OPTIMIZER, "optimizer"):
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -382,7 +451,7 @@ class Trainer:
             self._stop("lower --lr, set --clip, or pass --on-nan skip or rollback")
         return True
 
-    def _go_back(self, log: MetricsLog | None, display: Display) -> None:
+    def _go_back(self, log: MetricsLog | ReplicaLog | None, display: Display) -> None:
         """Load the newest checkpoint, and go on with the data that follows."""
         if self._saving is not None:
             self._saving.wait()
@@ -429,7 +498,7 @@ class Trainer:
         model, timeline, device = self._parts.model, recording.timeline, self._world.device
         memory = ranks.all_gather(memory_by_kind(model, self._parts.optimizer, timeline, device))
         timelines = ranks.all_gather(timeline.as_json())
-        if self._world.is_first:
+        if self._world.is_first and self.leads:
             found = {
                 "step": self.step,
                 "ranks": timelines,
@@ -442,7 +511,8 @@ class Trainer:
 
     def _profiled(self, is_profiled: bool) -> AbstractContextManager[None]:
         file, rank = self._folder.profile / f"rank{self._world.rank}.json.gz", self._world.rank
-        return profiled(file, self._world.device, rank) if is_profiled else nullcontext()
+        is_written = is_profiled and self.leads
+        return profiled(file, self._world.device, rank) if is_written else nullcontext()
 
 
 # Metrics

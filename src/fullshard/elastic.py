@@ -1,0 +1,577 @@
+"""Replicas that come and go while the others train: hybrid sharding with a world for each replica.
+
+A rank that dies ends every process group that it is in. So each replica has a world of its own, in
+which the model is sharded, and gradients are averaged over replicas after backward: rank s with the
+ranks s of the others, over a group that is made anew when the replicas change (a generation).
+
+A step counts on all replicas or on none. Every rank votes when it has the mean, and who sees that
+all have votes to commit; who sees that a replica is dead votes to reform: to do it again without
+it, from gradients that are still intact. The store takes the first decision, and all follow it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard._torch import foreach_copy_, to_local
+from fullshard.comm.collectives import pause_at_exit
+from fullshard.comm.watcher import RankFailedError
+from fullshard.errors import UnsupportedError
+
+_SLICE_S = 0.2
+_POLL_S = 0.0005  # of a device
+_PATIENCE_S = 10.0  # until who sees a collective fail proposes to repeat it, if nobody is dead
+_MAX_REPEATS = 3
+_PREFIX = "fullshard/replicas"
+
+# A replica and which start of it.
+Member = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who takes part, after a number of decisions; `members` are in the order they came in.
+
+    The first member leads. Those in `fresh` wait for parameters and state, which it gives them.
+    """
+
+    number: int
+    generation: int
+    members: tuple[Member, ...]
+    fresh: tuple[Member, ...] = ()
+    is_started: bool = True
+    num_repeats: int = 0  # reforms in a row in which nobody was dead
+
+    @classmethod
+    def from_json(cls, text: bytes) -> View:
+        found = json.loads(text)
+        members, fresh = (tuple(map(tuple, found[key])) for key in ("members", "fresh"))
+        return cls(**{**found, "members": members, "fresh": fresh})
+
+    def after(self, decision: Mapping[str, Any]) -> View:
+        """What follows a decision: a step was done and others join, or some are dead."""
+        if "dead" not in decision:
+            joined = tuple(map(tuple, decision["joined"]))
+            generation = self.generation + bool(joined)
+            return View(self.number + 1, generation, self.members + joined, joined)
+        dead = [*map(tuple, decision["dead"])]
+        members = tuple(each for each in self.members if each not in dead)
+        fresh = tuple(each for each in self.fresh if each not in dead)
+        return replace(
+            self,
+            number=self.number + 1,
+            generation=self.generation + 1,
+            members=members,
+            # All first replicas begin with the same state, so that any of them can give it.
+            fresh=fresh if self.is_started else members[1:],
+            num_repeats=0 if dead else self.num_repeats + 1,
+        )
+
+
+class Ballot:
+    """The decisions of the ranks of all replicas, in a store that outlives them.
+
+    The store has a few keys for each replica, and those of decisions since the last commit.
+    """
+
+    def __init__(self, store: Any, own: Member, num_replicas: int, num_shards: int) -> None:
+        self._store = store
+        self._own = own
+        self._num_replicas = num_replicas
+        self._num_shards = num_shards
+        self._num_asked = 0  # to be let in, as far as this rank has seen to
+        self._oldest = 0  # decision whose keys may be in the store
+        first = tuple((replica, 0) for replica in range(num_replicas))
+        self.view = View(0, 0, first, first[1:], is_started=False)
+
+    def ask(self) -> None:
+        """Ask to be let in, once all ranks of this replica do."""
+        replica, start = self._own
+        if self._store.add(f"ready/{replica}", 1) == self._num_shards:
+            self._store.set(f"asks/{replica}", str(start))
+            self._store.add("asked", 1)
+
+    def is_let_in(self) -> bool:
+        """Whether a decision has let this replica in."""
+        key = f"view/{self._own[0]}"
+        view = View.from_json(self._store.get(key)) if self._store.check([key]) else self.view
+        if self._own in view.members:
+            self.view, self._oldest = view, view.number
+        return self._own in view.members
+
+    def vote(self, *, lets_in: bool) -> None:
+        """This rank has what it needs to go on; the last one decides."""
+        view = self.view
+        num_voters = len(view.members) * self._num_shards
+        if self._store.add(f"votes/{view.number}", 1) < num_voters:
+            return
+        if self._propose({"joined": self._asking() if lets_in else []}):
+            # All have voted, so all know the decisions before.
+            for number in range(self._oldest, view.number):
+                self._store.delete_key(f"votes/{number}")
+                self._store.delete_key(f"decision/{number}")
+        else:
+            self._num_asked = -1  # who asked is not in: look again
+
+    def decision(self, *, is_failing: bool = False) -> Mapping[str, Any] | None:
+        """The decision, if there is one; a dead replica is a reason for one."""
+        key = f"decision/{self.view.number}"
+        if not self._store.check([key]):
+            dead = [each for each in self.view.members if self._is_dead(each)]
+            if not dead and not is_failing:
+                return None
+            self._propose({"dead": dead})
+        found: Mapping[str, Any] = json.loads(self._store.get(key))
+        return found
+
+    def follow(self, *, has_failed: bool = False) -> bool:
+        """Wait for the decision; return whether it is to commit."""
+        deadline = time.monotonic() + _PATIENCE_S if has_failed else float("inf")
+        key, pause_s = f"decision/{self.view.number}", _POLL_S
+        # Not `wait`, which logs that it has timed out.
+        while not self._store.check([key]) and pause_s < _SLICE_S:
+            time.sleep(pause_s)
+            pause_s *= 1.5
+        while (decision := self.decision(is_failing=time.monotonic() > deadline)) is None:
+            time.sleep(_SLICE_S / 4)
+        before, self.view = self.view, self.view.after(decision)
+        is_commit = "dead" not in decision
+        if is_commit:
+            self._oldest = before.number
+            for replica, _ in self.view.fresh:
+                self._store.set(f"view/{replica}", json.dumps(asdict(self.view)))
+        self._require_possible()
+        return is_commit
+
+    def _require_possible(self) -> None:
+        members, fresh = self.view.members, self.view.fresh
+        found = ""
+        if self._own not in members:
+            found = "that it was declared dead"
+        elif members[0] in fresh:
+            found = "that those that had the state are dead"
+        elif self.view.num_repeats > _MAX_REPEATS:
+            found = f"that their collectives failed {_MAX_REPEATS} times, though none is dead"
+        if found:
+            raise RankFailedError(
+                f"replica {self._own[0]}: replicas must go on together, found {found}; look at the "
+                "output of the others, and start it again."
+            )
+
+    def _propose(self, decision: Mapping[str, Any]) -> bool:
+        text = json.dumps(decision)
+        won = self._store.compare_set(f"decision/{self.view.number}", "", text)
+        return bool(won == text.encode())
+
+    def _is_dead(self, member: Member) -> bool:
+        return self._start_in(f"dead/{member[0]}") >= member[1]
+
+    def _asking(self) -> list[Member]:
+        """Replicas that ask to be let in; one message unless there are more than before."""
+        before, self._num_asked = self._num_asked, int(self._store.add("asked", 0))
+        found: list[Member] = []
+        for replica in range(self._num_replicas if self._num_asked != before else 0):
+            start, present = self._start_in(f"asks/{replica}"), dict(self.view.members)
+            if start < 1 or present.get(replica) == start or self._is_dead((replica, start)):
+                continue
+            if replica in present:
+                self._num_asked = -1  # its dead predecessor has to leave first: look again
+            else:
+                found.append((replica, start))
+        return found
+
+    def _start_in(self, key: str) -> int:
+        return int(self._store.get(key)) if self._store.check([key]) else -1
+
+
+class _DecidedError(Exception):
+    """There is a decision already, so what this rank is doing is of no use."""
+
+
+class _FailedError(Exception):
+    """A collective between replicas has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AveragedStep:
+    """The replicas whose gradients are in a mean, and the mean of what else was given."""
+
+    replicas: tuple[int, ...]
+    extra: torch.Tensor | None
+
+
+class ReplicaGroup:
+    """Averages gradients over replicas, of which any may die or join between steps.
+
+        replicas = fullshard.ReplicaGroup(store, 0, 4, model=model, optimizer=optimizer, extra=...)
+        while state.step < num_steps:
+            present = replicas.begin_step()
+            model(batch_of(present, replicas.index)).backward()
+            replicas.average()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The model is sharded in the world of its replica, the default process group; all worlds have the
+    same size. `store` must outlive every replica, as a launcher's TCPStore does. Of `num_replicas`,
+    `replica` is the number of this one, and `start` how often it was started before: the first ones
+    begin together and with the same state, later ones get it. `extra` has what else belongs to the
+    state by name: objects with `state_dict` and `load_state_dict`, such as one that counts steps.
+
+    Someone must watch the processes: `mark_dead` tells the others that a replica is gone. Until
+    then they wait for it.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        replica: int,
+        num_replicas: int,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        start: int = 0,
+    ) -> None:
+        is_distributed = dist.is_initialized()
+        self._shard = dist.get_rank() if is_distributed else 0
+        num_shards = dist.get_world_size() if is_distributed else 1
+        self._store: Any = PrefixStore(_PREFIX, store)
+        self._own = (replica, start)
+        self._ballot = Ballot(self._store, self._own, num_replicas, num_shards)
+        self._is_in = start == 0
+        self._model = model
+        self._optimizer = optimizer
+        self._extra = extra or {}
+        self._device = to_local(next(model.parameters())).device
+        # The group of a generation. One that failed is kept for as long as it still works.
+        self._group: tuple[int, Any] = (-1, None)
+        self._works: list[Any] = []
+        self._abandoned: list[tuple[Any, list[Any]]] = []
+        self._staged: torch.Tensor | None = None
+        pause_at_exit()
+
+    @staticmethod
+    def mark_dead(store: Any, replica: int, start: int) -> None:
+        """Tell all replicas that a start of one has ended, every process of it."""
+        own = PrefixStore(_PREFIX, store)
+        own.delete_key(f"ready/{replica}")
+        own.set(f"dead/{replica}", str(start))
+
+    @staticmethod
+    def is_in(store: Any, replica: int, start: int) -> bool:
+        """Whether a start of a replica was one of the first, or has been let in."""
+        return start == 0 or Ballot(PrefixStore(_PREFIX, store), (replica, start), 1, 1).is_let_in()
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The replicas that take part in this step, in ascending order."""
+        return tuple(sorted(replica for replica, _ in self._ballot.view.members))
+
+    @property
+    def index(self) -> int:
+        """Which of the present replicas this one is."""
+        return self.present.index(self._own[0])
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this replica has been there for longest: who writes checkpoints, for example."""
+        return self._is_in and self._ballot.view.members[0] == self._own
+
+    # Called by all ranks of all replicas
+
+    def begin_step(self) -> tuple[int, ...]:
+        """Let in replicas that wait, and give them the state; return those that are present.
+
+        In a replica that was started later, wait to be let in.
+        """
+        if not self._is_in:
+            self._ballot.ask()
+            while not self._ballot.is_let_in():
+                time.sleep(_SLICE_S / 4)
+            self._is_in = True
+        while self._ballot.view.fresh:
+            self._attempt(self._send_state, lets_in=False)
+        return self.present
+
+    @torch.no_grad()
+    def average(self, extra: torch.Tensor | None = None) -> AveragedStep:
+        """Make gradients the mean over replicas; without those that die meanwhile.
+
+        `extra`, such as losses, is averaged as well. The optimizer may step afterwards.
+        """
+        while True:
+            present, size = self.present, len(self.present)
+            if self._attempt(lambda: self._reduce(extra), lets_in=True):
+                break
+        assert self._staged is not None
+        params, staged = self._trained(), self._staged.div_(size)
+        *parts, has_grad, averaged = staged.split(self._sizes(params, extra))
+        pairs = []
+        for param, part, number in zip(params, parts, has_grad.tolist(), strict=True):
+            if number > 0:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                local = to_local(param.grad)
+                pairs.append((local, part.view_as(local)))
+        _copy(pairs)
+        return AveragedStep(present, None if extra is None else averaged.to(extra).view_as(extra))
+
+    def barrier(self) -> bool:
+        """Wait for all replicas; return False if one has died meanwhile, so that another may lead.
+
+        Nobody is let in here. Replicas end after it:
+
+            while True:
+                if replicas.is_leader:
+                    save(model)
+                if replicas.barrier():
+                    break
+        """
+        return self._attempt(lambda: None, lets_in=False)
+
+    # Attempts
+
+    def _attempt(self, action: Callable[[], None], *, lets_in: bool) -> bool:
+        """Do something together; return whether all replicas did, or some must be left out."""
+        has_failed = False
+        try:
+            action()
+            self._works.clear()
+            self._ballot.vote(lets_in=lets_in)
+        except _DecidedError:
+            pass
+        except _FailedError:
+            has_failed = True
+        is_done = self._ballot.follow(has_failed=has_failed)
+        if self._ballot.view.generation != self._group[0]:
+            self._drop_group()
+        return is_done
+
+    def _drop_group(self) -> None:
+        """Leave a group whose members have changed; its last collective may never end."""
+        (_, group), works, self._works = self._group, self._works, []
+        self._group = (-1, None)
+        self._abandoned = [
+            each for each in self._abandoned if not all(work.is_completed() for work in each[1])
+        ]
+        if group is not None:
+            if self._device.type != "cpu":
+                group.abort()
+            self._abandoned.append((group, works))
+        if works:
+            self._staged = None  # the last collective may still write there
+
+    def _connected(self) -> Any:
+        """The group of this generation; None if this replica is alone."""
+        view = self._ballot.view
+        if self._group[0] == view.generation or len(view.members) == 1:
+            return self._group[1]
+        name = f"generation{view.generation}/shard{self._shard}"
+        # A store blocks all who use it while one waits for a key: the group has its own.
+        store = PrefixStore(name, self._store.clone())
+        rank, size = view.members.index(self._own), len(view.members)
+        made: list[Any] = []
+        is_over = threading.Event()
+
+        def make() -> None:
+            try:
+                made.append(_make_group(store, rank, size, self._device))
+            except RuntimeError as error:
+                made.append(error)
+            is_over.set()
+
+        # In a thread, because there is no way out of it while a member is missing.
+        threading.Thread(target=make, name="replicas", daemon=True).start()
+        while not is_over.wait(_SLICE_S):
+            self._leave_if_decided()
+        if isinstance(made[0], Exception):
+            raise _FailedError from made[0]
+        self._group = (view.generation, made[0])
+        return made[0]
+
+    def _leave_if_decided(self) -> None:
+        if self._ballot.decision() is not None:
+            raise _DecidedError
+
+    def _wait_for(self, start: Callable[[], Any]) -> None:
+        """Start a collective and wait for it, until it fails or there is a decision."""
+        try:
+            work = start()
+            self._works = [work]
+            while not _is_over(work, self._device):
+                self._leave_if_decided()
+        except RuntimeError as error:
+            raise _FailedError from error
+
+    # What they do together
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [param for param in self._model.parameters() if param.requires_grad]
+
+    def _sizes(self, params: Sequence[torch.Tensor], extra: torch.Tensor | None) -> list[int]:
+        own = [to_local(param).numel() for param in params]
+        return [*own, len(params), 0 if extra is None else extra.numel()]
+
+    def _reduce(self, extra: torch.Tensor | None) -> None:
+        """Sum gradients, how many replicas have each, and `extra`, beside the gradients."""
+        params = self._trained()
+        sizes = self._sizes(params, extra)
+        if self._staged is None or self._staged.numel() != sum(sizes):
+            wide = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
+            self._staged = torch.empty(sum(sizes), dtype=wide, device=self._device)
+        self._staged.zero_()
+        *parts, has_grad, tail = self._staged.split(sizes)
+        grads = [None if param.grad is None else to_local(param.grad) for param in params]
+        pairs = [(p.view_as(g), g) for p, g in zip(parts, grads, strict=True) if g is not None]
+        _copy(pairs)
+        has_grad.copy_(torch.tensor([grad is not None for grad in grads]))
+        if extra is not None:
+            tail.copy_(extra.reshape(-1))
+        group, staged = self._connected(), self._staged
+        if group is not None:
+            self._wait_for(lambda: group.allreduce([staged]))
+
+    @torch.no_grad()
+    def _send_state(self) -> None:
+        """The first member gives parameters, buffers, optimizer state and `extra` to fresh ones."""
+        group, view = self._connected(), self._ballot.view
+        is_giver, is_fresh = view.members[0] == self._own, self._own in view.fresh
+        payload = bytearray(pickle.dumps(self._described()) if is_giver else b"")
+        size = torch.tensor([len(payload)], device=self._device)
+        self._broadcast(group, size)
+        described = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
+        if is_giver:
+            described.copy_(torch.frombuffer(payload, dtype=torch.uint8))
+        self._broadcast(group, described)
+        if is_fresh:
+            self._take(pickle.loads(bytes(described.tolist())))
+        for tensor in map(to_local, self._tensors()):
+            sent = tensor.detach().to(self._device, copy=True).contiguous()
+            self._broadcast(group, sent)
+            if is_fresh:
+                tensor.detach().copy_(sent)
+
+    def _broadcast(self, group: Any, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            # As bytes: not every backend knows every dtype.
+            sent = tensor.reshape(-1).view(torch.uint8)
+            self._wait_for(lambda: group.broadcast(sent, 0))
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from (*self._model.parameters(), *self._model.buffers())
+        for _, state in self._states():
+            yield from (state[k] for k in sorted(state) if isinstance(state[k], torch.Tensor))
+
+    def _states(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        found = self._optimizer.state if self._optimizer is not None else {}
+        return [
+            (param, found.get(param, {})) for group in self._groups for param in group["params"]
+        ]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self._optimizer is None else self._optimizer.param_groups
+
+    def _described(self) -> dict[str, Any]:
+        """What is no tensor, and the form of tensors that another replica may not have yet."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+        states = [{k: _form(v) for k, v in state.items()} for _, state in self._states()]
+        extra = {name: value.state_dict() for name, value in self._extra.items()}
+        return {"groups": groups, "states": states, "extra": extra}
+
+    def _take(self, described: Mapping[str, Any]) -> None:
+        """Take what is no tensor, and make room for what is."""
+        for name, value in self._extra.items():
+            value.load_state_dict(described["extra"][name])
+        for group, given in zip(self._groups, described["groups"], strict=True):
+            for name, value in given.items():
+                own = group.get(name)
+                group[name] = value.to(own.device) if isinstance(own, torch.Tensor) else value
+        for (param, _), given in zip(self._states(), described["states"], strict=True):
+            assert self._optimizer is not None
+            self._optimizer.state[param] = {k: _made(v, param) for k, v in given.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Of a tensor of an optimizer's state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+    is_dtensor: bool
+
+
+def _form(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    local = to_local(value)
+    if type(local) is not torch.Tensor:
+        raise UnsupportedError(
+            "ReplicaGroup: optimizer state of plain tensors is expected, found one of "
+            f"{type(local).__name__}; choose another optimizer."
+        )
+    return _Form(tuple(value.shape), value.dtype, local.device.type, isinstance(value, DTensor))
+
+
+def _made(value: Any, param: torch.Tensor) -> Any:
+    if not isinstance(value, _Form):
+        return value
+    if value.is_dtensor:
+        return torch.empty_like(param, dtype=value.dtype, requires_grad=False)
+    own = to_local(param).device
+    device = own if own.type == value.device_type else value.device_type
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if pairs:
+        foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+
+
+def _make_group(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    """A group that belongs to no default group. It returns once all members are there."""
+    if device.type == "cpu":
+        gloo: Any = dist.ProcessGroupGloo
+        return gloo(store, rank, size, default_pg_timeout)
+    nccl: Any = dist.ProcessGroupNCCL
+    torch.cuda.set_device(device)
+    group = nccl(store, rank, size, default_pg_timeout)
+    group.allreduce([torch.zeros(1, device=device)]).wait()  # makes the communicator
+    torch.cuda.synchronize(device)
+    return group
+
+
+def _is_over(work: Any, device: torch.device) -> bool:
+    """Wait for a while; return whether a collective has ended, or raise how it failed."""
+    deadline = time.monotonic() + _SLICE_S
+    if device.type == "cpu":
+        # A slice that has timed out says nothing of the work, which may have ended since.
+        with suppress(RuntimeError):
+            work.wait(timedelta(seconds=_SLICE_S))
+    else:
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    if not work.is_completed():
+        return False
+    work.wait()
+    # A work of NCCL that was aborted has ended, and `wait` says nothing of it.
+    if device.type != "cpu" and work.exception() is not None:
+        raise RuntimeError(str(work.exception()))
+    return True
