@@ -196,6 +196,8 @@ def serve(argument: str) -> None:
     # Ctrl-C in a terminal reaches every process of the group, but only the parent reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer loads many modules
+    with torch.device("meta"):
+        torch.empty(0)  # looks torch's functions up, some of which transformers replaces for a time
     for name in preloaded:
         importlib.import_module(name)
     gc.collect()
