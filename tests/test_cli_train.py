@@ -68,12 +68,13 @@ def test_every_key_has_an_option_that_sets_it(tmp_path):
     expected = {}
     others: dict[type, Any] = {int: 7, float: 1.5e-4, str: 'a "b"\n', tuple: ("x y", "z")}
     fitting = {
-        ("sharding", "mesh"): "1x7",
+        ("sharding", "mesh"): "7x1",
         ("optimizer", "lr"): 0.5,
         ("optimizer", "lr_end"): 0.25,
         # Not together with the others.
         ("optimizer", "name"): "adamw",
         ("data", "eval_share"): 0.0,
+        ("run", "on_nan"): "skip",
     }
     for at, key in KEYS.items():
         value = fitting.get(at, others.get(key.kind))

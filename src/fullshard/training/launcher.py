@@ -32,7 +32,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import ConfigError, TopologyError
-from fullshard.training.config import TrainConfig, mesh_shape
+from fullshard.training.config import TrainConfig, mesh_shape, parse_mesh
 from fullshard.training.config_file import config_as_toml, config_of
 from fullshard.training.control import DEBUG, PREDICTED, StatusFolder, end_with_launcher
 
@@ -51,8 +51,10 @@ _LOADED_IN = os.getpid()
 def launch(config: TrainConfig, kind: type[Launch] | None = None) -> int:
     """Train on ranks of this machine, and return the exit status."""
     _require_free_port(config.run.port)
+    mesh = parse_mesh(config.sharding.mesh) if config.sharding.elastic_replicas else None
+    asked = config.run.ranks or (mesh[0] * mesh[1] if mesh else 0)
     if config.run.device == "cpu" or not any(Path(each).exists() for each in _DRIVERS):
-        num_ranks = config.run.ranks or _CPU_RANKS
+        num_ranks = asked or _CPU_RANKS
         mesh_shape(config.sharding, num_ranks)
         prepare_environment(num_ranks)
         if "torch" not in sys.modules:
@@ -62,7 +64,7 @@ def launch(config: TrainConfig, kind: type[Launch] | None = None) -> int:
 
     device_type = best_device(config.run.device)
     is_forked = device_type == "cpu"
-    num_ranks = config.run.ranks or default_ranks(device_type)
+    num_ranks = asked or default_ranks(device_type)
     require_devices(device_type, num_ranks)
     # The folder is fixed here, so that restarted ranks continue in the same one.
     config = replace(config, run=replace(config.run, out=str(RunFolder.of(config).path)))

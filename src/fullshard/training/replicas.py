@@ -18,7 +18,7 @@ from math import inf
 from typing import Any
 
 from fullshard.comm.processes import is_stopped
-from fullshard.training.config import TrainConfig, mesh_shape, parse_mesh
+from fullshard.training.config import TrainConfig, mesh_shape
 from fullshard.training.control import ReplicaPlace
 from fullshard.training.launcher import FAILED, Launch, launch, run_forked_rank
 from fullshard.training.output import RunFolder
@@ -31,9 +31,7 @@ _GRACE_S = 20.0
 
 def launch_replicas(config: TrainConfig) -> int:
     """Train on replicas of this machine, and return the exit status."""
-    replicas, shards = parse_mesh(config.sharding.mesh) or (0, 0)
-    ranks = config.run.ranks or replicas * shards
-    return launch(replace(config, run=replace(config.run, ranks=ranks)), ReplicaLaunch)
+    return launch(config, ReplicaLaunch)
 
 
 @dataclass(slots=True)
@@ -78,30 +76,34 @@ class ReplicaLaunch(Launch):
     _lost = ("", "")  # the last replica that failed, and how, if none is left
 
     def _launch(self) -> None:
-        folder, alive = RunFolder.of(self._config), dict[int, _Replica]()
-        num_left = self._config.run.max_restarts
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        folder, is_over, num_left = RunFolder.of(self._config), False, self._config.run.max_restarts
         folder.lock()
         try:
             for attempt in count():
-                is_over, num_left = self._attempt(attempt, num_left, alive)
-                for replica in alive.values():
-                    replica.kill()
+                alive: dict[int, _Replica] = {}
+                store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+                try:
+                    is_over, num_left = self._attempt(attempt, num_left, alive, store)
+                finally:
+                    for replica in alive.values():
+                        replica.kill()
                 if is_over:
                     return
         finally:
             folder.unlock()
 
-    def _attempt(self, attempt: int, num_left: int, alive: dict[int, _Replica]) -> tuple[bool, int]:
+    def _attempt(
+        self, attempt: int, num_left: int, alive: dict[int, _Replica], store: Any
+    ) -> tuple[bool, int]:
         """Watch replicas until the run is over, or until none has its state.
 
         Returns which of both, and how many restarts are left.
         """
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         from fullshard.elastic import ReplicaGroup
 
         num_replicas, _ = mesh_shape(self._config.sharding, self._num_ranks)
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         for number in range(num_replicas):
             place = ReplicaPlace(number, 0, num_replicas, store.port)
             alive[number] = self._start(place, attempt)
