@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -211,6 +212,8 @@ class Supervisor:
                     os.environ["NCCL_HOSTID"] = f"host{place}"
                     rank(self.scenario, self.store.port, replica, start, index, self.into)
                     status = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     sys.stderr.flush()
                     os._exit(status)

@@ -446,6 +446,18 @@ class ReplicaGroup:
         group, staged = self._connected(), self._staged
         if group is not None:
             self._wait_for(lambda: group.allreduce([staged]))
+            self._confirm(group)
+
+    def _confirm(self, group: Any) -> None:
+        """Raise if a collective before was aborted.
+
+        On NCCL it has ended then like any other, but the ones after it do nothing.
+        """
+        if self._device.type != "cpu":
+            ones = torch.ones(1, device=self._device)
+            self._wait_for(lambda: group.allreduce([ones]))
+            if ones.item() != len(self._ballot.view.members):
+                raise _FailedError
 
     @torch.no_grad()
     def _send_state(self) -> None:
@@ -455,10 +467,12 @@ class ReplicaGroup:
         payload = bytearray(pickle.dumps(self._described()) if is_giver else b"")
         size = torch.tensor([len(payload)], device=self._device)
         self._broadcast(group, size)
+        self._confirm(group)
         described = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
         if is_giver:
             described.copy_(torch.frombuffer(payload, dtype=torch.uint8))
         self._broadcast(group, described)
+        self._confirm(group)
         if is_fresh:
             self._take(pickle.loads(bytes(described.tolist())))
         for tensor in map(to_local, self._tensors()):
@@ -466,6 +480,7 @@ class ReplicaGroup:
             self._broadcast(group, sent)
             if is_fresh:
                 tensor.detach().copy_(sent)
+        self._confirm(group)
 
     def _broadcast(self, group: Any, tensor: torch.Tensor) -> None:
         if tensor.numel():
@@ -571,7 +586,4 @@ def _is_over(work: Any, device: torch.device) -> bool:
     if not work.is_completed():
         return False
     work.wait()
-    # A work of NCCL that was aborted has ended, and `wait` says nothing of it.
-    if device.type != "cpu" and work.exception() is not None:
-        raise RuntimeError(str(work.exception()))
     return True

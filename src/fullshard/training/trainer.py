@@ -304,7 +304,8 @@ class Trainer:
             tensors += self._parts.batches.next()
         tokens = tensors[1].numel() * self._config.optimizer.accumulate * self._world.size
         tensors = self._on_device(tensors)
-        self._must_stop = stop.is_requested or self._has_failed_save()
+        if self._replicas is not None:  # which agree on it in the step
+            self._must_stop = stop.is_requested or self._has_failed_save()
         captured = None if is_eager else self._captured
         num_graphs = 0 if captured is None else captured.num_graphs
         loss_and_norm = (captured or self._update)(*tensors)
