@@ -26,7 +26,7 @@ from fullshard.training.optimizer import build_optimizer, learning_rate
 from fullshard.training.sharding import architecture_for
 from tests.tiny_run import TEXT, configured
 
-NUM_KILLS, NUM_SHARDS, TIMEOUT_S = 10, 2, 200.0
+NUM_KILLS, NUM_SHARDS, TIMEOUT_S = 5, 2, 200.0
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from fullshard.training.config_file import config_of
 from fullshard.training.control import DEBUG, StopRequest
 from fullshard.training.run import Run
 from fullshard.training.world import World
+from tests.made_once import made_once
 from tests.programs import has_ended
 from tests.tiny_run import TEXT, losses
 
@@ -30,20 +31,23 @@ TIMEOUT_S = 240
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("texts") / "text.txt"
-    path.write_text(TEXT)
-    return str(path)
+    def make(folder: Path) -> None:
+        (folder / "text.txt").write_text(TEXT)
+
+    return str(made_once(tmp_path_factory, "text", make) / "text.txt")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("runs")
-    asked = CliRunner().invoke(fullshard, [*options(text, folder / "run"), "--print-config"])
-    assert asked.exit_code == 0, asked.output
-    (folder / "config.toml").write_text(asked.stdout)
-    pool(2).run(train_on, folder / "config.toml")
-    return folder / "run"
+
+    def make(folder: Path) -> None:
+        asked = CliRunner().invoke(fullshard, [*options(text, folder / "run"), "--print-config"])
+        assert asked.exit_code == 0, asked.output
+        (folder / "config.toml").write_text(asked.stdout)
+        pool(2).run(train_on, folder / "config.toml")
+
+    return made_once(tmp_path_factory, "undisturbed_run", make) / "run"
 
 
 def train_on(rank: Rank, file: Path) -> None:

@@ -26,6 +26,7 @@ from fullshard.training.control import PREDICTED, StopRequest
 from fullshard.training.run import Run
 from fullshard.training.trainer import Parts
 from fullshard.training.world import World
+from tests.made_once import made_once
 from tests.stored import damage
 from tests.tiny_run import TEXT, configured, estimate_once, losses
 
@@ -88,12 +89,15 @@ def train_reference(rank: Rank, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a text, and a run of six steps on it."""
-    path = tmp_path_factory.mktemp("runs")
-    (path / "text.txt").write_text(TEXT)
-    # The more is learned of the text, the less likely is this: the first validation is the best.
-    (path / "other.txt").write_text("~" * 2000)
-    pool(2).run(train_reference, path)
-    return path
+
+    def make(path: Path) -> None:
+        (path / "text.txt").write_text(TEXT)
+        # The more is learned of the text, the less likely is this: the first validation is the
+        # best.
+        (path / "other.txt").write_text("~" * 2000)
+        pool(2).run(train_reference, path)
+
+    return made_once(tmp_path_factory, "reference_run", make)
 
 
 def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(folder: Path) -> None:
