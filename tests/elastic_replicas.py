@@ -39,7 +39,6 @@ class Scenario:
     api: str
     kills: dict[str, tuple[int, str]]
     num_steps: int
-    device: str = "cpu"
     asked: dict[str, int] = field(default_factory=dict)
     early_kills: dict[str, str] = field(default_factory=dict)
 
@@ -58,14 +57,14 @@ class Net(nn.Module):
         return (hidden if part % 2 else self.last(hidden)).square().mean()
 
 
-def build(device: str = "cpu") -> nn.Module:
+def build() -> nn.Module:
     torch.manual_seed(0)
-    return Net().eval().to(device)
+    return Net().eval()
 
 
 def loss_of(model: nn.Module, step: int, part: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + part)
-    inputs = torch.randn(4, 6, generator=generator).to(next(model.parameters()).device)
+    inputs = torch.randn(4, 6, generator=generator)
     loss: torch.Tensor = model(inputs, part)
     return loss
 
@@ -89,8 +88,7 @@ class Progress:
 def shard(model: nn.Module, scenario: Scenario) -> nn.Module:
     if scenario.api == "wrapper":
         kind = fullshard.FullyShardedDataParallel
-        device = torch.device(scenario.device)
-        return kind(model, use_orig_params=True, device_id=device).eval()
+        return kind(model, use_orig_params=True).eval()
     fullshard.fully_shard(model.first)
     fullshard.fully_shard(model)
     return model
@@ -137,9 +135,8 @@ def die_in(phase: str, replicas: fullshard.ReplicaGroup) -> None:
 def rank(scenario: Scenario, port: int, replica: int, start: int, index: int, out: int) -> None:
     store = TCPStore("localhost", port, is_master=False)
     world = PrefixStore(f"world/{replica}.{start}", store)
-    backend = "gloo" if scenario.device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=world, rank=index, world_size=scenario.num_shards)
-    model = shard(build(scenario.device), scenario)
+    dist.init_process_group("gloo", store=world, rank=index, world_size=scenario.num_shards)
+    model = shard(build(), scenario)
     if start:
         for param in model.parameters():
             nn.init.constant_(param, float("nan"))
@@ -208,8 +205,6 @@ class Supervisor:
                 status = 1
                 try:
                     end_with_launcher()
-                    place = replica * self.scenario.num_shards + index
-                    os.environ["NCCL_HOSTID"] = f"host{place}"
                     rank(self.scenario, self.store.port, replica, start, index, self.into)
                     status = 0
                 except BaseException:
@@ -246,9 +241,7 @@ class Supervisor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for text in sys.argv[1:]:
         supervisor = Supervisor(Scenario(**json.loads(text)))
         reader = os.fork()

@@ -35,7 +35,7 @@ from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import UnsupportedError
 
 _SLICE_S = 0.2
-_POLL_S = 0.0005  # of a device
+_POLL_S = 0.0005
 _PATIENCE_S = 10.0  # until who sees a collective fail proposes to repeat it, if nobody is dead
 _MAX_REPEATS = 3
 _PREFIX = "fullshard/replicas"
@@ -258,7 +258,12 @@ class ReplicaGroup:
         self._model = model
         self._optimizer = optimizer
         self._extra = extra or {}
-        self._device = to_local(next(model.parameters())).device
+        device = to_local(next(model.parameters())).device
+        if device.type != "cpu":
+            raise UnsupportedError(
+                f"ReplicaGroup: a model in host memory is expected, found it on {device}, where "
+                "replicas are not supported yet; shard with a mesh of two axes."
+            )
         # The group of a generation. One that failed is kept for as long as it still works.
         self._group: tuple[int, Any] = (-1, None)
         self._works: list[Any] = []
@@ -371,8 +376,6 @@ class ReplicaGroup:
             each for each in self._abandoned if not all(work.is_completed() for work in each[1])
         ]
         if group is not None:
-            if self._device.type != "cpu":
-                group.abort()
             self._abandoned.append((group, works))
         if works:
             self._staged = None  # the last collective may still write there
@@ -386,12 +389,13 @@ class ReplicaGroup:
         # A store blocks all who use it while one waits for a key: the group has its own.
         store = PrefixStore(name, self._store.clone())
         rank, size = view.members.index(self._own), len(view.members)
+        gloo: Any = dist.ProcessGroupGloo
         made: list[Any] = []
         is_over = threading.Event()
 
         def make() -> None:
             try:
-                made.append(_make_group(store, rank, size, self._device))
+                made.append(gloo(store, rank, size, default_pg_timeout))
             except RuntimeError as error:
                 made.append(error)
             is_over.set()
@@ -414,7 +418,7 @@ class ReplicaGroup:
         try:
             work = start()
             self._works = [work]
-            while not _is_over(work, self._device):
+            while not _is_over(work):
                 self._leave_if_decided()
         except RuntimeError as error:
             raise _FailedError from error
@@ -434,7 +438,7 @@ class ReplicaGroup:
         sizes = self._sizes(params, extra)
         if self._staged is None or self._staged.numel() != sum(sizes):
             wide = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
-            self._staged = torch.empty(sum(sizes), dtype=wide, device=self._device)
+            self._staged = torch.empty(sum(sizes), dtype=wide)
         self._staged.zero_()
         *parts, has_grad, tail = self._staged.split(sizes)
         grads = [None if param.grad is None else to_local(param.grad) for param in params]
@@ -446,18 +450,6 @@ class ReplicaGroup:
         group, staged = self._connected(), self._staged
         if group is not None:
             self._wait_for(lambda: group.allreduce([staged]))
-            self._confirm(group)
-
-    def _confirm(self, group: Any) -> None:
-        """Raise if a collective before was aborted.
-
-        On NCCL it has ended then like any other, but the ones after it do nothing.
-        """
-        if self._device.type != "cpu":
-            ones = torch.ones(1, device=self._device)
-            self._wait_for(lambda: group.allreduce([ones]))
-            if ones.item() != len(self._ballot.view.members):
-                raise _FailedError
 
     @torch.no_grad()
     def _send_state(self) -> None:
@@ -465,22 +457,19 @@ class ReplicaGroup:
         group, view = self._connected(), self._ballot.view
         is_giver, is_fresh = view.members[0] == self._own, self._own in view.fresh
         payload = bytearray(pickle.dumps(self._described()) if is_giver else b"")
-        size = torch.tensor([len(payload)], device=self._device)
+        size = torch.tensor([len(payload)])
         self._broadcast(group, size)
-        self._confirm(group)
-        described = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
+        described = torch.empty(int(size.item()), dtype=torch.uint8)
         if is_giver:
             described.copy_(torch.frombuffer(payload, dtype=torch.uint8))
         self._broadcast(group, described)
-        self._confirm(group)
         if is_fresh:
             self._take(pickle.loads(bytes(described.tolist())))
         for tensor in map(to_local, self._tensors()):
-            sent = tensor.detach().to(self._device, copy=True).contiguous()
+            sent = tensor.detach().clone().contiguous()
             self._broadcast(group, sent)
             if is_fresh:
                 tensor.detach().copy_(sent)
-        self._confirm(group)
 
     def _broadcast(self, group: Any, tensor: torch.Tensor) -> None:
         if tensor.numel():
@@ -560,29 +549,11 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
-def _make_group(store: Any, rank: int, size: int, device: torch.device) -> Any:
-    """A group that belongs to no default group. It returns once all members are there."""
-    if device.type == "cpu":
-        gloo: Any = dist.ProcessGroupGloo
-        return gloo(store, rank, size, default_pg_timeout)
-    nccl: Any = dist.ProcessGroupNCCL
-    torch.cuda.set_device(device)
-    group = nccl(store, rank, size, default_pg_timeout)
-    group.allreduce([torch.zeros(1, device=device)]).wait()  # makes the communicator
-    torch.cuda.synchronize(device)
-    return group
-
-
-def _is_over(work: Any, device: torch.device) -> bool:
+def _is_over(work: Any) -> bool:
     """Wait for a while; return whether a collective has ended, or raise how it failed."""
-    deadline = time.monotonic() + _SLICE_S
-    if device.type == "cpu":
-        # A slice that has timed out says nothing of the work, which may have ended since.
-        with suppress(RuntimeError):
-            work.wait(timedelta(seconds=_SLICE_S))
-    else:
-        while not work.is_completed() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+    # A slice that has timed out says nothing of the work, which may have ended since.
+    with suppress(RuntimeError):
+        work.wait(timedelta(seconds=_SLICE_S))
     if not work.is_completed():
         return False
     work.wait()
