@@ -106,7 +106,7 @@ def test_a_run_goes_on_when_replicas_are_killed_and_has_the_losses_of_those_that
     try:
         step = wait_until_back(process, folder, 0)
         for _ in range(NUM_KILLS):
-            time.sleep(moments.uniform(0.0, 0.1))  # a moment in some step
+            wait_until_back(process, folder, step + moments.randrange(4))
             ranks = soak.ranks_of(process.pid)
             assert len(ranks) == 2 * NUM_SHARDS
             os.kill(moments.choice(ranks), signal.SIGKILL)

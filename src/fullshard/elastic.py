@@ -505,8 +505,7 @@ class ReplicaGroup:
             value.load_state_dict(described["extra"][name])
         for group, given in zip(self._groups, described["groups"], strict=True):
             for name, value in given.items():
-                own = group.get(name)
-                group[name] = value.to(own.device) if isinstance(own, torch.Tensor) else value
+                group[name] = value
         for (param, _), given in zip(self._states(), described["states"], strict=True):
             assert self._optimizer is not None
             self._optimizer.state[param] = {k: _made(v, param) for k, v in given.items()}
@@ -518,7 +517,6 @@ class _Form:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device_type: str
     is_dtensor: bool
 
 
@@ -531,7 +529,7 @@ def _form(value: Any) -> Any:
             "ReplicaGroup: optimizer state of plain tensors is expected, found one of "
             f"{type(local).__name__}; choose another optimizer."
         )
-    return _Form(tuple(value.shape), value.dtype, local.device.type, isinstance(value, DTensor))
+    return _Form(tuple(value.shape), value.dtype, isinstance(value, DTensor))
 
 
 def _made(value: Any, param: torch.Tensor) -> Any:
@@ -539,9 +537,7 @@ def _made(value: Any, param: torch.Tensor) -> Any:
         return value
     if value.is_dtensor:
         return torch.empty_like(param, dtype=value.dtype, requires_grad=False)
-    own = to_local(param).device
-    device = own if own.type == value.device_type else value.device_type
-    return torch.empty(value.shape, dtype=value.dtype, device=device)
+    return torch.empty(value.shape, dtype=value.dtype)
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

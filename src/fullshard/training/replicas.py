@@ -8,13 +8,12 @@ have the state of the run, all start again from the newest checkpoint.
 from __future__ import annotations
 
 import multiprocessing
-import os
-import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fullshard.comm.processes import is_stopped
@@ -39,14 +38,14 @@ class _Replica:
     """The processes of one start of a replica, and the store of their world."""
 
     place: ReplicaPlace
-    processes: list[Any]
+    processes: Sequence[BaseProcess]
     store: Any
     stopped_since: float = inf
 
     @property
     def exit_status(self) -> int | None:
         """Return that of a rank that has failed, 0 once all have ended well, None before."""
-        found = [_exit_status(process) for process in self.processes]
+        found = [process.exitcode for process in self.processes]
         failed = [status for status in found if status]
         return failed[0] if failed else None if None in found else 0
 
@@ -61,13 +60,7 @@ class _Replica:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            (process.wait if isinstance(process, subprocess.Popen) else process.join)()
-
-
-def _exit_status(process: Any) -> int | None:
-    is_own = isinstance(process, subprocess.Popen)
-    status: int | None = process.poll() if is_own else process.exitcode
-    return status
+            process.join()
 
 
 class ReplicaLaunch(Launch):
@@ -144,21 +137,13 @@ class ReplicaLaunch(Launch):
         environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
         environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # it is in this process
         environment |= {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
-        processes = []
+        context, processes = multiprocessing.get_context("forkserver"), []
         for shard in range(num_shards):
             own = {"RANK": str(shard), "LOCAL_RANK": str(place.replica * num_shards + shard)}
-            processes.append(self._start_rank(environment | own))
+            args = (str(self._config_file), environment | own)
+            processes.append(context.Process(target=run_forked_rank, args=args))
+            processes[-1].start()
         return _Replica(place, processes, store)
-
-    def _start_rank(self, environment: dict[str, str]) -> Any:
-        file = str(self._config_file)
-        if self._is_forked:
-            context = multiprocessing.get_context("forkserver")
-            process = context.Process(target=run_forked_rank, args=(file, environment))
-            process.start()
-            return process
-        command = [sys.executable, "-m", "fullshard.training.run", file]
-        return subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)
 
     def _exit_status(self) -> int:
         status = super()._exit_status()
