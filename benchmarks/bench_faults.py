@@ -1,7 +1,7 @@
 """Faults of one rank: how long until all others raise, and whether they say which rank it was.
 
     python benchmarks/bench_faults.py             kinds of fault in each phase, beside torch's FSDP
-    python benchmarks/bench_faults.py --backend nccl --timeout 10 --phases backward    on a GPU
+    python benchmarks/bench_faults.py --backend nccl --timeout 10 --at-once 6          on a GPU
     python benchmarks/bench_faults.py --store     what the watchers of many ranks ask of the store
 
 A fault happens on rank 1 of 3, in the third step of a small model, whose process group has a
@@ -19,9 +19,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def take_steps(
     model = shard(variant, model, Sharding(Block, mesh, rank.device))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     try:
-        for step in range(BAD_STEP + 2):
+        for step in range(BAD_STEP + 3):
             if rank.rank == ODD and step == BAD_STEP:
                 blocks[1].faults[phase] = lambda: fail(kind, Path(folder))
             loss = model(torch.ones(2, 32, device=rank.device)).sum()
@@ -157,11 +158,12 @@ def outcome(variant: str, kind: str, phase: str, backend: str, limit_s: float) -
 
 def compare_faults(result: Result, options: Any) -> None:
     backend, limit_s = options.backend, options.timeout
-    rows: list[list[Any]] = []
-    for kind, phase in product(options.kinds, options.phases):
-        found = [outcome(variant, kind, phase, backend, limit_s) for variant in VARIANTS]
-        rows.append([f"{kind}, in {phase}", *found])
-        print(*rows[-1], sep=" | ", flush=True)
+    faults = list(product(options.kinds, options.phases))
+    with ThreadPoolExecutor(options.at_once) as workers:
+        found = workers.map(
+            lambda each: outcome(each[1], *each[0], backend, limit_s), product(faults, VARIANTS)
+        )
+        rows = [[f"{kind}, in {phase}", *islice(found, len(VARIANTS))] for kind, phase in faults]
     title = f"Until all other ranks raise, {backend} with a timeout of {limit_s:g} s"
     result.add(Table(title, ["rank 1 of 3", *VARIANTS], rows))
 
@@ -217,10 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--timeout", type=float, default=20.0)
+    parser.add_argument("--at-once", type=int, default=1, help="how many faults")
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     options = parser.parse_args(arguments)
-    result = result_for("faults", arguments)
+    device = "cuda" if options.backend == "nccl" else "cpu"
+    result = result_for("faults", arguments, device)
     if options.store:
         measure_store(result, options.sizes)
     else:

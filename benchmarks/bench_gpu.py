@@ -281,6 +281,7 @@ def run_ranks(options: argparse.Namespace, result: Result) -> None:
     for num_ranks in options.ranks:
         ranks = pool(num_ranks, backend)
         names = [TORCH_FSDP2, OURS, WRAPPER, BF16_WIRE, *PEERS]
+        names = [name for name in names if name not in options.without]
         found = ranks.run(measure_on_ranks, names, options.task, timeout_s=TIMEOUT_S)
         if backend == "nccl":
             ranks.close()  # the next ones need the memory
@@ -324,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--batch", type=int)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--without", nargs="+", default=[], help="variants to leave out of world1")
+    parser.add_argument("--without", nargs="+", default=[], help="variants to leave out")
     parser.add_argument("--vocabulary", type=int, help="of the model")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

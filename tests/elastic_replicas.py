@@ -41,6 +41,7 @@ class Scenario:
     num_steps: int
     asked: dict[str, int] = field(default_factory=dict)
     early_kills: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 class Net(nn.Module):
@@ -64,7 +65,7 @@ def build() -> nn.Module:
 
 def loss_of(model: nn.Module, step: int, part: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + part)
-    inputs = torch.randn(4, 6, generator=generator)
+    inputs = torch.randn(4, 6, generator=generator).to(next(model.parameters()).device)
     loss: torch.Tensor = model(inputs, part)
     return loss
 
@@ -135,8 +136,11 @@ def die_in(phase: str, replicas: fullshard.ReplicaGroup) -> None:
 def rank(scenario: Scenario, port: int, replica: int, start: int, index: int, out: int) -> None:
     store = TCPStore("localhost", port, is_master=False)
     world = PrefixStore(f"world/{replica}.{start}", store)
-    dist.init_process_group("gloo", store=world, rank=index, world_size=scenario.num_shards)
-    model = shard(build(), scenario)
+    # NCCL takes ranks on one GPU if they seem to be on different hosts.
+    os.environ["NCCL_HOSTID"] = f"{replica}.{index}"
+    backend = "nccl" if scenario.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=world, rank=index, world_size=scenario.num_shards)
+    model = shard(build().to(scenario.device), scenario)
     if start:
         for param in model.parameters():
             nn.init.constant_(param, float("nan"))
@@ -242,6 +246,7 @@ class Supervisor:
 def main() -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     for text in sys.argv[1:]:
         supervisor = Supervisor(Scenario(**json.loads(text)))
         reader = os.fork()

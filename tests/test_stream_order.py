@@ -170,6 +170,7 @@ def small_pieces() -> Iterator[None]:
         patch(f"{module}.SMALLEST_PIECE_BYTES", 64),
         patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 64),
         patch(f"{module}.NUM_PIECES", 5),
+        patch(f"{module}.FEWEST_CUT_RANKS", 1),
     ):
         yield
 

@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from fullshard.comm import watcher
 from fullshard.comm.places import (
     Place,
     are_deadlocked,
+    late_rank,
     rank_apart,
     rank_to_give_up,
     table,
@@ -54,9 +58,10 @@ class Block(nn.Module):
         return y.tanh()
 
 
-def sharded(rank: Rank, api: str) -> nn.Module:
+def sharded(rank: Rank, api: str, timeout_s: float = 100) -> nn.Module:
     model = nn.Sequential(*[Block() for _ in range(3)]).to(rank.device)
-    group = dist.new_group()  # beside the default group, which has been used, too
+    # Beside the default group, which has been used, too.
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     if api == "wrapper":
         return FullyShardedDataParallel(
             model,
@@ -89,7 +94,7 @@ def train(rank: Rank, kind: str, phase: str, api: str) -> None:
 
 
 def take_steps(rank: Rank, kind: str, phase: str, api: str) -> None:
-    model = sharded(rank, api)
+    model = sharded(rank, api, timeout_s=6 if phase == "optimizer" else 100)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     RankGroup.world()  # as an earlier save has made it
@@ -125,6 +130,7 @@ FAULTS = [
     ("raises", "forward", "wrapper", "forward of 1 with ZeroDivisionError: planned .*in fail"),
     ("raises", "backward", "fully_shard", "it left a backward before its end"),
     ("is stopped", "saving", "fully_shard", "its process is stopped"),
+    ("raises", "optimizer", "fully_shard", "others wait for longer than the timeout of 6 s"),
 ]
 
 
@@ -270,7 +276,7 @@ def test_a_rank_that_has_destroyed_its_group_and_ended_has_not_failed(
 
 
 def waits(at: Place, seconds: float) -> Place:
-    return Place(at.step, at.forward, at.phase, at.unit, at.num_collectives, seconds)
+    return replace(at, waited_s=seconds)
 
 
 FORWARD = Place(4, 5, "forward", "blocks.1", 20)
@@ -315,6 +321,12 @@ def test_what_the_places_of_all_ranks_say() -> None:
     assert not are_deadlocked([waits(FORWARD, 90), waits(FORWARD, 70)], 60)
     assert not are_deadlocked([waits(FORWARD, 90), waits(BACKWARD, 50)], 60)
     assert are_deadlocked([waits(FORWARD, 90), waits(BACKWARD, 70)], 60)
+
+    limited = replace(FORWARD, limit_s=60)
+    assert late_rank([waits(limited, 90), BACKWARD]) == (1, ANY)
+    assert late_rank([waits(limited, 50), BACKWARD]) is None
+    assert late_rank([waits(limited, 90), waits(BACKWARD, 1)]) is None  # which may be a deadlock
+    assert late_rank([waits(FORWARD, 90), BACKWARD]) is None
 
     assert rank_to_give_up([FORWARD, LEFT]) is None  # nobody waits for it
     assert rank_to_give_up([waits(FORWARD, 9), FORWARD, LEFT]) == 2

@@ -3,6 +3,8 @@
 A rank that dies ends every process group that it is in. So each replica has a world of its own, in
 which the model is sharded, and gradients are averaged over replicas after backward: rank s with the
 ranks s of the others, over a group that is made anew when the replicas change (a generation).
+They travel through host memory over gloo, also from GPUs: who waits in NCCL for a rank that died
+cannot be sure whether the device still writes.
 
 A step counts on all replicas or on none. Every rank votes when it has the mean, and who sees that
 all have votes to commit; who sees that a replica is dead votes to reform: to do it again without
@@ -258,12 +260,6 @@ class ReplicaGroup:
         self._model = model
         self._optimizer = optimizer
         self._extra = extra or {}
-        device = to_local(next(model.parameters())).device
-        if device.type != "cpu":
-            raise UnsupportedError(
-                f"ReplicaGroup: a model in host memory is expected, found it on {device}, where "
-                "replicas are not supported yet; shard with a mesh of two axes."
-            )
         # The group of a generation. One that failed is kept for as long as it still works.
         self._group: tuple[int, Any] = (-1, None)
         self._works: list[Any] = []
@@ -438,7 +434,8 @@ class ReplicaGroup:
         sizes = self._sizes(params, extra)
         if self._staged is None or self._staged.numel() != sum(sizes):
             wide = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
-            self._staged = torch.empty(sum(sizes), dtype=wide)
+            is_pinned = any(param.is_cuda for param in params)
+            self._staged = torch.empty(sum(sizes), dtype=wide, pin_memory=is_pinned)
         self._staged.zero_()
         *parts, has_grad, tail = self._staged.split(sizes)
         grads = [None if param.grad is None else to_local(param.grad) for param in params]
@@ -466,7 +463,7 @@ class ReplicaGroup:
         if is_fresh:
             self._take(pickle.loads(bytes(described.tolist())))
         for tensor in map(to_local, self._tensors()):
-            sent = tensor.detach().clone().contiguous()
+            sent = tensor.detach().to("cpu", copy=True).contiguous()
             self._broadcast(group, sent)
             if is_fresh:
                 tensor.detach().copy_(sent)
@@ -517,6 +514,7 @@ class _Form:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     is_dtensor: bool
 
 
@@ -529,7 +527,7 @@ def _form(value: Any) -> Any:
             "ReplicaGroup: optimizer state of plain tensors is expected, found one of "
             f"{type(local).__name__}; choose another optimizer."
         )
-    return _Form(tuple(value.shape), value.dtype, isinstance(value, DTensor))
+    return _Form(tuple(value.shape), value.dtype, value.device, isinstance(value, DTensor))
 
 
 def _made(value: Any, param: torch.Tensor) -> Any:
@@ -537,12 +535,17 @@ def _made(value: Any, param: torch.Tensor) -> Any:
         return value
     if value.is_dtensor:
         return torch.empty_like(param, dtype=value.dtype, requires_grad=False)
-    return torch.empty(value.shape, dtype=value.dtype)
+    # The giver's device may have another number.
+    device = param.device if value.device.type == param.device.type else value.device
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy from the second of each pair to the first; all of it is done on return."""
     if pairs:
-        foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+        foreach_copy_([to for to, _ in pairs], [source for _, source in pairs], non_blocking=True)
+        if any(each.is_cuda for each in pairs[0]):
+            torch.cuda.current_stream().synchronize()
 
 
 def _is_over(work: Any) -> bool:

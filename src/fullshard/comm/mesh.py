@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,11 @@ class MeshInfo:
     @property
     def is_alive(self) -> bool:
         return self.shard.is_alive and self.replicate.is_alive
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a collective may take."""
+        return inf if self.main.group is None else timeout_of(self.main.group).total_seconds()
 
     def subgroup_axis(self, size: int) -> Axis:
         """Groups of `size` neighbouring ranks of the shard axis; its ranks must ask alike."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -35,7 +36,8 @@ _MAX_DEPTH = 4
 class Place:
     """Where a rank is, and for how long it has waited there for other ranks.
 
-    `line` is that of the program; `ended` says why the rank will not come any further.
+    `line` is that of the program; `ended` says why the rank will not come any further. `limit_s` is
+    how long it may wait there: the timeout of the process group.
     """
 
     step: int = 0
@@ -46,6 +48,7 @@ class Place:
     waited_s: float = 0.0
     line: str = ""
     ended: str = ""
+    limit_s: float = inf
 
     @property
     def spot(self) -> tuple[object, ...]:
@@ -95,7 +98,10 @@ class OwnPlace:
         self._num_left = self._num_left + 1 if is_left else 0
         if self._num_left > 1 and not ended:
             ended = "it left a backward before its end"
-        found = replace(found, step=self.num_steps, waited_s=0.0, line=line, ended=ended)
+        limit_s = inf if is_in_torch else found.limit_s  # which is not that of the program's groups
+        found = replace(
+            found, step=self.num_steps, waited_s=0.0, line=line, ended=ended, limit_s=limit_s
+        )
         now = time.monotonic()
         if found != self._seen or not is_behind:
             self._seen, self._seen_since = found, now
@@ -162,6 +168,16 @@ def rank_to_give_up(places: Sequence[Place]) -> int | None:
     if max((place.waited_s for place in places), default=0.0) < SHORT_PATIENCE_S:
         return None
     return next((rank for rank, place in enumerate(places) if place.ended), None)
+
+
+def late_rank(places: Sequence[Place]) -> tuple[int, Place] | None:
+    """A rank that does not wait, while another has waited for longer than its group allows."""
+    limit_s = min((each.limit_s for each in places if each.waited_s > each.limit_s), default=None)
+    late = next((rank for rank, place in enumerate(places) if not place.waited_s), None)
+    if limit_s is None or late is None:
+        return None
+    ended = f"{places[late].line}, while others wait for longer than the timeout of {limit_s:g} s"
+    return late, replace(places[late], ended=ended)
 
 
 def are_deadlocked(places: Sequence[Place], patience_s: float) -> bool:

@@ -7,7 +7,7 @@ of a reason to give up writes it to the store (the verdict):
 - a rank whose program raises;
 - a rank that sees another process of its machine gone, or stopped while it waits for it;
 - the first rank, which compares the places of all, and finds ranks waiting for one that has left,
-  or for each other.
+  for one that does not come within the timeout of the process group, or for each other.
 
 A rank raises the verdict where it waits for a collective, and otherwise when it next comes to the
 engine. On NCCL, where compute waits and not the program, communicators are aborted first.
@@ -43,6 +43,7 @@ from fullshard.comm.places import (
     Place,
     Watched,
     are_deadlocked,
+    late_rank,
     rank_apart,
     rank_to_give_up,
     table,
@@ -258,6 +259,8 @@ class Watcher:
         lost, apart, patience = rank_to_give_up(places), rank_apart(places), patience_s()
         if lost is not None:
             self._give_up(lost, places[lost])
+        elif (late := late_rank(places)) is not None:
+            self._give_up(*late)
         elif are_deadlocked(places, patience):
             self._tell(
                 DisagreementError(

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NoReturn
 
 import torch
@@ -671,7 +672,10 @@ class Scheduler:
         is_behind = float(self.comm_ctx.is_behind)
         phase = self.phase if self.reduction is None else "finalize_backward"
         num_collectives = self.comm_ctx.num_collectives
-        return Place(0, self._num_forwards, phase, unit, num_collectives, is_behind)
+        meshes = {unit.mesh_info for unit in self.units}
+        limit_s = min((mesh.timeout_s for mesh in meshes), default=inf)
+        where = (self._num_forwards, phase, unit, num_collectives)
+        return Place(0, *where, waited_s=is_behind, limit_s=limit_s)
 
     # Forward
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fullshard.errors import ConfigError, TopologyError, UnsupportedError
+from fullshard.errors import ConfigError, TopologyError
 from fullshard.training.config import TrainConfig, mesh_shape, parse_mesh
 from fullshard.training.config_file import config_as_toml, config_of
 from fullshard.training.control import DEBUG, PREDICTED, StatusFolder, end_with_launcher
@@ -63,12 +63,7 @@ def launch(config: TrainConfig, kind: type[Launch] | None = None) -> int:
     from fullshard.training.world import best_device, require_devices
 
     device_type = best_device(config.run.device)
-    is_forked = device_type == "cpu"
-    if mesh is not None and not is_forked:
-        raise UnsupportedError(
-            "--elastic-replicas: ranks on a CPU are expected, found GPUs, where replicas are not "
-            "supported yet; leave out the option, or pass --device cpu."
-        )
+    is_forked = device_type == "cpu" or mesh is not None
     num_ranks = asked or default_ranks(device_type)
     require_devices(device_type, num_ranks)
     # The folder is fixed here, so that restarted ranks continue in the same one.

@@ -56,10 +56,12 @@ GradSlot = tuple[GradTarget, int]
 # pieces that are cut anywhere (rule 9). So are those of a flat bucket, by at most so many copies.
 PIECE_BYTES = 64 << 20
 MOST_COPIES = 128
-# The gradients of other parameters are copied into their bucket by about so many pieces (rule 9).
-# On NCCL two took as long as one, and five longer (benchmarks/bench_gpu.py ranks). What travels in
-# a narrow dtype is small already.
+# The gradients of other parameters are copied into their bucket by about so many pieces (rule 9),
+# except on few ranks, which hold much more than what that saves: on 4 NCCL ranks two pieces took
+# 4 % longer than one (benchmarks/bench_gpu.py ranks). What travels in a narrow dtype is small
+# already.
 NUM_PIECES = 2
+FEWEST_CUT_RANKS = 8
 # Smaller pieces, or smaller parts of them for each rank, cost more time than they save memory.
 SMALLEST_PIECE_BYTES = 16 << 20
 SMALLEST_PIECE_PART_BYTES = 1 << 20
@@ -303,9 +305,10 @@ class GradLane:
         self.shard_numel = lane.shard_numel
         self.buckets: list[GradBucket] = []
         smallest = max(SMALLEST_PIECE_PART_BYTES, SMALLEST_PIECE_BYTES // layout.num_ranks)
+        is_cut &= layout.num_ranks >= FEWEST_CUT_RANKS and not lane.dtypes.sums_on_arrival
         for whole in lane.buckets:
             pieces = [whole]
-            if is_cut and whole.kind is BucketKind.SPLIT and not lane.dtypes.sums_on_arrival:
+            if is_cut and whole.kind is BucketKind.SPLIT:
                 smallest_numel = smallest // lane.dtypes.wire.itemsize
                 piece_numel = max(whole.segment_numel // NUM_PIECES, smallest_numel)
                 pieces = list(whole.cut(piece_numel, lane.dtypes.alignment_numel))

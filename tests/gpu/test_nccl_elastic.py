@@ -1,0 +1,22 @@
+"""Replicas of NCCL ranks on one GPU, of which some are killed."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.elastic_replicas import Scenario
+from tests.test_elastic import SCENARIOS, check, said_by
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Scenario(3, 1, "fully_shard", {"2": (1, "before"), "4": (0, "reducing")}, 6),
+        Scenario(2, 2, "wrapper", {"2": (0, "reduced"), "4": (1, "averaged")}, 6),
+        SCENARIOS[-1],
+    ],
+)
+def test_replicas_killed_on_a_gpu_leave_the_losses_of_those_that_are_left(
+    scenario: Scenario,
+) -> None:
+    check(scenario, *said_by([replace(scenario, device="cuda")]))
