@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.models.initialization import draw_into, uniform, zeros
+from fullshard.models.initialization import constant, draw_into, uniform
 from fullshard.models.optional import optional
 from fullshard.state.shards import TensorShard
 
@@ -79,7 +79,7 @@ def fill_adapters(shards: Iterable[TensorShard], seed: int) -> list[TensorShard]
         if _DOWN in shard.name:
             draw_into(shard, shard.name, seed, uniform(shard.shape[1] ** -0.5))
         elif _UP in shard.name:
-            draw_into(shard, shard.name, seed, zeros)
+            draw_into(shard, shard.name, seed, constant(0.0))
         else:
             others.append(shard)
     return others

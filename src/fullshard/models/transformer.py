@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fullshard.errors import ConfigError, UnknownNameError
 from fullshard.models.adapters import LoraSettings, add_adapters, base_name, fill_adapters
 from fullshard.models.architecture import Architecture, token_ids, write_json
-from fullshard.models.initialization import Draw, draw_into, normal, ones
+from fullshard.models.initialization import Draw, constant, draw_into, normal
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
 from fullshard.state.shards import tensor_shards
 
@@ -252,7 +252,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def initial_values(name: str, size: Size) -> Draw:
     """Return the function that initializes the parameter of this name."""
     if name.endswith(_NORM):
-        return ones
+        return constant(1.0)
     if name.endswith(_RESIDUAL):
         return normal(_INIT_STD / (2 * size.num_blocks) ** 0.5)
     return normal(_INIT_STD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 import tomllib
@@ -30,7 +31,6 @@ _POSITION = re.compile(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<col
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:([\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){50}""")
 # Names that keys had in files of earlier versions.
 _FORMER_NAMES = {("sharding", "door"): "api"}
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def config_of(file: Path | None, given: Given) -> TrainConfig:
@@ -168,18 +168,5 @@ def _statement(key: Key, value: Value) -> str:
 
 
 def _toml(value: Value) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_quoted, value))}]"
-    return _quoted(value) if isinstance(value, str) else repr(value)
-
-
-def _quoted(text: str) -> str:
-    return f'"{"".join(map(_escaped, text))}"'
-
-
-def _escaped(character: str) -> str:
-    if character in _ESCAPES:
-        return _ESCAPES[character]
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
+    """Return a value as TOML, which is the same as JSON but for a character in strings."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
