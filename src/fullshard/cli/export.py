@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fullshard.cli.console import listed
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.state.checkpoint import TensorSource, load
 from fullshard.state.dcp import MODEL
@@ -132,7 +133,7 @@ def _stored(opened: StoredCheckpoint, prefix: str | None) -> dict[str, TensorSou
     if not keys:
         raise CheckpointError(
             f"{opened.path}: tensors of a model are expected under {prefix!r}, found "
-            f"{_some(opened)}; pass the prefix of the model's keys with --prefix."
+            f"{listed(opened.keys, 3)}; pass the prefix of the model's keys with --prefix."
         )
     found = {}
     for name, key in keys.items():
@@ -206,10 +207,5 @@ def _model_prefix(opened: StoredCheckpoint) -> str:
         return ""
     raise CheckpointError(
         f"{opened.path}: a model is expected under {_MODEL_PART!r}, as fullshard writes it, found "
-        f"{_some(opened)}; pass the prefix of its keys with --prefix."
+        f"{listed(opened.keys, 3)}; pass the prefix of its keys with --prefix."
     )
-
-
-def _some(opened: StoredCheckpoint) -> str:
-    keys = opened.keys[:3]
-    return ", ".join(keys) + (", ..." if len(opened.keys) > len(keys) else "")

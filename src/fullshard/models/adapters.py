@@ -37,8 +37,6 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     Modules and parameters are named as peft names them.
     """
     peft = optional("peft", "adapters", "lora")
-    if settings.rank < 1:
-        raise ConfigError(f"adapters: a rank of at least 1 was expected, found {settings.rank}.")
     names = sorted(_targeted(model, settings.targets))
     config = peft.LoraConfig(
         r=settings.rank,

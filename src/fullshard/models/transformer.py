@@ -61,15 +61,6 @@ class Size:
         """The width of the keys, or values, of all heads."""
         return self.num_kv_heads * self.head_width
 
-    @property
-    def num_parameters(self) -> int:
-        """The number of elements; tied parameters count once."""
-        attention = 2 * self.width * self.width + 2 * self.width * self.kv_width
-        mlp = 3 * self.width * self.mlp_width
-        norms = 2 * self.width
-        embeddings = self.vocabulary * self.width * (1 if self.is_tied else 2)
-        return self.num_blocks * (attention + mlp + norms) + self.width + embeddings
-
 
 _ALL = (
     # name, vocabulary, width, blocks, heads, KV heads, MLP width, RoPE theta, longest sequence

@@ -168,5 +168,7 @@ def _statement(key: Key, value: Value) -> str:
 
 
 def _toml(value: Value) -> str:
-    """Return a value as TOML, which is the same as JSON but for a character in strings."""
+    """Return a value as TOML, which differs from JSON in `inf`, `nan` and one character of text."""
+    if isinstance(value, float):
+        return repr(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -93,8 +93,7 @@ class MachineFacts:
 
 def gather_facts() -> MachineFacts:
     """Collect the facts; measures nothing."""
-    memory = meminfo()
-    gpus = tuple(_gpus())
+    memory, gpus, shared = meminfo(), tuple(_gpus()), Path("/dev/shm")
     return MachineFacts(
         software=_software(),
         processor=_processor(),
@@ -102,7 +101,7 @@ def gather_facts() -> MachineFacts:
         num_threads=torch.get_num_threads(),
         memory_bytes=memory.get("MemTotal", 0),
         free_memory_bytes=memory.get("MemAvailable", 0),
-        shared_memory_bytes=_size_of("/dev/shm"),
+        shared_memory_bytes=shutil.disk_usage(shared).total if shared.is_dir() else 0,
         free_disk_bytes=shutil.disk_usage(".").free,
         limits=_limits(),
         network=_network(),
@@ -140,13 +139,9 @@ def environment() -> dict[str, str]:
 
 
 def _software() -> Software:
-    available = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
+    backends = tuple(filter(dist.is_backend_available, ("gloo", "nccl", "mpi")))
     nccl = None
-    if available["nccl"] and torch.cuda.is_available():
+    if "nccl" in backends and torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return Software(
         python=platform.python_version(),
@@ -154,7 +149,7 @@ def _software() -> Software:
         cuda=torch.version.cuda,
         driver=_driver(),
         nccl=nccl,
-        backends=tuple(name for name, is_available in available.items() if is_available),
+        backends=backends,
         packages={name: _version(name) for name in OPTIONAL},
         supported=_supported(),
     )
@@ -215,10 +210,6 @@ def meminfo() -> dict[str, int]:
     lines = path.read_text().splitlines() if path.exists() else []
     parts = (line.split() for line in lines)
     return {part[0].rstrip(":"): int(part[1]) * 1024 for part in parts}
-
-
-def _size_of(folder: str) -> int:
-    return shutil.disk_usage(folder).total if Path(folder).is_dir() else 0
 
 
 def _limits() -> Limits:

@@ -45,11 +45,6 @@ def build_optimizer(
         if section.name == "muon" and found is decayed and is_hidden:
             found = matrices
         found[shard.tensor] = None
-    if decayed.keys() & others.keys():
-        raise ConfigError(
-            "optimizer: flat parameters with the same weight decay throughout are expected, found "
-            "one that mixes parameters with and without; wrap with use_orig_params=True."
-        )
     if not decayed and not others and not matrices:
         raise ConfigError(
             f"{type(model).__name__}: trainable parameters are expected, found no parameter that "
