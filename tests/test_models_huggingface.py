@@ -202,7 +202,7 @@ def test_a_sample_of_a_folder_is_what_transformers_generates(folder: Path) -> No
         temperature=0.0,
         top_k=0,
         seed=0,
-        end=None,
+        end=-1,
         device=CPU,
     )
     prompt = torch.tensor([[1, 2, 3]])

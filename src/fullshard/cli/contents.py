@@ -66,15 +66,13 @@ class Contents:
 
     def _totals(self) -> str:
         words = f"{counted(len(self.tensors), 'tensor')}, {readable(self.num_bytes)}"
-        parts = {"model": MODEL, "optimizer": OPTIMIZER}
-        sizes = {
-            name: sum(t.num_bytes for t in self.tensors if t.name.startswith(prefix))
-            for name, prefix in parts.items()
-        }
-        if self.manifest is None or not sizes["optimizer"]:
+        model, optimizer = (
+            sum(tensor.num_bytes for tensor in self.tensors if tensor.name.startswith(prefix))
+            for prefix in (MODEL, OPTIMIZER)
+        )
+        if self.manifest is None or not optimizer:
             return words
-        split = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items())
-        return f"{words} ({split})"
+        return f"{words} (model {readable(model)}, optimizer {readable(optimizer)})"
 
     def as_json(self) -> dict[str, Any]:
         names = ("id", "created", "step", "num_ranks", "versions", "selection", "extra", "aliases")

@@ -139,7 +139,7 @@ def _generated(request: GenerateRequest, world: World) -> str:
     tokens = sample(
         architecture,
         model,
-        tokenizer.encode(request.prompt) or [tokenizer.end],
+        tokenizer.encode(request.prompt),
         request.tokens,
         temperature=request.temperature,
         top_k=request.top_k,
