@@ -191,10 +191,13 @@ class MetricsLog:
         self._open(last_step)
 
     def _open(self, last_step: int) -> None:
-        board = self._tensorboard
         self.last_step = _drop_after(self._path, last_step)
         self._file = self._path.open("a", encoding="utf-8")
-        self._writer = None if board is None else _summary_writer(board, last_step)
+        self._writer = None
+        if self._tensorboard is not None:
+            module: Any = optional("torch.utils.tensorboard", "--tensorboard", "tensorboard")
+            board = str(self._tensorboard)
+            self._writer = module.SummaryWriter(board, purge_step=last_step + 1)
 
     def go_back(self, last_step: int) -> None:
         """Drop the metrics of later steps."""
@@ -271,8 +274,3 @@ def _drop_after(path: Path, last_step: int) -> int:
     incoming.write_text("".join(kept), encoding="utf-8")
     incoming.replace(path)
     return found
-
-
-def _summary_writer(folder: Path, last_step: int) -> Any:
-    module = optional("torch.utils.tensorboard", "--tensorboard", "tensorboard")
-    return module.SummaryWriter(str(folder), purge_step=last_step + 1)
