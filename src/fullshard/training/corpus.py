@@ -310,6 +310,7 @@ class _Contents:
     """Describes a token file; stored next to it, and written after it."""
 
     num_tokens: int
+    num_documents: int
     largest_token: int
     itemsize: int
     has_chats: bool = False
@@ -425,7 +426,8 @@ def _write_tokens(path: Path, documents: Documents, tokenizer: Tokenizer) -> _Co
 def _encode(path: Path, documents: Documents, tokenizer: Tokenizer) -> _Contents:
     has_chats = documents.has_chats
     itemsize = 2 if tokenizer.vocabulary <= 2**16 and not has_chats else 4
-    num_tokens, largest = 0, -1
+    num_tokens = num_documents = 0
+    largest = -1
     with path.open("wb") as file:
         for document in documents:
             if not (has_chats or isinstance(document, str)):
@@ -449,9 +451,10 @@ def _encode(path: Path, documents: Documents, tokenizer: Tokenizer) -> _Contents
                 if has_chats and not is_trained:
                     tokens = [~each for each in tokens]
                 file.write(array.array(_ARRAY_CODES[itemsize], tokens).tobytes())
+            num_documents += 1
         file.flush()
         os.fsync(file.fileno())
-    return _Contents(num_tokens, largest, itemsize, has_chats)
+    return _Contents(num_tokens, num_documents, largest, itemsize, has_chats)
 
 
 def _encoded(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[list[int], bool]]:
