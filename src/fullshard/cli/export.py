@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,8 +105,7 @@ def _write(
     try:
         num_done = 0
         for plan in plans:
-            writer = FileWriter(staging, plan)
-            try:
+            with closing(FileWriter(staging, plan)) as writer:
                 for name in plan.entries:
                     for box in tensors[name].boxes or ():
                         values = tensors[name].read(box).detach().to(dtypes[name])
@@ -113,8 +113,6 @@ def _write(
                     num_done += 1
                     progress(num_done, len(tensors))
                 writer.finish()
-            finally:
-                writer.close()
         describe(staging)
         install(staging, out, plans)
     except BaseException:

@@ -119,15 +119,14 @@ def shown_unit(name: str) -> str:
 
 def short_labels(names: Sequence[str]) -> list[str]:
     """Return for each name its shortest suffix that no other name ends with."""
-    ends: Counter[str] = Counter()
+    tails = {}
     for name in names:
         parts = name.split(".")
-        ends.update(".".join(parts[start:]) for start in range(len(parts)))
+        tails[name] = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+    ends = Counter(tail for each in tails.values() for tail in each)
     found = []
     for name in names:
-        parts = name.split(".")
-        tails = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
-        label = next((tail for tail in tails if tail and ends[tail] == 1), name)
+        label = next((tail for tail in tails[name] if tail and ends[tail] == 1), name)
         found.append(plain(label) if name else "root")
     return found
 

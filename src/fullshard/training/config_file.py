@@ -35,18 +35,14 @@ _FORMER_NAMES = {("sharding", "door"): "api"}
 
 def config_of(file: Path | None, given: Given) -> TrainConfig:
     """Return the configuration: options override the file, which overrides the defaults."""
-    values: dict[tuple[str, str], Value] = {}
-    if file is not None:
-        for section, found in read_config(file).items():
-            values.update({(section, name): value for name, value in found.items()})
-    for place, value in given.items():
-        values[place] = KEYS[place].checked(value, f"--{KEYS[place].option}")
-    sections = {}
-    for part in fields(TrainConfig):
-        cls: Any = part.default_factory
-        own = {name: value for (section, name), value in values.items() if section == part.name}
-        sections[part.name] = cls(**own)
-    return TrainConfig(**sections)
+    values = {} if file is None else read_config(file)
+    for (section, name), value in given.items():
+        key = KEYS[section, name]
+        values.setdefault(section, {})[name] = key.checked(value, f"--{key.option}")
+    parts: Any = fields(TrainConfig)
+    return TrainConfig(
+        **{part.name: part.default_factory(**values.get(part.name, {})) for part in parts}
+    )
 
 
 def read_config(path: Path) -> dict[str, dict[str, Value]]:

@@ -11,6 +11,7 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -174,8 +175,7 @@ def _supported() -> dict[str, str]:
 
 
 def _driver() -> str | None:
-    path = Path("/proc/driver/nvidia/version")
-    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text()) if path.exists() else None
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _text("/proc/driver/nvidia/version"))
     return None if match is None else match[1]
 
 
@@ -198,18 +198,21 @@ def _num_cores() -> int:
 
 
 def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    text = path.read_text() if path.exists() else ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), flags=re.MULTILINE)
     return match[1] if match else platform.machine()
 
 
 def meminfo() -> dict[str, int]:
     """Return the sizes in /proc/meminfo, in bytes."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    parts = (line.split() for line in lines)
+    parts = (line.split() for line in _text("/proc/meminfo").splitlines())
     return {part[0].rstrip(":"): int(part[1]) * 1024 for part in parts}
+
+
+def _text(path: str | Path) -> str:
+    """Return what a file says; nothing if it is missing or not readable."""
+    with suppress(OSError):
+        return Path(path).read_text()
+    return ""
 
 
 def _limits() -> Limits:
@@ -230,16 +233,12 @@ def _control_values(name: str, old_name: str) -> Iterator[str]:
     """Yield a value from each control group of this process, in version 1 or 2."""
     root = Path("/sys/fs/cgroup")
     folders = [root]
-    own = Path("/proc/self/cgroup")
-    for line in own.read_text().splitlines() if own.exists() else ():
+    for line in _text("/proc/self/cgroup").splitlines():
         if line.startswith("0::/"):
             inner = root / line.removeprefix("0::/")
             folders += [inner, *(each for each in inner.parents if root in each.parents)]
     for path in (*(folder / name for folder in folders), root / old_name):
-        try:
-            yield path.read_text().strip()
-        except OSError:
-            pass  # missing in this group, or not readable
+        yield _text(path).strip()
 
 
 def _smallest(values: Iterator[str]) -> int | None:
