@@ -127,7 +127,7 @@ def test_nothing_is_found_wrong_with_a_sound_machine(facts):
         (replace(SOUND, shared_memory_bytes=64 * 2**20), "64 MiB", "--shm-size", False),
         (replace(WITH_GPUS, shared_memory_bytes=64 * 2**20), "64 MiB", "--shm-size", True),
         (replace(SOUND, free_disk_bytes=3 * GIB), "3.0 GiB free", "--out", False),
-        (replace(SOUND, free_disk_bytes=10**6), "0.0 GiB free", "--out", True),
+        (replace(SOUND, free_disk_bytes=10**6), "976.6 KiB free", "--out", True),
         (
             replace(SOUND, limits=Limits(memory_bytes=GIB)),
             "1.0 GiB of memory",

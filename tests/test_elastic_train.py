@@ -70,7 +70,7 @@ def expected_losses(config: TrainConfig, lines: list[dict[str, Any]], cache: Pat
         found = []
         for rank in range(num_ranks):
             batches.position = position
-            batches.be_rank(rank, num_ranks)
+            batches.rank, batches.num_ranks = rank, num_ranks
             inputs, targets = batches.next()
             if line["replicas"][rank // NUM_SHARDS] is not None:
                 logits = architecture.logits(model, inputs, None)

@@ -128,13 +128,13 @@ def train(architecture: Architecture, model: nn.Module, steps: int = 3) -> list[
 
 def test_a_size_is_as_large_as_its_name_says() -> None:
     millions = {"tiny": 1, "10m": 10, "30m": 30, "150m": 150, "350m": 350, "3b": 3200}
-    for name, size in SIZES.items():
+    for name in SIZES:
         model = architecture_of(name).build()
         assert all(param.is_meta for param in model.parameters())
-        assert sum(param.numel() for param in model.parameters()) == size.num_parameters
+        numel = sum(param.numel() for param in model.parameters())
         if name in millions:
-            assert size.num_parameters == pytest.approx(millions[name] * 1e6, rel=0.05)
-    assert SIZES["8b"].num_parameters == 8_030_261_248  # as Llama 3
+            assert numel == pytest.approx(millions[name] * 1e6, rel=0.05)
+        assert name != "8b" or numel == 8_030_261_248  # as Llama 3
 
 
 def test_what_is_no_size_and_no_folder_is_answered_with_what_was_expected(tmp_path: Any) -> None:
@@ -282,8 +282,6 @@ def test_adapters_go_where_they_are_asked_for() -> None:
     for target in ("query", "proj", "embed_tokens"):
         with pytest.raises(ConfigError, match=rf"{target!r}; choose among down_proj, .*, v_proj"):
             BuiltinArchitecture(SMALL, LoraSettings(2, 4.0, (target,))).build()
-    with pytest.raises(ConfigError, match="a rank of at least 1 was expected, found 0"):
-        BuiltinArchitecture(SMALL, LoraSettings(0, 4.0)).build()
 
 
 def test_adapters_without_peft_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +324,7 @@ PROMPT = [5, 6, 7]
 
 
 def drawn(architecture: Architecture, model: nn.Module, num_tokens: int = 30, **o: Any) -> Any:
-    options = {"temperature": 0.8, "top_k": 20, "seed": 3, "end": None, "device": CPU, **o}
+    options = {"temperature": 0.8, "top_k": 20, "seed": 3, "end": -1, "device": CPU, **o}
     prompt = options.pop("prompt", PROMPT)
     return sample(architecture, model, prompt, num_tokens, **options)
 
@@ -387,5 +385,3 @@ def test_a_sample_without_a_prompt_begins_a_document() -> None:
     model = filled(architecture)
     found = drawn(architecture, model, 5, prompt=[], end=256)
     assert found == drawn(architecture, model, 5, prompt=[256], end=256)
-    with pytest.raises(ConfigError, match="a prompt of at least one token"):
-        drawn(architecture, model, 5, prompt=[])

@@ -202,7 +202,7 @@ def test_a_sample_of_a_folder_is_what_transformers_generates(folder: Path) -> No
         temperature=0.0,
         top_k=0,
         seed=0,
-        end=None,
+        end=-1,
         device=CPU,
     )
     prompt = torch.tensor([[1, 2, 3]])
@@ -415,8 +415,6 @@ def test_a_folder_without_a_tokenizer_reads_bytes(folder: Path, tmp_path: Path) 
     assert isinstance(architecture.tokenizer("auto"), ByteTokenizer)
     with pytest.raises(ConfigError, match="tokenizer files were expected in the folder"):
         architecture.tokenizer("model")
-    with pytest.raises(ConfigError, match="'auto', 'bytes' or 'model' was expected"):
-        architecture.tokenizer("words")
     few = dataclasses.replace(SMALL, vocabulary=100)
     architecture = architecture_of(str(saved(tmp_path / "few", llama(few))))
     with pytest.raises(ConfigError, match="at least 257 was expected for bytes, found 100"):
@@ -461,10 +459,10 @@ def checkpoint_command(*args: Any) -> str:
 
 def ours(run: Path) -> tuple[Architecture, nn.Module]:
     """The model of a run, unsharded."""
-    found = find_checkpoint(run)
-    architecture = architecture_for(found.config.model)
+    path, config = find_checkpoint(run)
+    architecture = architecture_for(config.model)
     model = filled(architecture)
-    load(found.path, model, random_state=False)
+    load(path, model, random_state=False)
     return architecture, model.eval()
 
 

@@ -39,3 +39,14 @@ def test_the_package_offers_all_names_of_its_api() -> None:
     assert all(getattr(fullshard, name) is getattr(api, name) for name in api.__all__)
     assert set(api.__all__) <= set(fullshard.__all__)
     assert not hasattr(fullshard, "fully_shart")
+
+
+def test_a_rank_collects_garbage_but_not_of_what_it_was_forked_with() -> None:
+    program = """
+import gc
+import fullshard.training.preloaded
+whole = gc.get_stats()[2]["collections"]
+print(whole, gc.isenabled(), gc.get_freeze_count() > 10_000)
+"""
+    # One collection of everything: none while modules are loaded, the last before ranks are forked.
+    assert outcome_of_forks("", program) == "1 True True\n"

@@ -20,7 +20,7 @@ SCHEDULES = KEYS["optimizer", "schedule"].choices
 def corpus_of(num_sequences: int, fingerprint: str = "corpus") -> Corpus:
     """Sequence i begins with the token SEQUENCE * i."""
     tokens = torch.arange(num_sequences * SEQUENCE + 1, dtype=torch.int32)
-    return Corpus(fingerprint, tokens, 1)
+    return Corpus(fingerprint, tokens)
 
 
 def batches_of(

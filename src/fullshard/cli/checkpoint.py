@@ -101,11 +101,10 @@ def verify(path: Path) -> None:
         say(f"{path}: damaged, {counted(len(problems), 'problem')}")
         raise click.exceptions.Exit(1)
     found = contents_of(path)
-    what = f"{counted(len(found.tensors), 'tensor')}, {counted(len(found.files), 'file')}"
     if found.manifest is None:
-        say(f"{path}: readable, {what}; there is no manifest to compare them with")
+        say(f"{path}: readable, {found.counts}; there is no manifest to compare them with")
     else:
-        say(f"{path}: complete, {what}")
+        say(f"{path}: complete, {found.counts}")
 
 
 @checkpoint.command(short_help="Compare two checkpoints.")
@@ -125,14 +124,14 @@ def diff(first: Path, second: Path, is_all: bool) -> None:
 
     a, b = open_checkpoint(first), open_checkpoint(second)
     with progress("comparing") as report:
-        found = compare(a, b, progress=report)
-    shown = found.differences if is_all else found.differences[:_NUM_SHOWN]
+        differences, num_same = compare(a, b, progress=report)
+    shown = differences if is_all else differences[:_NUM_SHOWN]
     for difference in shown:
         say(f"{difference.subject}: {difference.what}")
-    same = f"{counted(found.num_same, 'tensor')} identical"
-    if found.differences:
-        more = "" if len(shown) == len(found.differences) else "; --all lists the others"
-        say(f"different: {counted(len(found.differences), 'difference')}, {same}{more}")
+    same = f"{counted(num_same, 'tensor')} identical"
+    if differences:
+        more = "" if len(shown) == len(differences) else "; --all lists the others"
+        say(f"different: {counted(len(differences), 'difference')}, {same}{more}")
         raise click.exceptions.Exit(1)
     say(f"no difference: {same}")
 
@@ -231,5 +230,4 @@ def _say_written(out: Path) -> None:
     from fullshard.cli.contents import contents_of
 
     found = contents_of(out)
-    what = f"{counted(len(found.tensors), 'tensor')}, {counted(len(found.files), 'file')}"
-    say(f"{out}: {what}, {readable(found.num_bytes)}")
+    say(f"{out}: {found.counts}, {readable(found.num_bytes)}")

@@ -11,7 +11,7 @@ from typing import Any
 from fullshard.cli.console import listed
 from fullshard.formatting import counted, readable
 from fullshard.state.dcp import MODEL, OPTIMIZER
-from fullshard.state.store import MANIFEST, Manifest, StoredCheckpoint, open_checkpoint
+from fullshard.state.store import MANIFEST, Manifest, open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class Contents:
         """The size of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
+    @property
+    def counts(self) -> str:
+        return f"{counted(len(self.tensors), 'tensor')}, {counted(len(self.files), 'file')}"
+
     def facts(self) -> Iterator[tuple[str, str]]:
         """Yield the lines below the tables."""
         yield "checkpoint", str(self.path)
@@ -62,60 +66,48 @@ class Contents:
 
     def _totals(self) -> str:
         words = f"{counted(len(self.tensors), 'tensor')}, {readable(self.num_bytes)}"
-        parts = {"model": MODEL, "optimizer": OPTIMIZER}
-        sizes = {
-            name: sum(t.num_bytes for t in self.tensors if t.name.startswith(prefix))
-            for name, prefix in parts.items()
-        }
-        if self.manifest is None or not sizes["optimizer"]:
+        model, optimizer = (
+            sum(tensor.num_bytes for tensor in self.tensors if tensor.name.startswith(prefix))
+            for prefix in (MODEL, OPTIMIZER)
+        )
+        if self.manifest is None or not optimizer:
             return words
-        split = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items())
-        return f"{words} ({split})"
+        return f"{words} (model {readable(model)}, optimizer {readable(optimizer)})"
 
     def as_json(self) -> dict[str, Any]:
-        manifest = self.manifest
+        names = ("id", "created", "step", "num_ranks", "versions", "selection", "extra", "aliases")
+        about: dict[str, Any] = dict.fromkeys(names) | {"versions": {}, "extra": [], "aliases": {}}
+        if self.manifest is not None:
+            about = {name: getattr(self.manifest, name) for name in names}
         return {
             "path": str(self.path),
-            "written_by": "torch" if manifest is None else "fullshard",
-            "id": None if manifest is None else manifest.id,
-            "created": None if manifest is None else manifest.created,
-            "step": None if manifest is None else manifest.step,
-            "num_ranks": None if manifest is None else manifest.num_ranks,
-            "versions": {} if manifest is None else dict(manifest.versions),
-            "selection": None if manifest is None else manifest.selection,
-            "extra": [] if manifest is None else list(manifest.extra),
-            "aliases": {} if manifest is None else dict(manifest.aliases),
+            "written_by": "torch" if self.manifest is None else "fullshard",
+            **about,
             "num_bytes": self.num_bytes,
             "tensors": [asdict(tensor) for tensor in self.tensors],
-            "others": list(self.others),
-            "files": dict(self.files),
+            "others": self.others,
+            "files": self.files,
         }
 
 
 def contents_of(path: Path) -> Contents:
     """Return the contents of a checkpoint, without reading its tensors."""
     opened = open_checkpoint(path)
-    tensors = tuple(_line(opened, key) for key in opened.keys)
-    return Contents(path, opened.manifest, tensors, tuple(opened.object_keys), _files(opened))
-
-
-def _line(opened: StoredCheckpoint, key: str) -> TensorLine:
-    shape, dtype = opened.shape(key), opened.dtype(key)
-    stored = None if opened.manifest is None else opened.manifest.tensors.get(key)
-    return TensorLine(
-        name=key,
-        shape=shape,
-        dtype=str(dtype).removeprefix("torch."),
-        num_bytes=prod(shape) * dtype.itemsize,
-        num_blocks=len(opened.info(key).boxes),
-        checksum=None if stored is None else stored.checksum,
-    )
-
-
-def _files(opened: StoredCheckpoint) -> dict[str, int]:
-    """Return the sizes of the checkpoint's own files; the folder may contain others."""
-    if opened.manifest is not None:
-        names = {MANIFEST, *opened.manifest.files}
-    else:
-        names = opened.file_names
-    return {name: (opened.path / name).stat().st_size for name in sorted(names)}
+    manifest = opened.manifest
+    tensors = []
+    for key in opened.keys:
+        info, stored = opened.info(key), manifest.tensors.get(key) if manifest else None
+        tensors.append(
+            TensorLine(
+                name=key,
+                shape=info.shape,
+                dtype=str(info.dtype).removeprefix("torch."),
+                num_bytes=prod(info.shape) * info.dtype.itemsize,
+                num_blocks=len(info.boxes),
+                checksum=stored.checksum if stored else None,
+            )
+        )
+    # The checkpoint's own files; the folder may contain others.
+    names = {MANIFEST, *manifest.files} if manifest else opened.file_names
+    files = {name: (opened.path / name).stat().st_size for name in sorted(names)}
+    return Contents(path, manifest, tuple(tensors), tuple(opened.object_keys), files)

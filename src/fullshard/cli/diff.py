@@ -30,35 +30,27 @@ class Difference:
     size: float = inf
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The differences between two checkpoints, largest first, and how many tensors are alike."""
-
-    differences: tuple[Difference, ...]
-    num_same: int
-
-
 def compare(
     first: StoredCheckpoint, second: StoredCheckpoint, *, progress: Callable[[int, int], None]
-) -> Comparison:
-    """Compare tensors, then the optimizer's other values."""
+) -> tuple[list[Difference], int]:
+    """Compare tensors, then the optimizer's other values.
+
+    Returns the differences, largest first, and how many tensors are identical.
+    """
     of_first, of_second = _stored_keys(first), _stored_keys(second)
     keys = list(dict.fromkeys([*first.keys, *second.keys]))
     found, num_same = [], 0
     for num_done, key in enumerate(keys, 1):
         one, other = of_first.get(key), of_second.get(key)
-        difference: Difference | None
         if one is None or other is None:
-            difference = Difference(key, f"only in the {'first' if other is None else 'second'}")
-        else:
-            difference = _difference(key, _Tensor(first, one), _Tensor(second, other))
-        if difference is not None:
-            found.append(difference)
+            found.append(Difference(key, f"only in the {'first' if other is None else 'second'}"))
+        elif difference := _difference(first, one, second, other):
+            found.append(Difference(key, *difference))
         else:
             num_same += 1
         progress(num_done, len(keys))
     found += _optimizer_differences(first, second)
-    return Comparison(tuple(sorted(found, key=lambda each: -each.size)), num_same)
+    return sorted(found, key=lambda each: -each.size), num_same
 
 
 def _stored_keys(checkpoint: StoredCheckpoint) -> dict[str, str]:
@@ -71,50 +63,38 @@ def _stored_keys(checkpoint: StoredCheckpoint) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor of one of the two checkpoints."""
-
-    checkpoint: StoredCheckpoint
-    key: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.checkpoint.shape(self.key)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.checkpoint.dtype(self.key)
-
-    def checksum(self) -> str:
-        """Return the checksum of the manifest, or that of the blocks if there is none."""
-        manifest = self.checkpoint.manifest
-        if manifest is not None and self.key in manifest.tensors:
-            return manifest.tensors[self.key].checksum
-        self.checkpoint.require_tiled(self.key)
-        blocks = self.checkpoint.load_all(self.key)
-        return as_text(joined(checksum(self.shape, where, values) for where, values in blocks))
-
-
-def _difference(key: str, one: _Tensor, other: _Tensor) -> Difference | None:
-    """Describe the difference between two tensors; None if they are identical."""
-    if one.shape != other.shape:
-        return Difference(key, f"shape {list(one.shape)} and {list(other.shape)}")
-    if one.dtype != other.dtype:
-        what = f"dtype {one.dtype} and {other.dtype}".replace("torch.", "")
-    elif one.checksum() != other.checksum():
+def _difference(
+    first: StoredCheckpoint, one: str, second: StoredCheckpoint, other: str
+) -> tuple[str, float] | None:
+    """Return the difference between two tensors in words and its size; None if there is none."""
+    if first.shape(one) != second.shape(other):
+        return f"shape {list(first.shape(one))} and {list(second.shape(other))}", inf
+    if first.dtype(one) != second.dtype(other):
+        what = f"dtype {first.dtype(one)} and {second.dtype(other)}".replace("torch.", "")
+    elif _checksum(first, one) != _checksum(second, other):
         what = "different content"
     else:
         return None
-    words, size = _value_difference(one, other)
-    return Difference(key, f"{what}, {words}", inf if isnan(size) else size)
+    words, size = _value_difference(first, one, second, other)
+    return f"{what}, {words}", inf if isnan(size) else size
 
 
-def _value_difference(one: _Tensor, other: _Tensor) -> tuple[str, float]:
+def _checksum(checkpoint: StoredCheckpoint, key: str) -> str:
+    """Return the checksum of the manifest, or that of the blocks if there is none."""
+    if checkpoint.manifest is not None and key in checkpoint.manifest.tensors:
+        return checkpoint.manifest.tensors[key].checksum
+    checkpoint.require_tiled(key)
+    shape, blocks = checkpoint.shape(key), checkpoint.load_all(key)
+    return as_text(joined(checksum(shape, where, values) for where, values in blocks))
+
+
+def _value_difference(
+    first: StoredCheckpoint, one: str, second: StoredCheckpoint, other: str
+) -> tuple[str, float]:
     # Absolute and relative.
     largest, num_different = torch.zeros(2, dtype=torch.float64), 0
-    for where, values in one.checkpoint.load_all(one.key):
-        others = other.checkpoint.read(other.key, where).reshape(-1).split(_PIECE_NUMEL)
+    for where, values in first.load_all(one):
+        others = second.read(other, where).reshape(-1).split(_PIECE_NUMEL)
         for a, b in zip(values.reshape(-1).split(_PIECE_NUMEL), others, strict=True):
             a, b = _widened(a), _widened(b)
             # Subtracting equal infinities gives NaN, so equal elements are excluded.
@@ -128,7 +108,7 @@ def _value_difference(one: _Tensor, other: _Tensor) -> tuple[str, float]:
     if not num_different:
         return "equal values with different bits", 0.0
     absolute, relative = largest.tolist()
-    number = f"{num_different:,} of {counted(prod(one.shape), 'element')}"
+    number = f"{num_different:,} of {counted(prod(first.shape(one)), 'element')}"
     return f"max abs difference {absolute:.6g}, relative {relative:.3g}, {number}", absolute
 
 

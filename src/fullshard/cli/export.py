@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fullshard.cli.console import listed
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.state.checkpoint import TensorSource, load
 from fullshard.state.dcp import MODEL
@@ -103,8 +105,7 @@ def _write(
     try:
         num_done = 0
         for plan in plans:
-            writer = FileWriter(staging, plan)
-            try:
+            with closing(FileWriter(staging, plan)) as writer:
                 for name in plan.entries:
                     for box in tensors[name].boxes or ():
                         values = tensors[name].read(box).detach().to(dtypes[name])
@@ -112,8 +113,6 @@ def _write(
                     num_done += 1
                     progress(num_done, len(tensors))
                 writer.finish()
-            finally:
-                writer.close()
         describe(staging)
         install(staging, out, plans)
     except BaseException:
@@ -132,7 +131,7 @@ def _stored(opened: StoredCheckpoint, prefix: str | None) -> dict[str, TensorSou
     if not keys:
         raise CheckpointError(
             f"{opened.path}: tensors of a model are expected under {prefix!r}, found "
-            f"{_some(opened)}; pass the prefix of the model's keys with --prefix."
+            f"{listed(opened.keys, 3)}; pass the prefix of the model's keys with --prefix."
         )
     found = {}
     for name, key in keys.items():
@@ -206,10 +205,5 @@ def _model_prefix(opened: StoredCheckpoint) -> str:
         return ""
     raise CheckpointError(
         f"{opened.path}: a model is expected under {_MODEL_PART!r}, as fullshard writes it, found "
-        f"{_some(opened)}; pass the prefix of its keys with --prefix."
+        f"{listed(opened.keys, 3)}; pass the prefix of its keys with --prefix."
     )
-
-
-def _some(opened: StoredCheckpoint) -> str:
-    keys = opened.keys[:3]
-    return ", ".join(keys) + (", ..." if len(opened.keys) > len(keys) else "")

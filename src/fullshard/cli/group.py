@@ -99,10 +99,8 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # the reader, such as `head`, has finished; click exits quietly
-        except click.exceptions.NoArgsIsHelpError:
-            raise
+        except (BrokenPipeError, click.exceptions.NoArgsIsHelpError):
+            raise  # click exits quietly when the reader, such as `head`, has finished
         except click.UsageError as error:
             command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
             raise CommandError(_usage_message(error, command)) from error

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.models.initialization import draw_into, uniform, zeros
+from fullshard.models.initialization import constant, draw_into, uniform
 from fullshard.models.optional import optional
 from fullshard.state.shards import TensorShard
 
@@ -37,8 +37,6 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     Modules and parameters are named as peft names them.
     """
     peft = optional("peft", "adapters", "lora")
-    if settings.rank < 1:
-        raise ConfigError(f"adapters: a rank of at least 1 was expected, found {settings.rank}.")
     names = sorted(_targeted(model, settings.targets))
     config = peft.LoraConfig(
         r=settings.rank,
@@ -79,7 +77,7 @@ def fill_adapters(shards: Iterable[TensorShard], seed: int) -> list[TensorShard]
         if _DOWN in shard.name:
             draw_into(shard, shard.name, seed, uniform(shard.shape[1] ** -0.5))
         elif _UP in shard.name:
-            draw_into(shard, shard.name, seed, zeros)
+            draw_into(shard, shard.name, seed, constant(0.0))
         else:
             others.append(shard)
     return others

@@ -65,8 +65,9 @@ class FolderArchitecture(Architecture):
     def fill(self, model: nn.Module, seed: int) -> None:
         # Not strict: no file contains adapters, and some contain more than the model uses.
         loaded = load_safetensors(self._folder, model, strict=False, rename=base_name)
-        self._require_whole(loaded)
-        self._restore_buffers(model)
+        reference = self._without_adapters()
+        self._require_whole(loaded, reference)
+        self._restore_buffers(model, reference)
         fill_adapters(tensor_shards(model), seed)
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -76,11 +77,6 @@ class FolderArchitecture(Architecture):
         return logits
 
     def tokenizer(self, kind: str) -> Tokenizer:
-        if kind not in ("auto", "bytes", "model"):
-            raise ConfigError(
-                f"model {self.name}: a tokenizer 'auto', 'bytes' or 'model' was expected, found "
-                f"{kind!r}."
-            )
         if kind == "model" and not has_tokenizer(self._folder):
             raise ConfigError(
                 f"model {self.name}: tokenizer files were expected in the folder, found none; "
@@ -153,9 +149,8 @@ class FolderArchitecture(Architecture):
             f"model {self.name}: a causal language model was expected, found {found}"
         )
 
-    def _require_whole(self, loaded: LoadedWeights) -> None:
+    def _require_whole(self, loaded: LoadedWeights, reference: nn.Module) -> None:
         """Raise unless the files have every parameter, and no other that is not ignored."""
-        reference = self._without_adapters()
         ignored = {name for name, _ in reference.named_buffers()}
         patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or ()
         unexpected = [
@@ -176,13 +171,12 @@ class FolderArchitecture(Architecture):
                 f"expected, found others: {'; '.join(problems)}."
             )
 
-    def _restore_buffers(self, model: nn.Module) -> None:
+    def _restore_buffers(self, model: nn.Module, reference: nn.Module) -> None:
         """Recompute buffers that are in no file, such as rotary frequencies.
 
         A second model computes them, whose parameters stay on the meta device: the code that
         computes buffers may also initialize parameters.
         """
-        reference = self._without_adapters()
         try:
             recreate_buffers(reference)
         except LifecycleError as error:

@@ -28,12 +28,8 @@ def uniform(bound: float) -> Draw:
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 
-def ones(values: Tensor, generator: torch.Generator) -> None:
-    values.fill_(1.0)
-
-
-def zeros(values: Tensor, generator: torch.Generator) -> None:
-    values.zero_()
+def constant(value: float) -> Draw:
+    return lambda values, generator: values.fill_(value)
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.errors import ConfigError
 from fullshard.models.architecture import Architecture
 
 
@@ -23,7 +22,7 @@ def sample(
     temperature: float,
     top_k: int,
     seed: int,
-    end: int | None,
+    end: int,
     device: torch.device,
 ) -> list[int]:
     """Sample up to `num_tokens` tokens that follow a prompt. Sampling stops at `end`.
@@ -33,14 +32,7 @@ def sample(
     temperature of 0 the most likely token is chosen; a `top_k` of 0 samples from all tokens.
     """
     generator = torch.Generator().manual_seed(seed)
-    prompt = list(prompt_tokens)
-    if not prompt:
-        if end is None:
-            raise ConfigError(
-                "sample: a prompt of at least one token was expected, found none; pass a prompt, "
-                "or the token that ends a document."
-            )
-        prompt = [end]  # the token that precedes a new document
+    prompt = prompt_tokens or [end]  # the token that precedes a new document
     tokens = list(prompt)
     with _eval_mode(model):
         next_logits = architecture.next_token_logits(model)

@@ -34,10 +34,14 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class Tokenizer(ABC):
-    """Converts text to tokens and back; `end` is the token that ends a document."""
+    """Converts text to tokens and back; `end` is the token that ends a document.
+
+    `fingerprint` is a short string that differs between tokenizers that encode differently.
+    """
 
     vocabulary: int
     end: int
+    fingerprint: str
     chat_template = CHAT_TEMPLATE
 
     @abstractmethod
@@ -57,17 +61,13 @@ class Tokenizer(ABC):
     def save(self, folder: Path) -> None:
         """Write the files from which AutoTokenizer of transformers makes the same tokenizer."""
 
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """A short string that differs between tokenizers that encode differently."""
-
 
 class ByteTokenizer(Tokenizer):
     """One token per byte of UTF-8."""
 
     vocabulary = 257
     end = 256
+    fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
         # A lone surrogate, which files may contain, cannot be encoded.
@@ -93,10 +93,6 @@ class ByteTokenizer(Tokenizer):
         (folder / "tokenizer.json").write_text(json.dumps(content))
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
-    @property
-    def fingerprint(self) -> str:
-        return "bytes"
-
 
 class FolderTokenizer(Tokenizer):
     """The tokenizer of a folder in Hugging Face's layout."""
@@ -120,7 +116,7 @@ class FolderTokenizer(Tokenizer):
         self.end: int = self._own.eos_token_id
         # Added tokens may leave gaps, so the largest token counts, not their number.
         self.vocabulary: int = max(self._own.get_vocab().values()) + 1
-        self._fingerprint = _fingerprint(folder)
+        self.fingerprint = _fingerprint(folder)
         self._own.chat_template = self._own.chat_template or CHAT_TEMPLATE
         self.chat_template = str(self._own.chat_template)
 
@@ -145,10 +141,6 @@ class FolderTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         self._own.save_pretrained(folder)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
 
 def has_tokenizer(folder: Path) -> bool:

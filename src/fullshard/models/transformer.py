@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fullshard.errors import ConfigError, UnknownNameError
 from fullshard.models.adapters import LoraSettings, add_adapters, base_name, fill_adapters
 from fullshard.models.architecture import Architecture, token_ids, write_json
-from fullshard.models.initialization import Draw, draw_into, normal, ones
+from fullshard.models.initialization import Draw, constant, draw_into, normal
 from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
 from fullshard.state.shards import tensor_shards
 
@@ -60,15 +60,6 @@ class Size:
     def kv_width(self) -> int:
         """The width of the keys, or values, of all heads."""
         return self.num_kv_heads * self.head_width
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of elements; tied parameters count once."""
-        attention = 2 * self.width * self.width + 2 * self.width * self.kv_width
-        mlp = 3 * self.width * self.mlp_width
-        norms = 2 * self.width
-        embeddings = self.vocabulary * self.width * (1 if self.is_tied else 2)
-        return self.num_blocks * (attention + mlp + norms) + self.width + embeddings
 
 
 _ALL = (
@@ -252,7 +243,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def initial_values(name: str, size: Size) -> Draw:
     """Return the function that initializes the parameter of this name."""
     if name.endswith(_NORM):
-        return ones
+        return constant(1.0)
     if name.endswith(_RESIDUAL):
         return normal(_INIT_STD / (2 * size.num_blocks) ** 0.5)
     return normal(_INIT_STD)

@@ -124,11 +124,8 @@ def _run(metric: _Metric, record: RunRecord, window: int) -> dict[str, Any]:
 def _points(steps: Sequence[int], values: Sequence[float], most: int) -> list[list[Any]]:
     """Return steps and values; null, as JSON has no NaN, leaves a gap."""
     kept = downsampled(values, most)
-    return [[steps[index] for index in kept], [_short(values[index]) for index in kept]]
-
-
-def _short(value: float) -> float | None:
-    return float(f"{value:.6g}") if isfinite(value) else None
+    shown = [float(f"{v:.6g}") if isfinite(v) else None for v in (values[each] for each in kept)]
+    return [[steps[index] for index in kept], shown]
 
 
 def _summary(metric: _Metric, record: RunRecord, is_named: bool) -> str:

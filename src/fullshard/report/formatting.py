@@ -11,6 +11,11 @@ DASH = "\N{EN DASH}"
 # Separates a number from its unit without a line break.
 _NARROW = "\N{NARROW NO-BREAK SPACE}"
 _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti")
+# Controls of Latin-1, surrogates, and the last two of every plane, which are no characters.
+_REPLACED = (*range(0x80, 0xA0), *range(0xD800, 0xE000), *range(0xFFFE, 0x110000, 0x10000))
+_SYMBOLS = dict.fromkeys((*_REPLACED, *range(0xFFFF, 0x110000, 0x10000)), 0xFFFD)
+_SYMBOLS |= {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_SYMBOLS[0x7F] = ord("\N{SYMBOL FOR DELETE}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +87,7 @@ def plain(text: object) -> str:
     Line feeds and tabs are kept; a lone surrogate, which UTF-8 cannot encode, becomes a
     replacement character.
     """
-    return "".join(_plain_character(each) for each in str(text).replace("\r\n", "\n"))
-
-
-def _plain_character(character: str) -> str:
-    code = ord(character)
-    if code < 0x20 and character not in "\n\t":
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "\N{SYMBOL FOR DELETE}"
-    if 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000 or code & 0xFFFE == 0xFFFE:
-        return "\N{REPLACEMENT CHARACTER}"
-    return character
+    return str(text).replace("\r\n", "\n").translate(_SYMBOLS)
 
 
 def _three_digits(value: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fullshard.formatting import counted
 from fullshard.report.curves import downsampled
-from fullshard.report.formatting import ByteScale, plain, shown_share, shown_time
+from fullshard.report.formatting import ByteScale, plain, shown_bytes, shown_share, shown_time
 from fullshard.report.palette import KEYS
 from fullshard.report.record import RunRecord
 from fullshard.trace.seam import Activity, Track
@@ -119,15 +119,14 @@ def shown_unit(name: str) -> str:
 
 def short_labels(names: Sequence[str]) -> list[str]:
     """Return for each name its shortest suffix that no other name ends with."""
-    ends: Counter[str] = Counter()
+    tails = {}
     for name in names:
         parts = name.split(".")
-        ends.update(".".join(parts[start:]) for start in range(len(parts)))
+        tails[name] = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+    ends = Counter(tail for each in tails.values() for tail in each)
     found = []
     for name in names:
-        parts = name.split(".")
-        tails = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
-        label = next((tail for tail in tails if tail and ends[tail] == 1), name)
+        label = next((tail for tail in tails[name] if tail and ends[tail] == 1), name)
         found.append(plain(label) if name else "root")
     return found
 
@@ -219,13 +218,10 @@ def _memory_summary(timelines: Sequence[Timeline]) -> str:
         return ""
     most_full, full_rank = max(samples, key=lambda each: each[0].full_bytes)
     most, rank = max(samples, key=lambda each: each[0].allocated_bytes)
-    full = ByteScale.fitting(most_full.full_bytes)
-    allocated = ByteScale.fitting(most.allocated_bytes)
     return (
-        f"Peak of unsharded parameters: {most_full.full_bytes / full.num_bytes:.1f} {full.name}, "
-        f"on rank {full_rank} after {shown_time(most_full.at_s)}. Peak memory: "
-        f"{most.allocated_bytes / allocated.num_bytes:.1f} {allocated.name}, on rank {rank} after "
-        f"{shown_time(most.at_s)}."
+        f"Peak of unsharded parameters: {shown_bytes(most_full.full_bytes)}, on rank {full_rank} "
+        f"after {shown_time(most_full.at_s)}. Peak memory: {shown_bytes(most.allocated_bytes)}, on "
+        f"rank {rank} after {shown_time(most.at_s)}."
     )
 
 

@@ -76,21 +76,16 @@ def _wait(ranks: list[subprocess.Popen[bytes]], logs: list[Path], until: float) 
     for rank, process in enumerate(ranks):
         try:
             status = process.wait(max(0.0, until - time.monotonic()))
+            found = f"an exit with status {status}"
         except subprocess.TimeoutExpired:
+            status, found = None, "it still running"
+        if status != 0:
+            lines = logs[rank].read_text(errors="replace").split("\n")
+            said = next((line for line in reversed(lines) if line.strip()), "no output.")
             raise TopologyError(
-                f"rank {rank}: the ranks must finish measuring in time, found it still running: "
-                f"{_last_line(logs[rank])}"
-            ) from None
-        if status:
-            raise TopologyError(
-                f"rank {rank}: the ranks must be able to talk to each other, found an exit with "
-                f"status {status}: {_last_line(logs[rank])}"
+                f"rank {rank}: the ranks must be able to talk to each other, and finish measuring "
+                f"in time, found {found}: {said}"
             )
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output."
 
 
 def _measured(device: torch.device, sizes_mb: list[int]) -> Speeds:

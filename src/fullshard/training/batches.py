@@ -8,8 +8,9 @@ ranks, so a run can be resumed on any number of ranks.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -37,11 +38,7 @@ class Permutation:
     def of(cls, size: int, seed: int, epoch: int) -> Permutation:
         half_bits = max(1, -(-(size - 1).bit_length() // 2))
         digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
-        keys = tuple(
-            int.from_bytes(digest[8 * index : 8 * index + 8], "little")
-            for index in range(_NUM_ROUNDS)
-        )
-        return cls(size, half_bits, keys)
+        return cls(size, half_bits, struct.unpack(f"<{_NUM_ROUNDS}Q", digest))
 
     def __call__(self, index: int) -> int:
         value = self._permuted(index)
@@ -64,69 +61,58 @@ def _mixed(value: int) -> int:
     return value ^ value >> 31
 
 
+@dataclass(eq=False)
 class Batches:
     """An endless series of micro-batches for this rank.
 
     `position` counts the sequences taken by all ranks. Every sequence occurs once per epoch; an
     epoch may end within a micro-batch. The sequences of a micro-batch depend on
-    `batch * num_ranks`, but not on the number of ranks alone.
+    `batch * num_ranks`, but not on the number of ranks alone. `rank` and `num_ranks` may change.
 
     The share `held_out` of the sequences, chosen by the seed, is left to batches with `is_eval`.
     These have one epoch, in one order: what follows it has no loss.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        sequence: int,
-        batch: int,
-        rank: int,
-        num_ranks: int,
-        seed: int,
-        held_out: float = 0.0,
-        is_eval: bool = False,
-    ) -> None:
-        self.position = 0
-        self._corpus = corpus
-        self._sequence = sequence
-        self._batch = batch
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._seed = seed
-        self._held_out, self._is_eval = held_out, is_eval
-        number = corpus.num_sequences(sequence)
-        num_held_out = int(number * held_out)
-        if held_out and not num_held_out:
+    corpus: Corpus
+    _: KW_ONLY
+    sequence: int
+    batch: int
+    rank: int
+    num_ranks: int
+    seed: int
+    held_out: float = 0.0
+    is_eval: bool = False
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        number = self.corpus.num_sequences(self.sequence)
+        num_held_out = int(number * self.held_out)
+        if self.held_out and not num_held_out:
             what = f"--eval-share: at least one of {number} sequences is expected, found none"
             raise ConfigError(f"{what}; pass a larger share, or text with --eval-data.")
         # The number of sequences in an epoch.
-        self.num_sequences = num_held_out if is_eval else number - num_held_out
-        self._first = 0 if is_eval else num_held_out
-        self._split = Permutation.of(number, seed, -1)
+        self.num_sequences = num_held_out if self.is_eval else number - num_held_out
+        self._first = 0 if self.is_eval else num_held_out
+        self._split = Permutation.of(number, self.seed, -1)
         self._epoch = 0
-        self._order = Permutation.of(self.num_sequences, seed, 0)
-
-    def be_rank(self, rank: int, num_ranks: int) -> None:
-        """Take another part from now on, of as many as there are."""
-        self._rank, self._num_ranks = rank, num_ranks
+        self._order = Permutation.of(self.num_sequences, self.seed, 0)
 
     def next(self) -> tuple[torch.Tensor, ...]:
         """Return inputs and targets, [batch, sequence] of int64, and advance the position.
 
         With conversations, positions in documents come third, and targets may be -100: no loss.
         """
-        first = self.position + self._rank * self._batch
+        first = self.position + self.rank * self.batch
         rows = torch.stack(
             [
-                self._corpus.row(self._index(place), self._sequence)
-                for place in range(first, first + self._batch)
+                self.corpus.row(self._index(place), self.sequence)
+                for place in range(first, first + self.batch)
             ]
         )
-        self.position += self._batch * self._num_ranks
-        has_chats = self._corpus.has_chats
+        self.position += self.batch * self.num_ranks
+        has_chats = self.corpus.has_chats
         tokens, is_trained, positions = unmarked(rows) if has_chats else (rows, rows >= 0, rows)
-        if self._is_eval:
+        if self.is_eval:
             is_trained[max(0, self.num_sequences - first) :] = False
         targets = tokens.masked_fill(~is_trained, -100)
         found = (tokens[:, :-1], targets[:, 1:], positions[:, :-1])
@@ -153,17 +139,17 @@ class Batches:
     def _setting(self) -> dict[str, Any]:
         """Return the settings that the order of sequences depends on."""
         return {
-            "corpus": self._corpus.fingerprint,
-            "sequence": self._sequence,
-            "seed": self._seed,
-            "held_out": self._held_out,
+            "corpus": self.corpus.fingerprint,
+            "sequence": self.sequence,
+            "seed": self.seed,
+            "held_out": self.held_out,
         }
 
     def _index(self, place: int) -> int:
         """Return the index of the sequence at a position in the global order."""
         epoch, within = divmod(place, self.num_sequences)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, Permutation.of(self.num_sequences, self._seed, epoch)
-        if not self._held_out:
+            self._epoch, self._order = epoch, Permutation.of(self.num_sequences, self.seed, epoch)
+        if not self.held_out:
             return self._order(within)
-        return self._split(self._first + (within if self._is_eval else self._order(within)))
+        return self._split(self._first + (within if self.is_eval else self._order(within)))

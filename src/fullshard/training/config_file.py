@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 import tomllib
@@ -30,23 +31,18 @@ _POSITION = re.compile(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<col
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:([\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){50}""")
 # Names that keys had in files of earlier versions.
 _FORMER_NAMES = {("sharding", "door"): "api"}
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def config_of(file: Path | None, given: Given) -> TrainConfig:
     """Return the configuration: options override the file, which overrides the defaults."""
-    values: dict[tuple[str, str], Value] = {}
-    if file is not None:
-        for section, found in read_config(file).items():
-            values.update({(section, name): value for name, value in found.items()})
-    for place, value in given.items():
-        values[place] = KEYS[place].checked(value, f"--{KEYS[place].option}")
-    sections = {}
-    for part in fields(TrainConfig):
-        cls: Any = part.default_factory
-        own = {name: value for (section, name), value in values.items() if section == part.name}
-        sections[part.name] = cls(**own)
-    return TrainConfig(**sections)
+    values = {} if file is None else read_config(file)
+    for (section, name), value in given.items():
+        key = KEYS[section, name]
+        values.setdefault(section, {})[name] = key.checked(value, f"--{key.option}")
+    parts: Any = fields(TrainConfig)
+    return TrainConfig(
+        **{part.name: part.default_factory(**values.get(part.name, {})) for part in parts}
+    )
 
 
 def read_config(path: Path) -> dict[str, dict[str, Value]]:
@@ -168,18 +164,7 @@ def _statement(key: Key, value: Value) -> str:
 
 
 def _toml(value: Value) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_quoted, value))}]"
-    return _quoted(value) if isinstance(value, str) else repr(value)
-
-
-def _quoted(text: str) -> str:
-    return f'"{"".join(map(_escaped, text))}"'
-
-
-def _escaped(character: str) -> str:
-    if character in _ESCAPES:
-        return _ESCAPES[character]
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
+    """Return a value as TOML, which differs from JSON in `inf`, `nan` and one character of text."""
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

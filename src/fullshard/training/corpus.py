@@ -53,31 +53,25 @@ class Documents:
     A text file is one document, and so is each line of a `.jsonl` file; empty documents are
     skipped. `fingerprint` depends on the names, sizes and contents of the files (for inputs beyond
     `HASHED_BYTES`, on the first and last MiB of each) and on the field, but not on where or when
-    they were written. `num_skipped` counts the files in folders that are not UTF-8 text.
+    they were written. Files in folders that are not UTF-8 text are skipped.
     """
 
     files: tuple[TextFile, ...]
     text_field: str
-    num_skipped: int
     fingerprint: str
 
     @classmethod
     def of(cls, paths: Sequence[str], text_field: str) -> Documents:
         """Return the documents of files and folders, by default of Python's standard library."""
         found: dict[Path, TextFile] = {}
-        num_skipped = 0
-        for given in paths:
-            path = Path(given).expanduser()
+        for path in (Path(given).expanduser() for given in paths):
             if path.is_dir():
-                inside, skipped = _files_in(path, found)
-                num_skipped += skipped
+                found = {file.path.resolve(): file for file in _files_in(path)} | found
             else:
-                inside = [_single_file(path)]
-            found.update((file.path.resolve(), file) for file in inside)
-        if not paths:
-            found = {file.path: file for file in _standard_library()}
-        files = tuple(sorted(found.values(), key=lambda file: (file.name, file.num_bytes)))
-        return cls(files, text_field, num_skipped, _fingerprint(files, text_field))
+                found[path.resolve()] = _single_file(path)
+        every = found.values() if paths else _standard_library()
+        files = tuple(sorted(every, key=lambda file: (file.name, file.num_bytes)))
+        return cls(files, text_field, _fingerprint(files, text_field))
 
     @property
     def num_bytes(self) -> int:
@@ -138,44 +132,38 @@ def _hint(path: Path) -> str:
     return f"did you mean {folder / close[0]}?" if close else "correct the path."
 
 
-def _files_in(folder: Path, known: dict[Path, TextFile]) -> tuple[list[TextFile], int]:
-    """Return the text files below a folder, and the number of other files."""
-    files, num_skipped, num_known = [], 0, 0
-    base = folder.resolve().name
-    for path in _walk(folder):
-        if path.resolve() in known:
-            num_known += 1
-            continue
-        num_bytes = path.stat().st_size
-        if num_bytes == 0:
-            continue
-        if _is_text(path):
-            name = (Path(base) / path.relative_to(folder)).as_posix()
-            files.append(TextFile(name, path, num_bytes))
-        else:
-            num_skipped += 1
-    if not files and not num_known:
-        found = f"only other files ({num_skipped})" if num_skipped else "no file"
+def _files_in(folder: Path) -> list[TextFile]:
+    files = _text_files(folder, Path(folder.resolve().name))
+    if not files:
+        num_others = sum(path.stat().st_size > 0 for path in _walk(folder))
+        found = f"only other files ({num_others})" if num_others else "no file"
         raise ConfigError(
             f"{folder}: a folder that contains UTF-8 text is expected, found {found}; pass another "
             "folder, or the files themselves."
         )
-    return files, num_skipped
+    return files
 
 
 def _standard_library() -> list[TextFile]:
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [
-        TextFile(path.relative_to(folder).as_posix(), path, path.stat().st_size)
-        for path in (_walk(folder, _NOT_LIBRARY) if folder.is_dir() else ())
-        if path.suffix == ".py" and path.stat().st_size and _is_text(path)
-    ]
+    files = _text_files(folder, Path(), "*.py", _NOT_LIBRARY) if folder.is_dir() else []
     if not files:
         raise ConfigError(
             f"data: the source of Python's standard library is expected in {folder}, found none; "
             "pass text to train on with --data."
         )
     return files
+
+
+def _text_files(
+    folder: Path, base: Path, pattern: str = "*", excluded: frozenset[str] = frozenset()
+) -> list[TextFile]:
+    """Return the text files below a folder that are not empty; their names start at `base`."""
+    return [
+        TextFile((base / path.relative_to(folder)).as_posix(), path, num_bytes)
+        for path in _walk(folder, excluded)
+        if path.match(pattern) and (num_bytes := path.stat().st_size) and _is_text(path)
+    ]
 
 
 def _walk(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -338,7 +326,6 @@ class Corpus:
 
     fingerprint: str
     tokens: torch.Tensor
-    num_documents: int
     has_chats: bool = False
 
     @property
@@ -399,7 +386,7 @@ def prepare_corpus(
     tokens = torch.from_file(
         str(path), shared=False, size=contents.num_tokens, dtype=_DTYPES[contents.itemsize]
     )
-    return Corpus(fingerprint, tokens, contents.num_documents, contents.has_chats)
+    return Corpus(fingerprint, tokens, contents.has_chats)
 
 
 _DTYPES = {2: torch.uint16, 4: torch.int32}

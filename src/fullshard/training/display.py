@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from statistics import median
-from typing import Any
 
 from fullshard.report.record import RunRecord, StepMetrics
 from fullshard.training.output import RunFolder
@@ -70,9 +69,10 @@ class _LiveLines:
     """A progress bar above the metrics of the last step, narrow enough for any terminal."""
 
     def __init__(self, num_steps: int, first_step: int) -> None:
-        from rich.console import Console
+        from rich.console import Console, Group
         from rich.live import Live
         from rich.progress import BarColumn, Progress, TextColumn
+        from rich.text import Text
 
         console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
         self._progress = Progress(
@@ -82,18 +82,14 @@ class _LiveLines:
             console=console,
         )
         self._task = self._progress.add_task("", total=num_steps, completed=first_step, left="?")
-        self._live = Live(self._rendered(""), console=console, refresh_per_second=4)
+        self._line = Text("")
+        lines = Group(self._progress, self._line)
+        self._live = Live(lines, console=console, refresh_per_second=4)
         self._live.start()
-
-    def _rendered(self, line: str) -> Any:
-        from rich.console import Group
-        from rich.text import Text
-
-        return Group(self._progress, Text(line))
 
     def show(self, step: int, line: str, left: str) -> None:
         self._progress.update(self._task, completed=step, left=left)
-        self._live.update(self._rendered(line))
+        self._line.plain = line
 
     def say(self, text: str) -> None:
         self._live.console.print(text)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import eq, ge, gt, le, lt, ne
 
+from fullshard.formatting import readable
 from fullshard.training.machine import MachineFacts
 
 _MIB, _GIB = 2**20, 2**30
@@ -29,6 +31,7 @@ _SLOW_VARIABLES = {
     "NCCL_IB_DISABLE": "prevents NCCL from using InfiniBand",
     "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
 }
+_COMPARED = {"<": lt, "<=": le, "==": eq, "!=": ne, ">=": ge, ">": gt}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +51,15 @@ def findings(facts: MachineFacts) -> list[Finding]:
 
 def is_within(version: str, supported: str) -> bool:
     """Return whether a version, such as 2.13.0+cpu, is in a range such as ">=2.11,<2.14"."""
-    own = _numbers(version)
-    tests: dict[str, Callable[[tuple[int, ...]], bool]] = {
-        ">=": lambda other: own >= other,
-        "<=": lambda other: own[: len(other)] <= other,
-        "<": lambda other: own < other,
-        ">": lambda other: own > other,
-        "==": lambda other: own[: len(other)] == other,
-        "!=": lambda other: own[: len(other)] != other,
-    }
-    return all(
-        tests[match[1]](_numbers(match[2]))
-        for match in re.finditer(r"(>=|<=|==|!=|<|>)\s*([\d.]+)", supported)
-    )
+    bounds = re.findall(r"(>=|<=|==|!=|<|>)\s*([\d.]+)", supported)
+    return all(_COMPARED[sign](_numbers(version), _numbers(bound)) for sign, bound in bounds)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
+def _numbers(version: str) -> list[int]:
+    """Return the first four numbers of a version; those that it lacks are 0."""
+    found = re.match(r"[\d.]*", version)
+    numbers = [int(number) for number in found[0].split(".") if number] if found else []
+    return [*numbers, 0, 0, 0, 0][:4]
 
 
 def _versions(facts: MachineFacts) -> Iterator[Finding]:
@@ -96,21 +90,17 @@ def _gpu_software(facts: MachineFacts) -> Iterator[Finding]:
             else f"install a driver for CUDA {software.cuda}; nvidia-smi shows the current one",
             is_serious=hidden is None,
         )
-    if "gloo" not in software.backends:
-        yield Finding(
-            "torch was built without gloo", "install a build of torch with gloo", is_serious=True
-        )
-    if facts.gpus and "nccl" not in software.backends:
-        yield Finding(
-            "torch was built without NCCL", "install a build of torch with NCCL", is_serious=True
-        )
+    for backend, is_needed in (("gloo", True), ("NCCL", bool(facts.gpus))):
+        if is_needed and backend.lower() not in software.backends:
+            remedy = f"install a build of torch with {backend}"
+            yield Finding(f"torch was built without {backend}", remedy, is_serious=True)
 
 
 def _gpus(facts: MachineFacts) -> Iterator[Finding]:
     for index, gpu in enumerate(facts.gpus):
         if gpu.free_bytes < gpu.memory_bytes / 2:
             yield Finding(
-                f"GPU {index} has {_gib(gpu.free_bytes)} of {_gib(gpu.memory_bytes)} free",
+                f"GPU {index} has {readable(gpu.free_bytes)} of {readable(gpu.memory_bytes)} free",
                 "stop its other processes (see nvidia-smi), or exclude it with "
                 "CUDA_VISIBLE_DEVICES",
             )
@@ -154,7 +144,7 @@ def _space(facts: MachineFacts) -> Iterator[Finding]:
         )
     if facts.free_disk_bytes < _LITTLE_DISK:
         yield Finding(
-            f"the disk of this folder has {_gib(facts.free_disk_bytes)} free",
+            f"the disk of this folder has {readable(facts.free_disk_bytes)} free",
             "free some space, or pass another folder with --out: a checkpoint takes three times "
             "the bytes of the parameters",
             is_serious=facts.free_disk_bytes < _NO_DISK,
@@ -162,7 +152,7 @@ def _space(facts: MachineFacts) -> Iterator[Finding]:
     limit = min(facts.memory_bytes, facts.limits.memory_bytes or facts.memory_bytes)
     if limit < _LITTLE_MEMORY:
         yield Finding(
-            f"processes may use {_gib(limit)} of memory in total",
+            f"processes may use {readable(limit)} of memory in total",
             "raise the limit, or train a small model on few ranks",
         )
 
@@ -225,10 +215,6 @@ def _packages(facts: MachineFacts) -> Iterator[Finding]:
                 f"{package} is not installed, which is needed for {what}",
                 f"pip install 'fullshard[{extra}]'",
             )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB"
 
 
 _CHECKS = (

@@ -58,14 +58,6 @@ class GenerateRequest:
     device: str = "auto"
 
 
-@dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
-    """A checkpoint, and the configuration of the run that wrote it."""
-
-    path: Path
-    config: TrainConfig
-
-
 def launch_generation(request: GenerateRequest) -> str:
     """Return the text that follows the prompt; raise for an invalid request, on any rank."""
     _validate(request)
@@ -78,8 +70,11 @@ def launch_generation(request: GenerateRequest) -> str:
         return _on_ranks(request, Path(folder))
 
 
-def find_checkpoint(path: Path) -> FoundCheckpoint:
-    """Find the checkpoint in a run's folder, in the folder of its checkpoints, or at this path."""
+def find_checkpoint(path: Path) -> tuple[Path, TrainConfig]:
+    """Find the checkpoint in a run's folder, in the folder of its checkpoints, or at this path.
+
+    Returns its path, and the configuration of the run that wrote it.
+    """
     if not located(path).is_dir():
         raise CheckpointError(
             f"{path}: the folder of a run or of a checkpoint is expected, found "
@@ -97,7 +92,7 @@ def find_checkpoint(path: Path) -> FoundCheckpoint:
             f"{found}: the configuration of the run is expected next to the folder of its "
             "checkpoints, found none; it defines the model."
         )
-    return FoundCheckpoint(found, config)
+    return found, config
 
 
 def _validate(request: GenerateRequest) -> None:
@@ -129,18 +124,22 @@ def _single_rank(device_type: str) -> Iterator[World]:
 
 def _generated(request: GenerateRequest, world: World) -> str:
     """Load the model and sample from it, on every rank."""
-    found = find_checkpoint(request.checkpoint)
-    architecture = architecture_for(found.config.model)
-    model = build_sharded_model(architecture, _sharding(found.config.sharding, world), world)
+    path, config = find_checkpoint(request.checkpoint)
+    architecture = architecture_for(config.model)
+    # The units and the precision are those of the run; other settings concern training.
+    is_possible = world.device.type == "cuda" or config.sharding.precision != "fp16"
+    precision = config.sharding.precision if is_possible else "float32"
+    sharding = ShardingSection(units=config.sharding.units, precision=precision)
+    model = build_sharded_model(architecture, sharding, world)
     # A checkpoint may lack the weights below adapters, and buffers that are computed.
-    architecture.fill(model, found.config.run.seed)
-    _require_same_model(found, architecture.name, model)
-    load(found.path, model, random_state=False)
-    tokenizer = architecture.tokenizer(found.config.data.tokenizer)
+    architecture.fill(model, config.run.seed)
+    _require_same_model(path, architecture.name, model)
+    load(path, model, random_state=False)
+    tokenizer = architecture.tokenizer(config.data.tokenizer)
     tokens = sample(
         architecture,
         model,
-        tokenizer.encode(request.prompt) or [tokenizer.end],
+        tokenizer.encode(request.prompt),
         request.tokens,
         temperature=request.temperature,
         top_k=request.top_k,
@@ -151,9 +150,9 @@ def _generated(request: GenerateRequest, world: World) -> str:
     return tokenizer.decode(tokens)
 
 
-def _require_same_model(found: FoundCheckpoint, name: str, model: nn.Module) -> None:
+def _require_same_model(path: Path, name: str, model: nn.Module) -> None:
     """Raise a short error for a checkpoint of another model; `load` would list every parameter."""
-    opened = open_checkpoint(found.path)
+    opened = open_checkpoint(path)
     stored = {key.removeprefix(MODEL): opened.shape(key) for key in opened.keys}
     is_partial = opened.manifest is not None and opened.manifest.selection != "all"
     others, is_any = [], False
@@ -165,16 +164,9 @@ def _require_same_model(found: FoundCheckpoint, name: str, model: nn.Module) -> 
     if others or not is_any:
         shown = f"{others[0]} and {len(others) - 1} more" if others else "none of its parameters"
         raise CheckpointError(
-            f"{found.path}: a checkpoint of the model {name!r} is expected, as in config.toml of "
+            f"{path}: a checkpoint of the model {name!r} is expected, as in config.toml of "
             f"its run, found another model: {shown}; pass a checkpoint in its original folder."
         )
-
-
-def _sharding(section: ShardingSection, world: World) -> ShardingSection:
-    """Return the units and the precision of the run; the other settings concern training."""
-    is_possible = world.device.type == "cuda" or section.precision != "fp16"
-    precision = section.precision if is_possible else "float32"
-    return ShardingSection(units=section.units, precision=precision)
 
 
 # Several ranks

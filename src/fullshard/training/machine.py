@@ -11,6 +11,7 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -93,8 +94,7 @@ class MachineFacts:
 
 def gather_facts() -> MachineFacts:
     """Collect the facts; measures nothing."""
-    memory = meminfo()
-    gpus = tuple(_gpus())
+    memory, gpus, shared = meminfo(), tuple(_gpus()), Path("/dev/shm")
     return MachineFacts(
         software=_software(),
         processor=_processor(),
@@ -102,7 +102,7 @@ def gather_facts() -> MachineFacts:
         num_threads=torch.get_num_threads(),
         memory_bytes=memory.get("MemTotal", 0),
         free_memory_bytes=memory.get("MemAvailable", 0),
-        shared_memory_bytes=_size_of("/dev/shm"),
+        shared_memory_bytes=shutil.disk_usage(shared).total if shared.is_dir() else 0,
         free_disk_bytes=shutil.disk_usage(".").free,
         limits=_limits(),
         network=_network(),
@@ -140,13 +140,9 @@ def environment() -> dict[str, str]:
 
 
 def _software() -> Software:
-    available = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
+    backends = tuple(filter(dist.is_backend_available, ("gloo", "nccl", "mpi")))
     nccl = None
-    if available["nccl"] and torch.cuda.is_available():
+    if "nccl" in backends and torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return Software(
         python=platform.python_version(),
@@ -154,7 +150,7 @@ def _software() -> Software:
         cuda=torch.version.cuda,
         driver=_driver(),
         nccl=nccl,
-        backends=tuple(name for name, is_available in available.items() if is_available),
+        backends=backends,
         packages={name: _version(name) for name in OPTIONAL},
         supported=_supported(),
     )
@@ -179,8 +175,7 @@ def _supported() -> dict[str, str]:
 
 
 def _driver() -> str | None:
-    path = Path("/proc/driver/nvidia/version")
-    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text()) if path.exists() else None
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _text("/proc/driver/nvidia/version"))
     return None if match is None else match[1]
 
 
@@ -203,22 +198,21 @@ def _num_cores() -> int:
 
 
 def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    text = path.read_text() if path.exists() else ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), flags=re.MULTILINE)
     return match[1] if match else platform.machine()
 
 
 def meminfo() -> dict[str, int]:
     """Return the sizes in /proc/meminfo, in bytes."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    parts = (line.split() for line in lines)
+    parts = (line.split() for line in _text("/proc/meminfo").splitlines())
     return {part[0].rstrip(":"): int(part[1]) * 1024 for part in parts}
 
 
-def _size_of(folder: str) -> int:
-    return shutil.disk_usage(folder).total if Path(folder).is_dir() else 0
+def _text(path: str | Path) -> str:
+    """Return what a file says; nothing if it is missing or not readable."""
+    with suppress(OSError):
+        return Path(path).read_text()
+    return ""
 
 
 def _limits() -> Limits:
@@ -239,16 +233,12 @@ def _control_values(name: str, old_name: str) -> Iterator[str]:
     """Yield a value from each control group of this process, in version 1 or 2."""
     root = Path("/sys/fs/cgroup")
     folders = [root]
-    own = Path("/proc/self/cgroup")
-    for line in own.read_text().splitlines() if own.exists() else ():
+    for line in _text("/proc/self/cgroup").splitlines():
         if line.startswith("0::/"):
             inner = root / line.removeprefix("0::/")
             folders += [inner, *(each for each in inner.parents if root in each.parents)]
     for path in (*(folder / name for folder in folders), root / old_name):
-        try:
-            yield path.read_text().strip()
-        except OSError:
-            pass  # missing in this group, or not readable
+        yield _text(path).strip()
 
 
 def _smallest(values: Iterator[str]) -> int | None:

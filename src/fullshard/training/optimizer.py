@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -39,17 +38,14 @@ def build_optimizer(
     kinds = _modules_by_name(model)
     # A matrix of the shape of an embedding is a head.
     heads = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Embedding)]
-    for shard in _trained(model):
+    for shard in tensor_shards(model):
+        if shard.is_buffer or not shard.is_trainable:
+            continue
         found = decayed if _is_decayed(shard, kinds) else others
         is_hidden = len(shard.shape) == 2 and tuple(shard.shape) not in heads
         if section.name == "muon" and found is decayed and is_hidden:
             found = matrices
         found[shard.tensor] = None
-    if decayed.keys() & others.keys():
-        raise ConfigError(
-            "optimizer: flat parameters with the same weight decay throughout are expected, found "
-            "one that mixes parameters with and without; wrap with use_orig_params=True."
-        )
     if not decayed and not others and not matrices:
         raise ConfigError(
             f"{type(model).__name__}: trainable parameters are expected, found no parameter that "
@@ -130,12 +126,6 @@ def _orthogonalized(update: torch.Tensor) -> torch.Tensor:
     alone: Any = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
     torch.optim.Muon([param], lr=1.0, adjust_lr_fn="match_rms_adamw", **alone).step()
     return param.detach()
-
-
-def _trained(model: nn.Module) -> Iterator[TensorShard]:
-    yield from (
-        shard for shard in tensor_shards(model) if not shard.is_buffer and shard.is_trainable
-    )
 
 
 def _modules_by_name(model: nn.Module) -> dict[str, list[nn.Module]]:

@@ -9,7 +9,7 @@ import os
 import re
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -77,7 +77,7 @@ class RunFolder:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)  # only while the file is read and written
             file.seek(0)
-            found = _parsed(file.read())
+            found = _parsed(file.read(), own)
             if _is_alive(found, own):
                 raise ConfigError(
                     f"--out: a folder that no other run writes to is expected, found {self.path} "
@@ -150,14 +150,13 @@ def config_beside(checkpoint: Path) -> TrainConfig | None:
 
 
 _NUM_RECENT = 4  # metrics of steps that another replica may have had no time to write
-_LOCK_KEYS = ("host", "boot", "machine", "process", "started", "launch")
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parsed(text: str, names: Iterable[str]) -> dict[str, Any]:
     """Return what a lock says; nothing if its writer died while it wrote."""
     try:
         found: dict[str, Any] = json.loads(text)
-        return {name: found[name] for name in _LOCK_KEYS}
+        return {name: found[name] for name in names}
     except (ValueError, KeyError, TypeError):
         return {}
 
@@ -192,10 +191,13 @@ class MetricsLog:
         self._open(last_step)
 
     def _open(self, last_step: int) -> None:
-        board = self._tensorboard
         self.last_step = _drop_after(self._path, last_step)
         self._file = self._path.open("a", encoding="utf-8")
-        self._writer = None if board is None else _summary_writer(board, last_step)
+        self._writer = None
+        if self._tensorboard is not None:
+            module: Any = optional("torch.utils.tensorboard", "--tensorboard", "tensorboard")
+            board = str(self._tensorboard)
+            self._writer = module.SummaryWriter(board, purge_step=last_step + 1)
 
     def go_back(self, last_step: int) -> None:
         """Drop the metrics of later steps."""
@@ -272,8 +274,3 @@ def _drop_after(path: Path, last_step: int) -> int:
     incoming.write_text("".join(kept), encoding="utf-8")
     incoming.replace(path)
     return found
-
-
-def _summary_writer(folder: Path, last_step: int) -> Any:
-    module = optional("torch.utils.tensorboard", "--tensorboard", "tensorboard")
-    return module.SummaryWriter(str(folder), purge_step=last_step + 1)

@@ -144,10 +144,9 @@ class Trainer:
     def _goes_on(self, display: Display) -> bool:
         """Return whether there is a step to do, with the replicas that are there now."""
         if self._replicas is not None:
-            num_shards = self._world.size
-            num_ranks = len(self._replicas.begin_step()) * num_shards
-            rank = self._replicas.index * num_shards + self._world.rank
-            self._parts.batches.be_rank(rank, num_ranks)
+            batches, num_shards = self._parts.batches, self._world.size
+            batches.num_ranks = len(self._replicas.begin_step()) * num_shards
+            batches.rank = self._replicas.index * num_shards + self._world.rank
             display.is_shown = self._world.is_first and self.leads
         return self.step < self._config.optimizer.steps and not self._is_stopping
 
