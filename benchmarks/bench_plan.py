@@ -1,8 +1,9 @@
 """What a plan says of memory and time, against what a step takes.
 
 On a CPU each configuration runs as rank 0 of a simulated world (its collectives send nothing), and
-torch's profiler tells what tensors took at most. On a GPU the steps were measured before, by
-`plan_measurements.py`, also without communication.
+torch's profiler tells what tensors took at most. With `--times`, two ranks run the steps of one job
+with all settings that plans choose from. On a GPU the steps were measured before, by
+`plan_measurements.py`, without communication.
 
     python benchmarks/bench_plan.py [--model 10m] [--world 8]
     python benchmarks/bench_plan.py --times
@@ -13,14 +14,17 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,25 +32,36 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.placement import full_tensor
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.plan import Machine, StepPlan, profile_named, readable
-from fullshard.testing import quiet_world
-from fullshard.training.bandwidth import measure_speeds
+from fullshard.testing import Rank, RankPool, quiet_world
 from fullshard.training.config import ModelSection, OptimizerSection, ShardingSection, TrainConfig
-from fullshard.training.machine import gather_facts
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.planning import choose_settings, measured_profile, plan_run
+from fullshard.training.planning import choose_settings, plan_run, this_machine
 from fullshard.training.sharding import architecture_for, build_sharded_model
 from fullshard.training.world import World
-from measuring import Result, Table, parser_for, result_for, without_known_warnings
+from measuring import (
+    Result,
+    Table,
+    interleaved,
+    medians,
+    parser_for,
+    result_for,
+    undisturbed,
+    without_known_warnings,
+)
 from memory import held_peak_bytes
 
 CPU = torch.device("cpu")
 BUDGETS_GIB = (8, 12, 20, 40, 80)
+TIMEOUT_S = 500.0
 WRAPPER, RECOMPUTED = {"api": "wrapper"}, {"activation_checkpointing": True}
+SELECTIVE = {"selective_checkpointing": True}
 CONFIGS: list[dict[str, Any]] = [
     {},
     {"sharding": WRAPPER},
     {"sharding": RECOMPUTED},
     {"sharding": {**WRAPPER, **RECOMPUTED}},
+    {"sharding": SELECTIVE},
+    {"sharding": {"prefetch": 2, "reshard_to": 2, **SELECTIVE}},
     {"sharding": {"strategy": "grad-op"}},
     {"accumulate": 2},
     {"sharding": {"mesh": "2x4"}},
@@ -111,7 +126,11 @@ def named(given: dict[str, Any]) -> str:
         given.get("sharding", {}).get("api", "fully_shard").replace("fully_shard", "`fully_shard`")
     ]
     words += [
-        key.replace("_", " ") if value is True else value
+        key.replace("_", " ")
+        if value is True
+        else value
+        if isinstance(value, str)
+        else f"{key.replace('_', ' ')} {value}"
         for key, value in sharding.items()
         if value
     ]
@@ -166,40 +185,52 @@ def compare_on_cpu(options: Any) -> Table:
     return Table(title, ["configuration", "planned", "measured", "difference"], rows)
 
 
-def compare_cpu_times(options: Any) -> list[Table]:
-    """Steps of one job with all settings that plans choose from, one thread each."""
-    torch.set_num_threads(1)
-    profile = measured_profile(gather_facts(), measure_speeds(0))
-    machine = Machine(profile=replace(profile, link_gbs=1e9, latency_s=0.0), ranks_per_host=2)
-    runs: list[dict[str, Any]] = []
-    for batch, strategy, is_recomputed in product((1, 2, 4, 8), ("grad-op", "full"), (False, True)):
-        sharding = {"strategy": strategy, "activation_checkpointing": is_recomputed}
-        given = {"batch": batch, "accumulate": 8 // batch, "sharding": sharding}
-        config = config_of(given, options.model, options.sequence, 8)
-        with quiet_world(2):
-            step, times = Step(config, 2), []
-            for _ in range(options.steps):
-                start = time.process_time()
-                step()
-                times.append(time.process_time() - start)
-        del step
-        found = plan_run(config, architecture_for(config.model), machine)
-        measured = {"peak_allocated_bytes": found.peak_bytes, "step_s": min(times[1:])}
-        runs.append({"config": {**given, "world": 2}, "plan_s": found.step_s, **measured})
-        print(named(given), found.step_s, min(times[1:]), flush=True)
-    columns = ["configuration", "planned", "measured", "difference"]
-    rows = [
-        [
-            named(run["config"]),
-            1e3 * run["plan_s"],
-            1e3 * run["step_s"],
-            percent(run["plan_s"], run["step_s"]),
-        ]
-        for run in runs
+def settings_of_a_job() -> list[dict[str, Any]]:
+    """All settings that plans choose from, of a step of 8 sequences."""
+    every = product((1, 2, 4, 8), ("grad-op", "full"), ({}, SELECTIVE, RECOMPUTED))
+    return [
+        {
+            "batch": batch,
+            "accumulate": 8 // batch,
+            "sharding": {"strategy": strategy, **recomputation},
+        }
+        for batch, strategy, recomputation in every
     ]
-    configs = [config_of(run["config"], options.model, options.sequence, 8) for run in runs]
-    title = f"Time of a step of 8 sequences, {options.model}, one thread, in ms"
-    budgets = sorted(run["peak_allocated_bytes"] for run in runs)[3::4]
+
+
+def measured_times(rank: Rank, configs: list[TrainConfig], num_rounds: int) -> list[float]:
+    """On one of the ranks, which all run at once: the median seconds of a step."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.size))  # as the launcher does
+    steps = {str(number): Step(config, rank.size) for number, config in enumerate(configs)}
+
+    def timed(step: Step) -> dict[str, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        return {"step": time.perf_counter() - start}
+
+    runs = {name: partial(timed, step) for name, step in steps.items()}
+    with undisturbed():
+        found = interleaved(runs, num_rounds)
+    return [medians(samples)["step"] for samples in found.values()]
+
+
+def compare_cpu_times(options: Any) -> list[Table]:
+    """Steps of one job on two ranks that share this machine, as `fullshard train` starts them."""
+    num_ranks = 2
+    machine, every = this_machine("cpu", num_ranks, num_ranks), settings_of_a_job()
+    configs = [config_of(given, options.model, options.sequence, 8) for given in every]
+    with RankPool(num_ranks, timeout_s=TIMEOUT_S) as ranks:
+        measured = ranks.run(measured_times, configs, options.steps)[0]
+    runs: list[dict[str, Any]] = []
+    rows: list[list[Any]] = []
+    for given, config, step_s in zip(every, configs, measured, strict=True):
+        found = plan_run(config, architecture_for(config.model), machine)
+        runs.append({"config": given, "peak_allocated_bytes": found.peak_bytes, "step_s": step_s})
+        rows.append([named(given), 1e3 * found.step_s, 1e3 * step_s, percent(found.step_s, step_s)])
+    columns = ["configuration", "planned", "measured", "difference"]
+    title = f"Time of a step of 8 sequences, {options.model}, {num_ranks} ranks, in ms"
+    budgets = sorted(run["peak_allocated_bytes"] for run in runs)[3::5]
     return [Table(title, columns, rows), chosen_among(runs, configs, machine, budgets)]
 
 
@@ -242,7 +273,9 @@ def chosen_among(
 ) -> Table:
     """What is chosen for a budget, against the fastest of the measured runs that fit into it."""
     rows: list[list[Any]] = []
-    given = [("sharding", "offload")]  # which was not measured
+    given = {("sharding", name) for name in ("offload", "prefetch")}  # which were not measured
+    if not any("selective_checkpointing" in run["config"]["sharding"] for run in runs):
+        given.add(("sharding", "selective_checkpointing"))
     for limit in budgets:
         architecture = architecture_for(configs[0].model)
         best = choose_settings(configs[0], architecture, machine, limit, given)[0]
@@ -268,12 +301,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--configs", type=int, default=len(CONFIGS), help="the first of them only")
     parser.add_argument("--times", action="store_true", help="of the settings of one job")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=15, help="rounds of --times")
     parser.add_argument("--measured", type=Path, help="what plan_measurements.py wrote")
     options = parser.parse_args(arguments)
     with without_known_warnings():
         if options.measured is None:
-            result = result_for("plan_times" if options.times else "plan", arguments)
+            result = result_for("plan", arguments)
             for table in compare_cpu_times(options) if options.times else [compare_on_cpu(options)]:
                 result.add(table)
         else:

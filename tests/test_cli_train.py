@@ -75,13 +75,16 @@ def test_every_key_has_an_option_that_sets_it(tmp_path):
         ("optimizer", "name"): "adamw",
         ("data", "eval_share"): 0.0,
         ("run", "on_nan"): "skip",
+        ("sharding", "selective_checkpointing"): False,
+        ("sharding", "reshard_to"): 0,
+        ("sharding", "prefetch"): 1,
     }
     for at, key in KEYS.items():
         value = fitting.get(at, others.get(key.kind))
         if key.choices and at not in fitting:
             value = key.choices[-1] if key.choices[-1] != "none" else key.choices[-2]
         if key.kind is bool:
-            value = not key.default
+            value = fitting.get(at, not key.default)
             typed.append(f"--{key.option}" if value else f"--no-{key.option}")
         else:
             each = value if key.kind is tuple else (value,)

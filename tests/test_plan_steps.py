@@ -34,8 +34,9 @@ from fullshard.plan.ledger import Ledger
 from fullshard.plan.simulator import Fabric, Simulator
 from fullshard.report.formatting import shown_bytes, shown_time
 from fullshard.report.record import RunRecord
-from fullshard.report.tables import summary
+from fullshard.report.tables import memory_kinds, summary
 from fullshard.testing import fake_world
+from fullshard.trace.timeline import PROCESS_KIND
 from fullshard.training import planning
 from fullshard.training.bandwidth import LinkSpeed, Speeds
 from fullshard.training.config import (
@@ -44,6 +45,7 @@ from fullshard.training.config import (
     RunSection,
     ShardingSection,
     TrainConfig,
+    validate,
 )
 from fullshard.training.machine import gather_facts
 from fullshard.training.planning import (
@@ -163,10 +165,10 @@ def test_collectives_take_the_slower_of_links_and_network():
 
 def test_memory_on_a_cpu_is_what_the_engine_holds(tmp_path):
     result = tmp_path / "plan.json"
-    small = ("--model", "tiny", "--sequence", "64", "--configs", "4")
+    small = ("--model", "tiny", "--sequence", "64", "--configs", "6")
     bench_plan.main([*small, "--json", str(result)])
     (table,) = json.loads(result.read_text())["tables"]
-    assert len(table["rows"]) == 4
+    assert len(table["rows"]) == 6
     for name, planned_mib, measured, _ in table["rows"]:
         assert planned_mib == pytest.approx(measured, rel=0.03), name
 
@@ -229,6 +231,10 @@ def test_recomputation_and_offload_save_what_they_should():
     recomputed = planned(batch=8, activation_checkpointing=True)
     assert recomputed.peak.kinds[Kind.ACTIVATIONS] < usual.peak.kinds[Kind.ACTIVATIONS] / 2
     assert recomputed.tflop > 1.2 * usual.tflop
+    selective = planned(batch=8, selective_checkpointing=True)
+    assert selective.tflop == usual.tflop
+    kinds = [each.peak.kinds[Kind.ACTIVATIONS] for each in (recomputed, selective, usual)]
+    assert kinds[0] < kinds[1] < 0.8 * kinds[2]
     offloaded = planned(batch=8, offload=True)
     assert offloaded.peak.kinds.get(Kind.OPTIMIZER, 0) == 0
     shards = sum(usual.peak.kinds[kind] for kind in (Kind.PARAMETERS, Kind.OPTIMIZER))
@@ -370,6 +376,48 @@ def test_the_fastest_settings_that_fit_are_chosen():
         choose_settings(config, architecture, machine, limit, kept)
 
 
+def test_selective_recomputation_is_chosen_where_it_fits_and_is_faster():
+    config, architecture = config_of(batch=4), tiny(2)
+    given = {("optimizer", "batch"), ("optimizer", "accumulate")}
+    for launch_s, is_chosen in ((0.0, True), (1e-3, False)):
+        profile = replace(H100, context_bytes=0, comm_bytes=0, launch_s=launch_s)
+        machine = Machine(profile=profile)
+        selective = config_of(batch=4, selective_checkpointing=True)
+        limit = plan_run(selective, architecture, machine).device_bytes
+        best, *_ = choose_settings(config, architecture, machine, limit, given)
+        assert best.config.sharding.selective_checkpointing is is_chosen
+        assert best.config.sharding.activation_checkpointing is not is_chosen
+        # What was passed stays.
+        for name in ("selective_checkpointing", "activation_checkpointing"):
+            own = config_of(batch=4, **{name: True})
+            kept = {*given, ("sharding", name)}
+            for each in choose_settings(own, architecture, machine, limit, kept):
+                assert getattr(each.config.sharding, name)
+                validate(each.config)
+
+
+def test_resharding_to_a_host_and_deeper_prefetch_are_chosen_where_they_are_faster():
+    config, architecture = config_of(batch=4), tiny(4)
+    given = {("optimizer", "batch"), ("optimizer", "accumulate"), ("sharding", "mesh")}
+    given |= {("sharding", "strategy"), ("sharding", "activation_checkpointing")}
+    # A slow network, which gathers for backward need not cross.
+    hosts = Machine(profile=CPU, ranks_per_host=4, num_hosts=2, network_gbs=0.005)
+    best, *others = choose_settings(config, architecture, hosts, 1 << 40, given)
+    assert best.config.sharding.reshard_to == 4
+    assert "--reshard-to 4" in best.flags
+    assert "reshard_after_forward=4" in best.python
+    assert [each.config.sharding.reshard_to for each in others] == [0]
+    # Messages that take longer than the compute of one unit, and less than that of two.
+    slow = Machine(profile=replace(CPU, latency_s=4e-3), ranks_per_host=2)
+    best, other = choose_settings(config, architecture, slow, 1 << 40, given)
+    assert (best.config.sharding.prefetch, other.config.sharding.prefetch) == (2, 1)
+    assert "--prefetch 2" in best.flags
+    assert "2 modules in set_modules_to_forward_prefetch" in best.python
+    limit = other.peak_bytes if other.peak_bytes < best.peak_bytes else 0
+    best, *_ = choose_settings(config, architecture, slow, limit, given)
+    assert best.config.sharding.prefetch == 1
+
+
 # The command
 
 
@@ -439,11 +487,16 @@ def test_measured_speeds_become_a_profile(tmp_path):
     assert f"on 1x2 {profile.name}" in said
 
 
-def test_train_prints_what_it_would_choose():
-    options = ("--model", "tiny", "--sequence", "16", "--device", "cpu", "--batch", "2")
+def test_train_prints_what_it_would_choose_around_what_a_file_sets(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("[sharding]\nactivation_checkpointing = true\n")
+    options = ("--model", "tiny", "--sequence", "16", "--device", "cpu", "--config", str(file))
     said = CliRunner().invoke(fullshard, ["train", "--auto", "--print-config", *options])
     assert said.exit_code == 0, said.output
-    assert tomllib.loads(said.stdout)["model"]["name"] == "tiny"
+    found = tomllib.loads(said.stdout)
+    assert found["model"]["name"] == "tiny"
+    assert found["sharding"]["activation_checkpointing"]
+    assert found["sharding"]["strategy"] == "grad-op"
     assert "chosen for" in said.stderr
 
 
@@ -463,6 +516,17 @@ def test_a_report_shows_what_was_predicted():
     notes = {fact.name: fact.note for fact in summary(record)}
     assert notes["Step time"].endswith(f"; predicted {shown_time(0.5)}")
     assert notes["Peak memory"] == f"most on any rank; predicted {shown_bytes(3 << 30)}"
+    # Every kind has a colour of its own. On a CPU, memory of the process is measured.
+    measured = {PROCESS_KIND: 5 << 30, **{kind.value: 1 << 20 for kind in Kind}}
+    held = {**measured, "driver and libraries": 1 << 20}
+    del held[PROCESS_KIND]
+    record = replace(record, memory=measured, predicted={**record.predicted, "memory": held})
+    (_, own), (heading, foreseen) = memory_kinds(record).items()
+    assert heading == "Predicted for tensors alone, at the peak of a simulated step:"
+    colours = {name: colour for name, _, _, colour in (*own, *foreseen)}
+    assert len({*colours.values()}) == len(colours) == len(Kind) + 2
+    notes = {fact.name: fact.note for fact in summary(record)}
+    assert notes["Peak memory"].endswith(f"{shown_bytes(3 << 30)} for tensors alone")
 
 
 def test_train_chooses_settings_for_this_machine(capsys, monkeypatch):

@@ -18,7 +18,7 @@ from fullshard.report import RunRecord, StepMetrics, write_report
 from fullshard.report.curves import MOST_POINTS, curves_of, downsampled, smoothed
 from fullshard.report.formatting import plain, shown_bytes, shown_number, shown_time
 from fullshard.report.page import page_of
-from fullshard.report.palette import KEYS, PALETTES
+from fullshard.report.palette import KEYS, NUM_SERIES, PALETTES
 from fullshard.report.step_timeline import (
     MOST_RANKS,
     choices,
@@ -157,7 +157,7 @@ def test_a_text_on_a_bar_can_be_read():
 def test_the_colours_of_ranks_and_runs_are_seen_and_told_apart():
     for palette in PALETTES.values():
         colours = [value for name, value in palette.items() if name.startswith("series-")]
-        assert len(colours) == 8
+        assert len(colours) == NUM_SERIES
         assert min(contrast(each, palette["card"]) for each in colours) >= 3
         assert min(math.dist(rgb(a), rgb(b)) for a, b in combinations(colours, 2)) > 0.2
 

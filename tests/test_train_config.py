@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, TopologyError
 from fullshard.training.config import (
     KEYS,
     SECTIONS,
     Key,
+    ShardingSection,
     TrainConfig,
+    mesh_shape,
     parse_mesh,
     validate,
     value_of,
@@ -179,7 +181,7 @@ WRONG = {
         "lora_targets": ("q", ""),
     },
     "data": {"paths": ("",), "eval_paths": ("",), "eval_share": 1.0, "text_field": ""},
-    "sharding": {"mesh": "2*4", "units": ("",)},
+    "sharding": {"mesh": "2*4", "units": ("",), "reshard_to": -1, "prefetch": 0},
     "optimizer": {
         "steps": 0,
         "batch": 0,
@@ -232,6 +234,16 @@ def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, v
         ({("run", "capture"): "on", ("sharding", "offload"): True}, "found sharding.offload"),
         ({("run", "capture"): "on", ("run", "on_oom"): "split"}, "found run.on_oom (--on-oom)"),
         ({("sharding", "mesh"): "2x4", ("run", "ranks"): 3}, "8 ranks in 2x4"),
+        ({("sharding", "prefetch"): 2, ("sharding", "api"): "wrapper"}, "found sharding.api"),
+        ({("sharding", "reshard_to"): 2, ("sharding", "api"): "wrapper"}, "fully_shard is exp"),
+        ({("sharding", "reshard_to"): 2, ("sharding", "strategy"): "none"}, "strategy full is"),
+        (
+            {
+                ("sharding", "selective_checkpointing"): True,
+                ("sharding", "activation_checkpointing"): True,
+            },
+            "one kind of recomputation",
+        ),
         ({("run", "trace_step"): 201}, "one of 200 steps"),
         ({("optimizer", "name"): "muon", ("sharding", "api"): "wrapper"}, "--api fully_shard"),
         ({("optimizer", "name"): "muon", ("run", "capture"): "on"}, "found optimizer.name"),
@@ -276,3 +288,10 @@ def test_a_mesh_is_replicas_by_shards(replicas, shards):
 def test_what_is_no_mesh_is_refused(mesh):
     with pytest.raises(ConfigError, match="'auto' or replicas x shards"):
         validate(changed("sharding", mesh=mesh))
+
+
+def test_parameters_are_resharded_to_a_divisor_of_the_ranks_that_share_them():
+    section = ShardingSection(mesh="2x6", reshard_to=3)
+    assert mesh_shape(section, 12) == (2, 6)
+    with pytest.raises(TopologyError, match=r"a divisor of the 6 ranks .* found 4; pass one"):
+        mesh_shape(replace(section, reshard_to=4), 12)

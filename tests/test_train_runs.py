@@ -1,6 +1,7 @@
 """`fullshard train` in one piece: what a run leaves behind, and that settings change no losses."""
 
 import contextlib
+import functools
 import gzip
 import io
 import json
@@ -15,15 +16,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from fullshard import FSDPModule
 from fullshard.errors import CheckpointError, ConfigError, FullshardError
 from fullshard.report import read_record
+from fullshard.runtime.hooks import hooks_of
 from fullshard.runtime.names import clean_name
 from fullshard.state import checkpoints, verify
 from fullshard.testing import Rank, on_ranks, pool
-from fullshard.training.config import ShardingSection, TrainConfig
+from fullshard.training.config import ModelSection, ShardingSection, TrainConfig
 from fullshard.training.control import PREDICTED, StopRequest
 from fullshard.training.run import Run
+from fullshard.training.sharding import architecture_for, build_sharded_model
 from fullshard.training.trainer import Parts
 from fullshard.training.world import World
 from tests.made_once import made_once
@@ -139,6 +144,7 @@ SAME_LOSSES: dict[str, dict[str, Any]] = {
     "replicas": {"sharding": {"mesh": "2x1"}},
     "offload": {"sharding": {"offload": True}},
     "recomputed": {"sharding": {"activation_checkpointing": True}},
+    "recomputed selectively": {"sharding": {"api": "wrapper", "selective_checkpointing": True}},
     "linear units": {"sharding": {"units": ("Linear",)}},
     "accumulated": {"optimizer": {"accumulate": 2, "batch": 1}},
 }
@@ -153,6 +159,50 @@ def test_apis_strategies_and_memory_savers_change_no_losses(
         out = {"run": {"out": str(tmp_path / name)}}
         found = trained(rank, configured(folder, name, **changes, **out), num_steps=2)
         assert found == pytest.approx(expected, rel=2e-4), name
+
+
+@on_ranks(4)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_selective_recomputation_resharding_and_prefetch_change_no_losses(rank: Rank) -> None:
+    world = World(rank.rank, rank.size, rank.rank, rank.size, torch.device("cpu"))
+    architecture = architecture_for(ModelSection(name="tiny"))
+    tokens = torch.randint(256, (1, 32), generator=torch.Generator().manual_seed(rank.rank))
+
+    def built(**sharding: Any) -> Any:
+        model = build_sharded_model(architecture, ShardingSection(**sharding), world)
+        architecture.fill(model, 0)
+        return model
+
+    def losses_of(model: Any) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        found = []
+        for _ in range(3):
+            loss = F.cross_entropy(architecture.logits(model, tokens).flatten(0, 1), tokens[0])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    expected = losses_of(built())
+    assert expected[-1] < expected[0] - 0.01
+    together = {"reshard_to": 2, "prefetch": 2, "selective_checkpointing": True}
+    model = built(**together)
+    assert losses_of(model) == pytest.approx(expected, rel=1e-5)
+    blocks = [module for module in model.modules() if isinstance(module, FSDPModule)][1:]
+    seen: list[list[str]] = []
+    blocks[2].register_forward_pre_hook(
+        lambda *_: seen.append([type(hooks_of(each).units[0].state).__name__ for each in blocks])
+    )
+    architecture.logits(model, tokens)
+    resharded, gathering = ["ReshardedToSubgroup"] * 2, {"Unsharding", "Unsharded"}
+    assert seen[0][:2] == resharded
+    assert gathering.issuperset(seen[0][2:4])  # it was gathered while the one before the last ran
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        compiled = built(**together, compile=True)
+        assert losses_of(compiled) == pytest.approx(expected, rel=1e-5)
+    torch._dynamo.reset()
 
 
 @on_ranks(2)

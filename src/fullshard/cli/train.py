@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from fullshard.cli.group import suggestion
-from fullshard.training.config import KEYS, SECTIONS, Key, Value, validate
+from fullshard.training.config import KEYS, SECTIONS, Key, Value, validate, value_of
 from fullshard.training.config_file import config_as_toml, config_of
 
 
@@ -130,7 +130,8 @@ def train(
     if auto and not is_rank():
         from fullshard.training.planning import chosen_for_this_machine
 
-        config = chosen_for_this_machine(config, given_options(ctx).keys())
+        kept = {place for place, key in KEYS.items() if value_of(config, key) != key.default}
+        config = chosen_for_this_machine(config, kept | given_options(ctx).keys())
     if print_config:
         click.echo(config_as_toml(config), nl=False)
         return

@@ -93,17 +93,19 @@ _GPUS = (
     _gpu("RTX 3090", (71, 35.6), (936, 24), 28),
     _gpu("MI300X", (1307, 163), (5300, 192), 64),
 )
+# One of two ranks on a machine of two cores, on which its speeds were fitted (docs/planning.md).
 CPU = DeviceProfile(
     name="CPU",
     tflops_16=0.1,
-    tflops_32=0.1,
-    memory_gbs=10.0,
+    tflops_32=0.13,
+    memory_gbs=9.0,
     memory_gib=16.0,
     link_gbs=5.0,
     device_type="cpu",
     attention_efficiency=0.3,
     latency_s=100e-6,
     kernel_s=1e-6,
+    launch_s=13e-6,
     context_bytes=0,
     comm_bytes=0,
 )

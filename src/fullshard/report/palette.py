@@ -36,9 +36,12 @@ _TONES = {
 }
 
 
-def _series(*colours: str) -> dict[str, str]:
+NUM_SERIES = 12
+
+
+def _series(*colours: str, first: int = 0) -> dict[str, str]:
     """Name the colours of ranks, runs and kinds of memory; the page adds dashes for more ranks."""
-    return {f"series-{index}": f"#{colour}" for index, colour in enumerate(colours)}
+    return {f"series-{index}": f"#{colour}" for index, colour in enumerate(colours, first)}
 
 
 PALETTES = {
@@ -52,6 +55,7 @@ PALETTES = {
         "accent": "#0b62a4",
         "alarm": "#b34700",
         **_series("0072b2", "d55e00", "009e73", "c0609a", "a08f00", "3a9ad9", "6a3fa8", "3d434d"),
+        **_series("b8003a", "2e7d1a", "8a4b12", "1f1fbf", first=8),
         **_TONES,
     },
     "dark": {
@@ -64,6 +68,7 @@ PALETTES = {
         "accent": "#74b9f2",
         "alarm": "#ff9d57",
         **_series("4aa3df", "f07f2e", "2fc197", "dd94bd", "f0e442", "a5d8f7", "9479ea", "868e9c"),
+        **_series("e0305f", "6f9a1a", "b9855a", "5de05d", first=8),
         **_TONES,
     },
 }

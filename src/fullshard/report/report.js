@@ -24,7 +24,7 @@
   const widthOf = (text) => pen.measureText(text).width;
 
   // Ranks, runs and kinds of memory have a colour each; dashes tell more of them apart.
-  const NUM_COLOURS = 8;
+  const NUM_COLOURS = 12;
   const DASHES = ["none", "6 3", "2 2", "8 3 2 3"];
   const seriesColour = (index) => `var(--series-${index % NUM_COLOURS})`;
   const seriesDashes = (index) => DASHES[Math.floor(index / NUM_COLOURS) % DASHES.length];
@@ -594,7 +594,7 @@
     }
   }
 
-  const areaStyle = (property, index) => `${property}: ${seriesColour(index)}; opacity: ${index < NUM_COLOURS ? 1 : 0.5}`;
+  const areaStyle = (property, index) => `${property}: ${seriesColour(index)}`;
   const PANEL_PX = 130;
   const PANEL_GAP_PX = 34;
 

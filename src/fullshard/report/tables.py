@@ -19,10 +19,11 @@ from fullshard.report.formatting import (
     shown_share,
     shown_time,
 )
+from fullshard.report.palette import NUM_SERIES
 from fullshard.report.record import RunRecord
 from fullshard.report.step_timeline import shown_unit
 from fullshard.trace.seam import Activity, Track
-from fullshard.trace.timeline import Timeline, UnitFacts
+from fullshard.trace.timeline import PROCESS_KIND, Timeline, UnitFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ def summary(record: RunRecord) -> list[Fact]:
     exposed = finite_median(exposed_share(each) for each in metrics)
     planned_s, planned_bytes = (record.predicted.get(each, 0) for each in ("step_s", "peak_bytes"))
     step_note = f"; predicted {shown_time(planned_s)}" if planned_bytes else ""
-    peak_note = f"; predicted {shown_bytes(int(planned_bytes))}" if planned_bytes else ""
+    shown_peak = f"{shown_bytes(int(planned_bytes))}{_of_tensors(record)}"
+    peak_note = f"; predicted {shown_peak}" if planned_bytes else ""
     return [
         _final_loss(record),
         *_best_validation(record),
@@ -110,17 +112,28 @@ def _computed(record: RunRecord) -> list[Fact]:
 
 def memory_kinds(record: RunRecord) -> dict[str, list[tuple[str, str, float, int]]]:
     """Return the name, size, percentage and colour of kinds of memory, measured and planned."""
-    both = {"": record.memory, "predicted": record.predicted.get("memory", {})}
-    colours = {name: index for index, name in enumerate({**both[""], **both["predicted"]})}
+    predicted = f"Predicted{_of_tensors(record)}, at the peak of a simulated step:"
+    both = {"": record.memory, predicted: record.predicted.get("memory", {})}
+    names = list({**both[""], **both[predicted]})
     return {
         heading: [
-            (plain(name), shown_bytes(size), 100 * size / sum(kinds.values()), colours[name] % 8)
+            (
+                plain(name),
+                shown_bytes(size),
+                100 * size / sum(kinds.values()),
+                names.index(name) % NUM_SERIES,
+            )
             for name, size in kinds.items()
             if size > 0
         ]
         for heading, kinds in both.items()
         if kinds
     }
+
+
+def _of_tensors(record: RunRecord) -> str:
+    """On a CPU the memory of the process is measured, and that of its tensors predicted."""
+    return " for tensors alone" * (PROCESS_KIND in record.memory)
 
 
 @dataclass(frozen=True, slots=True)

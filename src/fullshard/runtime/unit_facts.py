@@ -13,7 +13,7 @@ from fullshard._torch import to_local
 from fullshard.runtime.hooks import FULL_BYTES, units_below
 from fullshard.trace.recording import Clock
 from fullshard.trace.seam import Activity
-from fullshard.trace.timeline import Timeline, UnitFacts
+from fullshard.trace.timeline import PROCESS_KIND, Timeline, UnitFacts
 from fullshard.unit.unit import Unit
 
 
@@ -51,7 +51,7 @@ def memory_by_kind(
     kinds["optimizer state"] = [value for value in state if isinstance(value, torch.Tensor)]
     found = {k: sum(to_local(t).nbytes for t in v if t.device == device) for k, v in kinds.items()}
     found["full parameters"] = full_bytes
-    kind = "activations" if device.type != "cpu" else "activations, program and libraries"
+    kind = "activations" if device.type != "cpu" else PROCESS_KIND
     found[kind] = max(0, allocated_bytes - sum(found.values()))
     if not isinstance(moment, Timeline) and device.type != "cpu":
         reserved_bytes = torch.get_device_module(device).memory_reserved(device)

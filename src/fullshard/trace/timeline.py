@@ -9,6 +9,9 @@ from typing import Any
 
 from fullshard.trace.seam import Activity, Track
 
+# The rest of the memory on a CPU, where that of the process is measured.
+PROCESS_KIND = "activations, program and libraries"
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

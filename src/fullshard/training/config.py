@@ -125,7 +125,17 @@ class ShardingSection:
         choices=("auto", "float32", "bf16", "bf16-reduce", "fp16"),
     )
     offload: bool = _key(False, "Keep shards, gradients and optimizer state in host memory.")
+    reshard_to: int = _key(
+        0,
+        "Neighbouring ranks that hold a unit's parameters between forward and backward; 0: as the "
+        "strategy says.",
+        _NATURAL,
+    )
+    prefetch: int = _key(1, "Units that are gathered ahead of the one that computes.", _COUNT)
     activation_checkpointing: bool = _key(False, "Recompute each block's activations in backward.")
+    selective_checkpointing: bool = _key(
+        False, "Recompute all of each block but matrix products and attention in backward."
+    )
     compile: bool = _key(False, "Compile each block.")
 
 
@@ -351,6 +361,11 @@ def mesh_shape(section: ShardingSection, num_ranks: int) -> tuple[int, int]:
             f"--mesh: {section.mesh} needs {replicas * shards} ranks, found {num_ranks}; pass a "
             "mesh of replicas x shards whose product is the number of ranks."
         )
+    if section.reshard_to and shards % section.reshard_to:
+        raise TopologyError(
+            f"--reshard-to: a divisor of the {shards} ranks that share parameters is expected, "
+            f"found {section.reshard_to}; pass one, or leave it out."
+        )
     return replicas, shards
 
 
@@ -396,6 +411,18 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if sharding.strategy == "none" and sharding.offload:
         found, remedy = f"{named('sharding.strategy')} 'none'", "choose full or grad-op, or do not"
         yield problem("sharding.offload", "a sharded model", found, f"{remedy} offload")
+    for name in ("prefetch", "reshard_to"):
+        is_set = getattr(sharding, name) != KEYS["sharding", name].default
+        if is_set and sharding.api == "wrapper":
+            found, remedy = f"{named('sharding.api')} 'wrapper'", "change it, or leave this out"
+            yield problem(f"sharding.{name}", "fully_shard", found, remedy)
+    if sharding.reshard_to and sharding.strategy != "full":
+        found = f"{named('sharding.strategy')} {sharding.strategy!r}"
+        yield problem("sharding.reshard_to", "strategy full", found, "leave out one of them")
+    if sharding.selective_checkpointing and sharding.activation_checkpointing:
+        found = f"{named('sharding.activation_checkpointing')}, too"
+        expected = "one kind of recomputation"
+        yield problem("sharding.selective_checkpointing", expected, found, "leave out one of them")
     if mesh is not None and run.ranks and mesh[0] * mesh[1] % run.ranks:
         expected = f"a multiple of the {run.ranks} ranks per machine"
         found = f"{mesh[0] * mesh[1]} ranks in {sharding.mesh}"

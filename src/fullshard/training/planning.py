@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import resource
 import shlex
 import sys
 from bisect import bisect_left
@@ -39,14 +38,18 @@ _META = torch.device("meta")
 _MANY_BLOCKS = 12
 _FEW_BLOCKS = (3, 4)
 _FEW_MICRO_BATCHES = 2
+# Python sees each operation of a block that is recomputed selectively; fitted on a CPU.
+_SELECTIVE_LAUNCH = 2.0
 _CPU_RANKS = 2  # as the launcher starts
 _MOST_RANKS = 1024  # that are suggested
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 Place = tuple[str, str]
+_RECOMPUTED: Place = ("sharding", "activation_checkpointing")
+_SELECTIVE: Place = ("sharding", "selective_checkpointing")
 # Changes that reduce the memory of a rank.
 _CHANGES: Mapping[str, dict[Place, Any]] = {
     "--offload": {("sharding", "offload"): True},
-    "--activation-checkpointing": {("sharding", "activation_checkpointing"): True},
+    "--activation-checkpointing": {_RECOMPUTED: True, _SELECTIVE: False},
     "--batch 1": {("optimizer", "batch"): 1},
 }
 
@@ -79,8 +82,12 @@ def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) 
         limit = config.optimizer.clip or torch.inf
         return Job(model, loss, optimizer, lambda params: nn.utils.clip_grad_norm_(params, limit))
 
-    accumulate = config.optimizer.accumulate
-    return simulate(make, machine, accumulate=accumulate, is_offloaded=section.offload)
+    accumulate, profile = config.optimizer.accumulate, machine.profile
+    if section.selective_checkpointing:
+        profile = replace(profile, launch_s=profile.launch_s * _SELECTIVE_LAUNCH)
+    simulated = replace(machine, profile=profile)
+    found = simulate(make, simulated, accumulate=accumulate, is_offloaded=section.offload)
+    return replace(found, machine=machine)
 
 
 def planned_architecture(config: TrainConfig) -> Architecture:
@@ -191,12 +198,19 @@ class Candidate:
         if replicas > 1:
             shape = f'({replicas}, {shards}), mesh_dim_names=("replicate", "shard")'
         words = [f'mesh=init_device_mesh("{self.machine.profile.device_type}", {shape})']
-        if section.strategy != "full":
-            words.append("reshard_after_forward=False")
+        if section.strategy != "full" or section.reshard_to:
+            words.append(f"reshard_after_forward={section.reshard_to or False}")
         if section.precision != "float32" and self.machine.profile.device_type != "cpu":
             words.append("mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)")
         words += ["offload_policy=CPUOffloadPolicy()"] * section.offload
-        return f"auto_shard(model, {', '.join(words)})"
+        notes = []
+        if section.activation_checkpointing:
+            notes.append("checkpoint() in every block")
+        if section.selective_checkpointing:
+            notes.append("checkpoint(context_fn=create_selective_checkpoint_contexts) in blocks")
+        if section.prefetch > 1:
+            notes.append(f"{section.prefetch} modules in set_modules_to_forward_prefetch")
+        return f"auto_shard(model, {', '.join(words)}){'  # and ' * bool(notes)}{', '.join(notes)}"
 
     def fits(self, budget_bytes: int) -> bool:
         return self.peak_bytes <= budget_bytes
@@ -218,12 +232,15 @@ def choose_settings(
     """
     found: list[Candidate] = []
     meshes: list[dict[Place, Any]] = [{}]
-    if machine.num_hosts > 1 and ("sharding", "mesh") not in given:
+    is_free = ("sharding", "mesh") not in given and not config.sharding.reshard_to
+    if machine.num_hosts > 1 and is_free:
         meshes.append({("sharding", "mesh"): f"{machine.num_hosts}x{machine.ranks_per_host}"})
     for mesh in meshes:
         # Each of these takes longer than the one before and less memory: the first that fits. With
         # a larger micro-batch, those before do not fit either.
         savings = list(_savings(config, machine, given))
+        # It takes more memory than to recompute all, and less time unless the host is slow.
+        tries_selective = not {_RECOMPUTED, _SELECTIVE} & {*given}
         for batch in _batches(config, given):
             while savings:
                 changed = _with(config, {**batch, **mesh, **savings[0]})
@@ -231,6 +248,10 @@ def choose_settings(
                 if found[-1].fits(budget_bytes):
                     break
                 del savings[0]
+            if savings and savings[0].get(_RECOMPUTED) and tries_selective:
+                changed = _with(changed, {_RECOMPUTED: False, _SELECTIVE: True})
+                found.append(_estimated(changed, architecture, machine))
+                tries_selective = found[-1].fits(budget_bytes)
     fitting = sorted(
         (each for each in found if each.fits(budget_bytes)), key=lambda each: -each.tokens_per_s
     )
@@ -244,6 +265,12 @@ def choose_settings(
             f"{readable(others[0].peak_bytes)} ({others[0].flags}); raise the "
             "budget, add ranks, or shorten --sequence."
         )
+    for place, value in _refinements(fitting[0].config, machine):
+        if place not in given:
+            refined = _with(fitting[0].config, {place: value})
+            other = _estimated(refined, architecture, machine)
+            if other.fits(budget_bytes) and other.step_s < 0.99 * fitting[0].step_s:
+                fitting.insert(0, other)
     best = fitting[0]
     narrow = _with(best.config, {("sharding", "precision"): "bf16-reduce"})
     may_round = ("sharding", "precision") not in given and machine.profile.device_type != "cpu"
@@ -278,21 +305,34 @@ def _batches(config: TrainConfig, given: Collection[Place]) -> Iterator[dict[Pla
             yield {batch: size, accumulate: total // size}
 
 
+def _refinements(config: TrainConfig, machine: Machine) -> Iterator[tuple[Place, int]]:
+    """Settings that may make the best one faster, and take more memory."""
+    section, local = config.sharding, machine.ranks_per_host
+    if section.api == "wrapper":
+        return
+    _, shards = mesh_shape(section, machine.num_ranks)
+    if section.strategy == "full" and local < shards and shards % local == 0:
+        yield ("sharding", "reshard_to"), local
+    yield ("sharding", "prefetch"), 2
+
+
 def _savings(
     config: TrainConfig, machine: Machine, given: Collection[Place]
 ) -> Iterator[dict[Place, Any]]:
-    recomputed, offload = ("sharding", "activation_checkpointing"), ("sharding", "offload")
-    strategy = ("sharding", "strategy")
+    strategy, offload = ("sharding", "strategy"), ("sharding", "offload")
     steps: list[dict[Place, Any]] = [
-        {strategy: "grad-op", recomputed: False, offload: False},
-        {strategy: "full", recomputed: False, offload: False},
-        {strategy: "full", recomputed: True, offload: False},
+        {strategy: "grad-op", _RECOMPUTED: False, offload: False},
+        {strategy: "full", _RECOMPUTED: False, offload: False},
+        {strategy: "full", _RECOMPUTED: True, offload: False},
     ]
     if _can_offload(config, machine):
-        steps.append({strategy: "full", recomputed: True, offload: True})
+        steps.append({strategy: "full", _RECOMPUTED: True, offload: True})
+    kept = {*given}
+    kept |= {strategy} if config.sharding.reshard_to else set()
+    kept |= {_RECOMPUTED} if config.sharding.selective_checkpointing else set()
     seen: list[dict[Place, Any]] = []
     for step in steps:
-        free = {place: value for place, value in step.items() if place not in given}
+        free = {place: value for place, value in step.items() if place not in kept}
         if free not in seen:
             seen.append(free)
             yield free
@@ -373,9 +413,6 @@ def predicted(config: TrainConfig, num_ranks: int, num_local_ranks: int) -> dict
         return {}
     require_fit(own, architecture, capacity)
     memory = {name: size for name, size in own.kinds.items() if size}
-    if device_type == "cpu":
-        own_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        memory["driver and libraries"] = own_kib * 1024
     words = ""
     if own.peak_bytes > capacity / 2:
         words = f"This run was predicted to need {own.amount}"
@@ -383,7 +420,7 @@ def predicted(config: TrainConfig, num_ranks: int, num_local_ranks: int) -> dict
             words += f", with {also} {other.amount}"
     return {
         "step_s": own.step_s,
-        "peak_bytes": sum(memory.values()),
+        "peak_bytes": own.peak_bytes,
         "memory": memory,
         "remedies": words and f"{words}.",
     }

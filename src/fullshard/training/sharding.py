@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fullshard.api import (
     CPUOffload,
@@ -21,6 +21,7 @@ from fullshard.api import (
 )
 from fullshard.auto_shard import auto_shard
 from fullshard.errors import ConfigError
+from fullshard.fully_shard import FSDPModule
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models import architecture_of
 from fullshard.models.adapters import LoraSettings
@@ -36,6 +37,16 @@ STRATEGIES = {
     "grad-op": (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2),
     "none": (ShardingStrategy.NO_SHARD, ShardingStrategy.NO_SHARD),
 }
+# What selective recomputation saves.
+_SAVED = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "_flash_attention_forward"),
+        *("_efficient_attention_forward", "_scaled_dot_product_flash_attention"),
+        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"),
+        "_scaled_dot_product_efficient_attention",
+    )
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +92,22 @@ def build_sharded_model(
         policy,
         mesh=mesh_for(section, world),
         # None reshards all units but the root, whose parameters backward needs first.
-        reshard_after_forward=None if section.strategy == "full" else False,
+        reshard_after_forward=section.reshard_to or (None if section.strategy == "full" else False),
         mp_policy=MixedPrecisionPolicy(dtypes.param, dtypes.reduce),
         offload_policy=CPUOffloadPolicy() if section.offload else OffloadPolicy(),
     )
+    if section.prefetch > 1:
+        _prefetch(model, section.prefetch)
     give_memory(model)
     return model
+
+
+def _prefetch(model: nn.Module, number: int) -> None:
+    """Gather so many units ahead, in the order of the model's modules."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 :][:number])
+        unit.set_modules_to_backward_prefetch(units[:index][::-1][:number])
 
 
 def _wrapped(
@@ -153,6 +174,9 @@ def prepare_blocks(model: nn.Module, architecture: Architecture, section: Shardi
         if not isinstance(module, architecture.block_classes()):
             continue
         forward: Any = module.forward
+        if section.selective_checkpointing:
+            contexts = partial(create_selective_checkpoint_contexts, _SAVED)
+            forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
         if section.compile:
             forward = torch.compile(forward)
         if section.activation_checkpointing:
