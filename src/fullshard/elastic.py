@@ -501,8 +501,7 @@ class ReplicaGroup:
         for name, value in self._extra.items():
             value.load_state_dict(described["extra"][name])
         for group, given in zip(self._groups, described["groups"], strict=True):
-            for name, value in given.items():
-                group[name] = value
+            group.update(given)
         for (param, _), given in zip(self._states(), described["states"], strict=True):
             assert self._optimizer is not None
             self._optimizer.state[param] = {k: _made(v, param) for k, v in given.items()}

@@ -607,7 +607,7 @@ def random_state() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")  # torch alone does not need it
     if numpy is not None:
         kind, keys, *others = numpy.random.get_state(legacy=True)
-        state["numpy"] = [kind, [int(key) for key in keys], *others]
+        state["numpy"] = [kind, keys.tolist(), *others]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         state[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
