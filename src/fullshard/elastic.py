@@ -456,12 +456,10 @@ class ReplicaGroup:
         payload = bytearray(pickle.dumps(self._described()) if is_giver else b"")
         size = torch.tensor([len(payload)])
         self._broadcast(group, size)
-        described = torch.empty(int(size.item()), dtype=torch.uint8)
-        if is_giver:
-            described.copy_(torch.frombuffer(payload, dtype=torch.uint8))
-        self._broadcast(group, described)
+        payload = payload if is_giver else bytearray(int(size.item()))
+        self._broadcast(group, torch.frombuffer(payload, dtype=torch.uint8))
         if is_fresh:
-            self._take(pickle.loads(bytes(described.tolist())))
+            self._take(pickle.loads(payload))
         for tensor in map(to_local, self._tensors()):
             sent = tensor.detach().to("cpu", copy=True).contiguous()
             self._broadcast(group, sent)
