@@ -827,8 +827,7 @@ def _plan_optimizer(
 ) -> Callable[[], None]:
     """Want the state of an optimizer in new tensors; returns what gives it to the optimizer."""
     manifest = stored.manifest
-    starts = _OPTIMIZER_PREFIXES
-    prefix = max(starts, key=lambda p: sum(key.startswith(p) for key in stored.keys))
+    prefix = max(_OPTIMIZER_PREFIXES, key=lambda p: sum(k.startswith(p) for k in stored.keys))
     by_name: dict[str, dict[str, str]] = {}
     for key in stored.keys:
         name, _, state = key.removeprefix(prefix).rpartition(".")

@@ -550,7 +550,7 @@ class _Load:
         groups: list[Mapping[str, Any]] | None = state_dict.get("param_groups") if is_dict else None
         wrong = [name for group in groups or () for name in group["params"]] + [*states]
         wrong = [name for name in wrong if not isinstance(name, str)]
-        for key, state in states.items() if is_dict and not wrong else ():
+        for key, state in states.items() if not wrong else ():
             shard = self.params.by_name.get(clean_name(key))
             if shard is None:
                 self.unmatched[key] = state
