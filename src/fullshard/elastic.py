@@ -456,12 +456,10 @@ class ReplicaGroup:
         payload = bytearray(pickle.dumps(self._described()) if is_giver else b"")
         size = torch.tensor([len(payload)])
         self._broadcast(group, size)
-        described = torch.empty(int(size.item()), dtype=torch.uint8)
-        if is_giver:
-            described.copy_(torch.frombuffer(payload, dtype=torch.uint8))
-        self._broadcast(group, described)
+        payload = payload if is_giver else bytearray(int(size.item()))
+        self._broadcast(group, torch.frombuffer(payload, dtype=torch.uint8))
         if is_fresh:
-            self._take(pickle.loads(bytes(described.tolist())))
+            self._take(pickle.loads(payload))
         for tensor in map(to_local, self._tensors()):
             sent = tensor.detach().to("cpu", copy=True).contiguous()
             self._broadcast(group, sent)
@@ -501,8 +499,7 @@ class ReplicaGroup:
         for name, value in self._extra.items():
             value.load_state_dict(described["extra"][name])
         for group, given in zip(self._groups, described["groups"], strict=True):
-            for name, value in given.items():
-                group[name] = value
+            group.update(given)
         for (param, _), given in zip(self._states(), described["states"], strict=True):
             assert self._optimizer is not None
             self._optimizer.state[param] = {k: _made(v, param) for k, v in given.items()}

@@ -98,7 +98,7 @@ class CustomPolicy(Policy):
         for name, module in root_module.named_modules():
             if module in ignored_modules:
                 continue
-            answer = self._answer(module)
+            answer = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
                 raise ConfigError(
                     f"{name or type(module).__name__}: the lambda_fn of a CustomPolicy must return "
@@ -107,9 +107,6 @@ class CustomPolicy(Policy):
             if answer:
                 taken[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return taken
-
-    def _answer(self, module: nn.Module) -> bool | _Options:
-        return self._lambda_fn(module)
 
     def why(self, module: nn.Module) -> str:
         return f"chosen by {getattr(self._lambda_fn, '__name__', 'a CustomPolicy')}"
@@ -121,7 +118,7 @@ class ModuleWrapPolicy(CustomPolicy):
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._classes = _checked_classes("ModuleWrapPolicy", module_classes)
 
-    def _answer(self, module: nn.Module) -> bool:
+    def _lambda_fn(self, module: nn.Module) -> bool:
         return isinstance(module, self._classes)
 
     def why(self, module: nn.Module) -> str:
@@ -517,7 +514,7 @@ class RepeatedBlocks(CustomPolicy):
             reason = f"one of {len(members)} {name} with {share:.0%} of the model"
             self._reasons.update(dict.fromkeys(members, reason))
 
-    def _answer(self, module: nn.Module) -> bool:
+    def _lambda_fn(self, module: nn.Module) -> bool:
         return module in self._reasons
 
     def why(self, module: nn.Module) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -95,12 +95,16 @@ def save_async(
     writer = _Writer(Path(path), Manifest(step=step), num_threads=shards, keep=keep, pinned=pinned)
     writer.add_model(model, optimizer, extra or {}, only, ranks)
     ranks.run(f"save {path}", writer.copy_to_host)
-    _BACKGROUND.last = Handle(writer, RankGroup.world(in_background=True), _BACKGROUND.last)
-    return _BACKGROUND.last
+    Handle._last = Handle(writer, RankGroup.world(in_background=True), Handle._last)
+    return Handle._last
 
 
 class Handle:
     """A save in the background."""
+
+    # The last one, on all ranks or on none, and what went wrong that no later save has raised yet.
+    _last: ClassVar[Handle | None] = None
+    _failure: ClassVar[BaseException | None] = None
 
     def __init__(self, writer: _Writer, ranks: RankGroup, before: Handle | None) -> None:
         self.path = writer.path
@@ -117,7 +121,7 @@ class Handle:
         try:
             writer.write(ranks)
         except BaseException as error:
-            self._error = _BACKGROUND.failure = error
+            self._error = Handle._failure = error
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -133,32 +137,21 @@ class Handle:
         return self.path
 
 
-@dataclass(slots=True)
-class _Background:
-    """The last save in the background, on all ranks or on none, and what went wrong since then."""
-
-    last: Handle | None = None
-    failure: BaseException | None = None
-
-
-_BACKGROUND = _Background()
-
-
 def _ranks_after_saves(*, wait: bool) -> RankGroup:
     """All ranks. Raises, on all of them, what went wrong on any of them in the background.
 
     Without `wait`, saves that still go on are left alone.
     """
-    ranks, last = RankGroup.world(), _BACKGROUND.last
+    ranks, last = RankGroup.world(), Handle._last
     if last is None:
         return ranks
     if wait:
         last._thread.join()
-    known = _BACKGROUND.failure
+    known = Handle._failure
     failed = [text for text in ranks.all_gather("" if known is None else str(known)) if text]
     if wait or failed:
         last._thread.join()  # where the failure is not known yet, it is about to be
-        _BACKGROUND.last, _BACKGROUND.failure = None, None
+        Handle._last, Handle._failure = None, None
     if failed:
         text = f"save_async: the save before this one failed: {failed[0]}"
         raise CheckpointError(text) from known
@@ -607,7 +600,7 @@ def random_state() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")  # torch alone does not need it
     if numpy is not None:
         kind, keys, *others = numpy.random.get_state(legacy=True)
-        state["numpy"] = [kind, [int(key) for key in keys], *others]
+        state["numpy"] = [kind, keys.tolist(), *others]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         state[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
@@ -827,8 +820,7 @@ def _plan_optimizer(
 ) -> Callable[[], None]:
     """Want the state of an optimizer in new tensors; returns what gives it to the optimizer."""
     manifest = stored.manifest
-    starts = _OPTIMIZER_PREFIXES
-    prefix = max(starts, key=lambda p: sum(key.startswith(p) for key in stored.keys))
+    prefix = max(_OPTIMIZER_PREFIXES, key=lambda p: sum(k.startswith(p) for k in stored.keys))
     by_name: dict[str, dict[str, str]] = {}
     for key in stored.keys:
         name, _, state = key.removeprefix(prefix).rpartition(".")

@@ -136,9 +136,8 @@ class TensorReader:
         about, parts = index.state_dict_metadata, index.storage_data
         tensors = {str(k): v for k, v in about.items() if isinstance(v, TensorStorageMetadata)}
         num_blocks = sum(len(stored.chunks) for stored in tensors.values())
-        if num_blocks > len(
-            parts
-        ):  # a few bytes of a pickle may repeat a block any number of times
+        # A few bytes of a pickle may repeat a block any number of times.
+        if num_blocks > len(parts):
             raise ValueError(f"{num_blocks} blocks, and {len(parts)} parts of files for them")
         self._tensors = {key: _decoded_info(stored) for key, stored in tensors.items()}
         self.object_keys = [str(k) for k, v in about.items() if isinstance(v, BytesStorageMetadata)]

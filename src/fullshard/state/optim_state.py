@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.api import OptimStateKeyType, StateDictType, own_value
+from fullshard.api import FullOptimStateDictConfig, OptimStateKeyType, own_value
 from fullshard.errors import ConfigError, DisagreementError, FullshardError, UnknownNameError
 from fullshard.runtime.names import clean_name
 from fullshard.state.module_state import require_kind, settings_of
@@ -231,12 +231,10 @@ def optim_state_dict(
     """
     for wrapper in wrappers_of(model):
         require_kind(wrapper, "optim_state_dict")
-    settings = settings_of(model)
-    config = settings.optim_state_dict_config
-    is_sharded = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
-    rank0_only = not is_sharded and getattr(config, "rank0_only", False)
-    is_kept = not rank0_only or dist.get_rank(group) == 0
-    form = StateForm(is_sharded, getattr(config, "_use_dtensor", False), config.offload_to_cpu)
+    config = settings_of(model).optim_state_dict_config
+    is_full = isinstance(config, FullOptimStateDictConfig)
+    is_kept = not getattr(config, "rank0_only", False) or dist.get_rank(group) == 0
+    form = StateForm(not is_full, getattr(config, "_use_dtensor", False), config.offload_to_cpu)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     return _save(model, optim, given, form, is_kept=is_kept)
 
@@ -427,9 +425,8 @@ def optim_state_dict_to_load(
     optimizers whose own state dicts are keyed by name. Nothing is changed except with
     `load_directly`, and then only after all of it was found to fit.
     """
-    settings = settings_of(model)
-    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-    rank0_only = is_full and getattr(settings.optim_state_dict_config, "rank0_only", False)
+    config = settings_of(model).optim_state_dict_config
+    rank0_only = getattr(config, "rank0_only", False)
     load = _Load(model, optim, is_named=is_named_optimizer, rank0_only=rank0_only, group=group)
     result = load.convert(optim_state_dict)
     if load_directly:
@@ -553,7 +550,7 @@ class _Load:
         groups: list[Mapping[str, Any]] | None = state_dict.get("param_groups") if is_dict else None
         wrong = [name for group in groups or () for name in group["params"]] + [*states]
         wrong = [name for name in wrong if not isinstance(name, str)]
-        for key, state in states.items() if is_dict and not wrong else ():
+        for key, state in states.items() if not wrong else ():
             shard = self.params.by_name.get(clean_name(key))
             if shard is None:
                 self.unmatched[key] = state

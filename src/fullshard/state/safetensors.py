@@ -38,19 +38,12 @@ from fullshard.layout.split import (
     slices,
     tiles,
 )
+from fullshard.state import store
 from fullshard.state.checkpoint import NameMatch, require_values, selection
 from fullshard.state.dcp import require_inside
 from fullshard.state.materialize import give_memory, recreate_buffers
 from fullshard.state.rank_group import RankGroup
 from fullshard.state.shards import LocalPart, TensorShard, tensor_shards
-from fullshard.state.store import (
-    decode,
-    discard,
-    parse_json,
-    staging_folder,
-    sync,
-    write_synced,
-)
 
 ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -116,9 +109,9 @@ class TensorFile:
         num_bytes = len(self._map) - self._begin
         if length > _MAX_HEADER_BYTES or num_bytes < 0:
             raise ValueError(f"its header has {length} bytes, and the file {len(self._map)}")
-        table = parse_json(self._map[_LENGTH_BYTES : self._begin])
+        table = store.parse_json(self._map[_LENGTH_BYTES : self._begin])
         table.pop("__metadata__", None)
-        entries: dict[str, FileEntry] = decode(Mapping[str, FileEntry], table, "its header")
+        entries: dict[str, FileEntry] = store.decode(Mapping[str, FileEntry], table, "its header")
         end = 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
             (begin, last), dtype = entry.data_offsets, DTYPES.get(entry.dtype)
@@ -196,8 +189,8 @@ def open_tensors(path: Path) -> dict[str, TensorFile]:
 
 def _open_index(path: Path) -> dict[str, TensorFile]:
     try:
-        found = parse_json(path.read_bytes()).get("weight_map")
-        weight_map: dict[str, str] = decode(Mapping[str, str], found, "its weight_map")
+        found = store.parse_json(path.read_bytes()).get("weight_map")
+        weight_map: dict[str, str] = store.decode(Mapping[str, str], found, "its weight_map")
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"that {error}") from error
     files: dict[str, TensorFile] = {}
@@ -338,7 +331,7 @@ def new_staging(folder: Path) -> Path:
     Inside of a folder that is there: it may be a link or a disk of its own, beside which there is
     no room.
     """
-    return staging_folder(folder / "model" if folder.is_dir() else folder)
+    return store.staging_folder(folder / "model" if folder.is_dir() else folder)
 
 
 def install(staging: Path, folder: Path, plans: Sequence[FilePlan]) -> None:
@@ -359,17 +352,17 @@ def install(staging: Path, folder: Path, plans: Sequence[FilePlan]) -> None:
         weight_map = {name: plan.name for plan in plans for name in plan.entries}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-        write_synced(staging / INDEX_FILE, text.encode())
-    sync(staging)
+        store.write_synced(staging / INDEX_FILE, text.encode())
+    store.sync(staging)
     try:
         os.rename(staging, folder)
     except OSError:
         if not folder.is_dir():
             raise
         _replace_weights(staging, folder)
-        discard(staging)
-        sync(folder)
-    sync(folder.parent)
+        store.discard(staging)
+        store.sync(folder)
+    store.sync(folder.parent)
 
 
 def _replace_weights(staging: Path, folder: Path) -> None:
@@ -440,7 +433,7 @@ def export_safetensors(
         ranks.run_first(subject, lambda: install(staging, path, plans))
     except BaseException:
         if ranks.is_first:
-            discard(staging)
+            store.discard(staging)
         raise
     return path
 
@@ -616,10 +609,9 @@ def load_safetensors(
         give_memory(model)
         shards = tensor_shards(model)
     with torch.no_grad():
-        for shard in shards:
-            name = found.sources.get(shard.name)
-            for part in shard.local_parts(shard.tensor) if name is not None else ():
-                assert name is not None
+        for shard in (shard for shard in shards if shard.name in found.sources):
+            name = found.sources[shard.name]
+            for part in shard.local_parts(shard.tensor):
                 for piece, values in files[name].views(name, part.box):
                     part.values[slices(piece, part.box)].copy_(values)
     tied = {name: shard.name for shard in shards for name in shard.names[1:]}

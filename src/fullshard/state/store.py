@@ -251,8 +251,6 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
 
 
 _hints_of = functools.cache(get_type_hints)
-_origin_of: Callable[[Any], Any] = functools.cache(get_origin)
-_arguments_of = functools.cache(get_args)
 
 
 def decode(kind: Any, value: Any, what: str) -> Any:
@@ -267,7 +265,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
         fits = type(value) is int and 0 <= value < 2**63
         _require(fits, what, "an integer of at least 0 that fits in 64 bits", value)
         return value
-    origin, arguments = _origin_of(kind), _arguments_of(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is types.UnionType:  # with None
         return None if value is None else decode(arguments[0], value, what)
     if origin in (tuple, list):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +22,6 @@ from fullshard.state.shards import (
     wrappers_of,
 )
 from fullshard.unit.reduce_scatter import set_grad
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    writeback: bool
-    rank0_only: bool
-    offload_to_cpu: bool
-    with_grads: bool
 
 
 def is_first_rank(wrapper: nn.Module) -> bool:
@@ -70,8 +61,29 @@ def summon_full_params(
         lanes = [lane for w in wrappers for lane in lanes_of(w, recurse=False, what=what)]
     except LifecycleError as error:
         raise MisuseError(str(error)) from error
-    options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
-    _check(options, lanes)
+    for lane in lanes:
+        if with_grads and (offload_to_cpu or lane.is_flat):
+            raise UnsupportedError(
+                f"{lane.unit.name}: with_grads needs use_orig_params=True and "
+                f"offload_to_cpu=False, found use_orig_params={not lane.is_flat} and "
+                f"offload_to_cpu={offload_to_cpu}; read .grad outside of the context."
+            )
+        if offload_to_cpu and not lane.is_sharded:
+            raise UnsupportedError(
+                f"{lane.unit.name}: offload_to_cpu needs sharded parameters, found them whole "
+                "on every rank (NO_SHARD, or one rank); copy them to the host yourself."
+            )
+    if writeback and rank0_only:
+        raise UnsupportedError(
+            "summon_full_params: rank0_only goes with writeback=False, found writeback=True; "
+            "other ranks would not see what rank 0 wrote."
+        )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "summon_full_params: offload_to_cpu without rank0_only puts a copy of all parameters "
+            "into host memory on every rank; consider rank0_only=True.",
+            stacklevel=3,
+        )
 
     def mark(is_summoned: bool) -> None:
         """Inside, parameters have clean names and the wrappers cannot run."""
@@ -82,44 +94,21 @@ def summon_full_params(
         stack.callback(mark, False)
         mark(True)
         for lane in lanes:
-            stack.enter_context(_summoned(lane, options))
+            is_shown = not rank0_only or is_first_rank(lane.wrapper)
+            shards = lane.shards if is_shown else []
+            stack.enter_context(_summoned(lane, shards, writeback, offload_to_cpu, with_grads))
         yield
 
 
-def _check(options: _Options, lanes: list[FlatLane]) -> None:
-    for lane in lanes:
-        if options.with_grads and (options.offload_to_cpu or lane.is_flat):
-            raise UnsupportedError(
-                f"{lane.unit.name}: with_grads needs use_orig_params=True and "
-                f"offload_to_cpu=False, found use_orig_params={not lane.is_flat} and "
-                f"offload_to_cpu={options.offload_to_cpu}; read .grad outside of the context."
-            )
-        if options.offload_to_cpu and not lane.is_sharded:
-            raise UnsupportedError(
-                f"{lane.unit.name}: offload_to_cpu needs sharded parameters, found them whole "
-                "on every rank (NO_SHARD, or one rank); copy them to the host yourself."
-            )
-    if options.writeback and options.rank0_only:
-        raise UnsupportedError(
-            "summon_full_params: rank0_only goes with writeback=False, found writeback=True; "
-            "other ranks would not see what rank 0 wrote."
-        )
-    if options.offload_to_cpu and not options.rank0_only:
-        warnings.warn(
-            "summon_full_params: offload_to_cpu without rank0_only puts a copy of all parameters "
-            "into host memory on every rank; consider rank0_only=True.",
-            stacklevel=4,
-        )
-
-
 @contextmanager
-def _summoned(lane: FlatLane, options: _Options) -> Iterator[None]:
-    """Register the parameters of one lane in full shape, and everything as it was afterwards."""
+def _summoned(
+    lane: FlatLane, shards: list[FlatShard], writeback: bool, offload_to_cpu: bool, with_grads: bool
+) -> Iterator[None]:
+    """Register parameters of one lane in full shape, and everything as it was afterwards."""
     with torch.no_grad():
         full = lane.gather(lane.shard_buffer())
-        grads = _full_grads(lane) if options.with_grads else {}
-    shards = [] if options.rank0_only and not is_first_rank(lane.wrapper) else lane.shards
-    full = full.cpu() if options.offload_to_cpu else full
+        grads = _full_grads(lane) if with_grads else {}
+    full = full.cpu() if offload_to_cpu else full
     before = [(shard, shard.tensor.data, shard.tensor.grad) for shard in shards]
     places = [(place, place.get()) for shard in shards for place in shard.param.locations]
     modules = {place.module for place, _ in places}
@@ -137,7 +126,7 @@ def _summoned(lane: FlatLane, options: _Options) -> Iterator[None]:
                 if shard in grads:
                     set_grad(shown[shard], grads[shard])
             else:
-                _set(shard.tensor, view, grads.get(shard), options)
+                _set(shard.tensor, view, grads.get(shard), with_grads)
             for place in shard.param.locations:
                 place.module.__dict__.pop(place.name, None)
                 place.module._parameters[place.name] = shown[shard]
@@ -149,7 +138,7 @@ def _summoned(lane: FlatLane, options: _Options) -> Iterator[None]:
             shown[shard] = param if found is None else found
         written = {shard: (param.detach(), param.grad) for shard, param in shown.items()}
         for shard, data, grad in before if not lane.is_flat else ():
-            _set(shard.tensor, data, grad, options)
+            _set(shard.tensor, data, grad, with_grads)
         for place, _ in places:
             place.module._parameters.pop(place.name, None)
         for module, params in registered.items():
@@ -160,24 +149,23 @@ def _summoned(lane: FlatLane, options: _Options) -> Iterator[None]:
         for place, seen in places:
             if seen is not None:
                 place.put(seen)
-        if options.writeback:
-            for shard, (value, grad) in written.items():
-                _write_back(shard, value, grad, options)
+        for shard, (value, grad) in written.items() if writeback else ():
+            _write_back(shard, value, grad, with_grads)
 
 
 def _set(
-    param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, options: _Options
+    param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, with_grads: bool
 ) -> None:
-    if options.with_grads:
+    if with_grads:
         param.grad = None  # of another shape than the data will be
     param.data = data
-    if options.with_grads and grad is not None:
+    if with_grads and grad is not None:
         set_grad(param, grad)
 
 
 @torch.no_grad()
 def _write_back(
-    shard: FlatShard, value: torch.Tensor, grad: torch.Tensor | None, options: _Options
+    shard: FlatShard, value: torch.Tensor, grad: torch.Tensor | None, with_grads: bool
 ) -> None:
     if value.shape != shard.shape:
         raise ConfigError(
@@ -186,7 +174,7 @@ def _write_back(
         )
     shard.slice_of(shard.lane.shard_buffer()).copy_(shard.cut(value))
     param = shard.tensor
-    if not options.with_grads:
+    if not with_grads:
         return
     if grad is None:
         param.grad = None
