@@ -62,6 +62,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"sharding": {**WRAPPER, **RECOMPUTED}},
     {"sharding": SELECTIVE},
     {"sharding": {"prefetch": 2, "reshard_to": 2, **SELECTIVE}},
+    {"sharding": {"units": ("Attention", "SwiGLU"), **RECOMPUTED}},
     {"sharding": {"strategy": "grad-op"}},
     {"accumulate": 2},
     {"sharding": {"mesh": "2x4"}},
@@ -130,6 +131,8 @@ def named(given: dict[str, Any]) -> str:
         if value is True
         else value
         if isinstance(value, str)
+        else f"{key} {' and '.join(value)}"
+        if isinstance(value, tuple)
         else f"{key.replace('_', ' ')} {value}"
         for key, value in sharding.items()
         if value

@@ -418,6 +418,18 @@ def test_resharding_to_a_host_and_deeper_prefetch_are_chosen_where_they_are_fast
     assert best.config.sharding.prefetch == 1
 
 
+def test_parts_of_blocks_become_units_where_blocks_do_not_fit():
+    config, architecture = config_of(batch=1), tiny(4)
+    recomputed = config_of(batch=1, activation_checkpointing=True)
+    blocks = plan_run(recomputed, architecture, EIGHT)
+    limit = blocks.peak_bytes + blocks.context_bytes - 1
+    best, *_ = choose_settings(config, architecture, EIGHT, limit, {("sharding", "offload")})
+    assert best.config.sharding.units == ("Attention", "SwiGLU")
+    assert "--unit Attention --unit SwiGLU" in best.flags
+    assert best.python.startswith("auto_shard(model, ModuleWrapPolicy({Attention, SwiGLU}), ")
+    assert best.peak_bytes <= limit
+
+
 # The command
 
 

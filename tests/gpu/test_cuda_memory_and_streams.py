@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.profiler import ProfilerActivity, profile
@@ -103,9 +104,12 @@ def test_gathers_and_reduces_overlap_with_compute_and_record_no_stream(rank: Ran
         shard_blocks(model, api, mesh=rank.mesh(), mp_policy=policy)
         shares[name] = overlap_of_a_step(rank, model)
     print(shares)
-    for what, share in shares["ours"].items():
-        assert share > 0.15
-        assert share > 0.75 * shares["torch"][what]
+    # The mean over ranks: they share one device, of which either may get more.
+    mean = torch.tensor([list(shares[name].values()) for name in apis], device=rank.device)
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    torchs, ours = mean
+    assert (ours > 0.15).all()
+    assert (ours > 0.75 * torchs).all()
 
 
 def test_a_long_run_on_a_busy_gpu_reads_no_memory_that_was_given_away() -> None:

@@ -113,7 +113,7 @@ def is_rank() -> bool:
 @click.option(
     "--auto",
     is_flag=True,
-    help="Choose the fastest of recomputation, resharding, offload and micro-batch that fits.",
+    help="Choose the fastest micro-batch, resharding, recomputation, units, prefetch and offload.",
 )
 @click.pass_context
 def train(

@@ -185,8 +185,10 @@ class Candidate:
         words = []
         for key in KEYS.values():
             value = value_of(self.config, key)
-            if key.section in ("model", "sharding", "optimizer") and value != key.default:
-                words += [f"--{key.option}"] if value is True else [f"--{key.option}", str(value)]
+            if key.section not in ("model", "sharding", "optimizer") or value == key.default:
+                continue
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [f"--{key.option}"] if each is True else [f"--{key.option}", str(each)]
         return shlex.join(words)
 
     @cached_property
@@ -198,6 +200,8 @@ class Candidate:
         if replicas > 1:
             shape = f'({replicas}, {shards}), mesh_dim_names=("replicate", "shard")'
         words = [f'mesh=init_device_mesh("{self.machine.profile.device_type}", {shape})']
+        if section.units:
+            words.insert(0, f"ModuleWrapPolicy({{{', '.join(section.units)}}})")
         if section.strategy != "full" or section.reshard_to:
             words.append(f"reshard_after_forward={section.reshard_to or False}")
         if section.precision != "float32" and self.machine.profile.device_type != "cpu":
@@ -238,7 +242,7 @@ def choose_settings(
     for mesh in meshes:
         # Each of these takes longer than the one before and less memory: the first that fits. With
         # a larger micro-batch, those before do not fit either.
-        savings = list(_savings(config, machine, given))
+        savings = list(_savings(config, architecture, machine, given))
         # It takes more memory than to recompute all, and less time unless the host is slow.
         tries_selective = not {_RECOMPUTED, _SELECTIVE} & {*given}
         for batch in _batches(config, given):
@@ -317,16 +321,20 @@ def _refinements(config: TrainConfig, machine: Machine) -> Iterator[tuple[Place,
 
 
 def _savings(
-    config: TrainConfig, machine: Machine, given: Collection[Place]
+    config: TrainConfig, architecture: Architecture, machine: Machine, given: Collection[Place]
 ) -> Iterator[dict[Place, Any]]:
     strategy, offload = ("sharding", "strategy"), ("sharding", "offload")
+    units = ("sharding", "units")
+    own = {offload: False, units: config.sharding.units}
+    smallest = {**own, strategy: "full", _RECOMPUTED: True}
     steps: list[dict[Place, Any]] = [
-        {strategy: "grad-op", _RECOMPUTED: False, offload: False},
-        {strategy: "full", _RECOMPUTED: False, offload: False},
-        {strategy: "full", _RECOMPUTED: True, offload: False},
+        {**own, strategy: "grad-op", _RECOMPUTED: False},
+        {**own, strategy: "full", _RECOMPUTED: False},
+        smallest,
+        {**smallest, units: _parts_of_blocks(architecture) or own[units]},
     ]
     if _can_offload(config, machine):
-        steps.append({strategy: "full", _RECOMPUTED: True, offload: True})
+        steps.append({**smallest, offload: True})
     kept = {*given}
     kept |= {strategy} if config.sharding.reshard_to else set()
     kept |= {_RECOMPUTED} if config.sharding.selective_checkpointing else set()
@@ -336,6 +344,18 @@ def _savings(
         if free not in seen:
             seen.append(free)
             yield free
+
+
+def _parts_of_blocks(architecture: Architecture) -> tuple[str, ...]:
+    """Return the classes of the large parts of a block, which may be units instead of it."""
+    classes = architecture.block_classes()
+    block = next(
+        (each for each in architecture.build().modules() if isinstance(each, classes)), None
+    )
+    parts = [] if block is None else [*block.children()]
+    sizes = {type(part).__name__: sum(p.numel() for p in part.parameters()) for part in parts}
+    large = tuple(name for name, size in sizes.items() if 8 * size >= sum(sizes.values()))
+    return large if len(large) > 1 else ()
 
 
 def _estimated(config: TrainConfig, architecture: Architecture, machine: Machine) -> Candidate:
