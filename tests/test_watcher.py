@@ -94,7 +94,7 @@ def train(rank: Rank, kind: str, phase: str, api: str) -> None:
 
 
 def take_steps(rank: Rank, kind: str, phase: str, api: str) -> None:
-    model = sharded(rank, api, timeout_s=6 if phase == "optimizer" else 100)
+    model = sharded(rank, api, timeout_s=10 if phase == "optimizer" else 100)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     RankGroup.world()  # as an earlier save has made it
@@ -130,7 +130,7 @@ FAULTS = [
     ("raises", "forward", "wrapper", "forward of 1 with ZeroDivisionError: planned .*in fail"),
     ("raises", "backward", "fully_shard", "it left a backward before its end"),
     ("is stopped", "saving", "fully_shard", "its process is stopped"),
-    ("raises", "optimizer", "fully_shard", "others wait for longer than the timeout of 6 s"),
+    ("raises", "optimizer", "fully_shard", "others wait for longer than the timeout of 10 s"),
 ]
 
 
