@@ -128,7 +128,9 @@ def worlds_picture() -> str:
                 if index in (0, len(points) - 1):
                     anchor = "start" if index == 0 else "end"
                     name = f"{model.upper()}: " if index == 0 else ""
-                    parts.append(text(x, y - 8, f"{name}{point[place + 1]:.3g}", anchor))
+                    value = point[place + 1]
+                    shown = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+                    parts.append(text(x, y - 8, f"{name}{shown}", anchor))
         for ranks in WORLDS:
             x = float(at(ranks, values[0]).split(",")[0])
             parts.append(text(x, HEIGHT - BOTTOM + 18, f"{ranks:,}", "middle"))

@@ -31,7 +31,7 @@ from fullshard.plan import (
 )
 from fullshard.plan.device_profile import PROFILES, known_profile
 from fullshard.plan.ledger import Ledger
-from fullshard.plan.simulator import Fabric, Simulator
+from fullshard.plan.simulator import Fabric, Simulator, _free_from
 from fullshard.report.formatting import shown_bytes, shown_time
 from fullshard.report.record import RunRecord
 from fullshard.report.tables import memory_kinds, summary
@@ -145,6 +145,15 @@ def test_streams_wait_for_events_and_not_for_each_other():
     assert streams.reduce_scatter.time_s == 6.0
     device.synchronize(gathered)
     assert simulator.host_s == 5.0
+
+
+def test_links_send_one_message_at_a_time():
+    taken: list[tuple[float, float]] = []
+    assert _free_from(taken, 1.0, 2.0, 0.0) == 1.0
+    assert _free_from(taken, 0.0, 1.0, 0.0) == 0.0  # there is time before
+    assert _free_from(taken, 0.5, 1.0, 0.0) == 3.0
+    assert _free_from(taken, 3.5, 1.0, 3.2) == 4.0
+    assert taken == [(3.0, 4.0), (4.0, 5.0)]  # what is over does not count any more
 
 
 def test_collectives_take_the_slower_of_links_and_network():

@@ -9,6 +9,7 @@ says. The ledger follows the memory of every storage.
 from __future__ import annotations
 
 import warnings
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,10 +135,12 @@ class Fabric:
 
     def seconds(self, name: str, num_bytes: int, group: Any) -> float:
         """Of a collective over `num_bytes` in all; an all-reduce moves them twice."""
-        shape = self._shapes.get(group)
-        if shape is None:
-            shape = self._shapes[group] = self.shape(dist.get_process_group_ranks(group))
-        return self.seconds_of(num_bytes * (1 + (name == "all-reduce")), *shape)
+        return self.seconds_of(num_bytes * (1 + (name == "all-reduce")), *self.shape_of(group))
+
+    def shape_of(self, group: Any) -> tuple[int, int]:
+        if group not in self._shapes:
+            self._shapes[group] = self.shape(dist.get_process_group_ranks(group))
+        return self._shapes[group]
 
     def shape(self, ranks: Sequence[int]) -> tuple[int, int]:
         """The number of hosts of these ranks, and how many are on each."""
@@ -156,6 +159,20 @@ class Fabric:
         return profile.latency_s + profile.hop_s * (size - 1) + sending_s
 
 
+_Interval = tuple[float, float]
+
+
+def _free_from(taken: list[_Interval], start_s: float, seconds: float, now_s: float) -> float:
+    """Take the first moment from `start_s` on for which nothing else is sent for so long."""
+    taken[:] = [each for each in taken if each[1] > now_s]
+    for begun_s, ended_s in taken:
+        if start_s + seconds <= begun_s:
+            break
+        start_s = max(start_s, ended_s)
+    insort(taken, (start_s, start_s + seconds))
+    return start_s
+
+
 class Simulator(TorchDispatchMode):
     """Time and memory of one rank, while it is entered with `running`.
 
@@ -172,6 +189,8 @@ class Simulator(TorchDispatchMode):
         self.host_s = 0.0
         self.current = self.compute = VirtualStream("compute")
         self._network = VirtualStream("network")
+        # When streams use the links of a host, and the network between hosts.
+        self._transfers: tuple[list[_Interval], list[_Interval]] = ([], [])
         self.device = SimulatedDevice(self)
         self.collectives = SimulatedCollectives(self)
         # On a CPU their times are known when they are issued.
@@ -227,7 +246,10 @@ class Simulator(TorchDispatchMode):
         self.sent[name] += num_bytes * (group.size() - 1) // group.size()
         self.num_collectives[name] += 1
         if self.device.has_streams:
-            self.run(seconds)
+            self._issue()
+            transfers = self._transfers[self._fabric.shape_of(group)[0] > 1]
+            start_s = _free_from(transfers, self.now_s, seconds, self.host_s)
+            self.current.time_s = start_s + seconds
             return CollectiveWork()
         network = self._network
         network.time_s = max(network.time_s, self.host_s) + seconds
