@@ -126,17 +126,12 @@ def named(given: dict[str, Any]) -> str:
     words = [
         given.get("sharding", {}).get("api", "fully_shard").replace("fully_shard", "`fully_shard`")
     ]
-    words += [
-        key.replace("_", " ")
-        if value is True
-        else value
-        if isinstance(value, str)
-        else f"{key} {' and '.join(value)}"
-        if isinstance(value, tuple)
-        else f"{key.replace('_', ' ')} {value}"
-        for key, value in sharding.items()
-        if value
-    ]
+    for key, value in sharding.items():
+        name = key.replace("_", " ")
+        if isinstance(value, str) or value is True:
+            words.append(name if value is True else value)
+        elif value:
+            words.append(f"{name} {' and '.join(value) if isinstance(value, tuple) else value}")
     words += [f"{key} {given[key]}" for key in ("accumulate", "batch") if key in given]
     return ", ".join(words)
 
@@ -276,7 +271,8 @@ def chosen_among(
 ) -> Table:
     """What is chosen for a budget, against the fastest of the measured runs that fit into it."""
     rows: list[list[Any]] = []
-    given = {("sharding", name) for name in ("offload", "prefetch")}  # which were not measured
+    unmeasured = ("offload", "prefetch", "reshard_to", "units")
+    given = {("sharding", name) for name in unmeasured}
     if not any("selective_checkpointing" in run["config"]["sharding"] for run in runs):
         given.add(("sharding", "selective_checkpointing"))
     for limit in budgets:

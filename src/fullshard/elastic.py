@@ -3,8 +3,8 @@
 A rank that dies ends every process group that it is in. So each replica has a world of its own, in
 which the model is sharded, and gradients are averaged over replicas after backward: rank s with the
 ranks s of the others, over a group that is made anew when the replicas change (a generation).
-They travel through host memory over gloo, also from GPUs: who waits in NCCL for a rank that died
-cannot be sure whether the device still writes.
+They travel through host memory over gloo, also from GPUs: a rank that waits in NCCL for one that
+died cannot tell whether the device still writes.
 
 A step counts on all replicas or on none. Every rank votes when it has the mean, and who sees that
 all have votes to commit; who sees that a replica is dead votes to reform: to do it again without
