@@ -11,8 +11,8 @@ Four modes, each a command of its own:
                                              by the host; and whole steps as CUDA graphs
 
 The unsharded model keeps its parameters and moments in bf16, the sharded ones keep float32 and
-cast. `world1` has two unsharded ones that do as well, and the floor: the first one's time and that
-of moving the bytes which float32 parameters cost over bf16 ones, at the speed of a copy. Variants
+cast. `world1` has two unsharded ones that do as well, and floors: the first one's time and that of
+moving the bytes which float32 parameters cost over bf16 ones, at the speed of a copy. Variants
 are interleaved, except for `played`, where each runs in a process of its own so that its memory is
 its own. Before times are taken, losses are compared: of the variants themselves in `world1` and
 `ranks`, of a small model on one rank in `played` and `narrow`.
@@ -134,18 +134,23 @@ def run_world1(options: argparse.Namespace, result: Result) -> None:
         check_losses(without_peers(losses), rtol=2e-2)
         num_params = sum(param.numel() for param in made[UNSHARDED].model.parameters())
         times = timed_together(made, task)
-        moved_s = num_params * MOVED_BYTES / copy_bytes_per_s(options.device)
+        bytes_per_s = copy_bytes_per_s(options.device)
     result.details["losses"] = losses
     rows = time_rows(times)
-    floor, base = times[UNSHARDED]["step"] + moved_s, times[BASE]["step"]
-    over = floor / times[UNSHARDED]["step"]
-    rows.append(["floor", floor * 1e3, None, None, None, over, floor / base])
+    unsharded, base = times[UNSHARDED]["step"], times[BASE]["step"]
+    for name, moved_bytes in FLOORS.items():
+        floor = unsharded + num_params * moved_bytes / bytes_per_s
+        rows.append([name, floor * 1e3, None, None, None, floor / unsharded, floor / base])
     result.add(Table("One rank: milliseconds", TIME_COLUMNS, rows))
 
 
 # What float32 parameters cost over bf16 ones, in bytes for each: cast for forward, gradients cast
-# to float32, and an optimizer that reads four and writes three numbers of twice the size.
-MOVED_BYTES = (4 + 2) + (2 + 4) + 7 * 2
+# to float32, and an optimizer that reads four and writes three numbers of twice the size. Whoever
+# reshards after forward, as all variants do, casts for backward again.
+FLOORS = {
+    "floor": (4 + 2) + (2 + 4) + 7 * 2,
+    "floor, parameters cast twice": 2 * (4 + 2) + (2 + 4) + 7 * 2,
+}
 
 
 def copy_bytes_per_s(device: torch.device) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
 
 from fullshard import (
     FullyShardedDataParallel,
@@ -23,6 +24,7 @@ from fullshard import (
 from fullshard.comm.collectives import CollectiveWork, ShmCollectives
 from fullshard.device import Device
 from fullshard.layout import CostModel
+from fullshard.runtime.hooks import units_below
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -230,3 +232,61 @@ def test_large_gradients_travel_by_pieces_as_they_do_at_once(rank: Rank) -> None
     assert by_pieces.losses == at_once.losses
     pairs = zip(by_pieces.sharded.parameters(), at_once.sharded.parameters(), strict=True)
     assert all(torch.equal(found.to_local(), expected.to_local()) for found, expected in pairs)
+
+
+# Small buckets, by words
+
+
+class Words(nn.Module):
+    """Parameters that are made of words; every second time, some of them are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        for layer in self.layers[: 2 + self.num_calls % 2]:
+            x = x + layer(x)
+        return x
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = Words(), nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.words(x)) * self.gain.mean()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@on_ranks(2)
+def test_small_buckets_that_are_copied_by_words_train_alike(rank: Rank, dim: int) -> None:
+    sharded: list[nn.Module] = []
+
+    def shard(model: nn.Module, library: Any, policy: Any) -> None:
+        precision = policy(torch.bfloat16, torch.float32)
+        place = (lambda param: Shard(dim) if param.ndim > dim else None) if dim else None
+        for module in (model.words, model):
+            options = {"mesh": rank.mesh(), "mp_policy": precision, "shard_placement_fn": place}
+            library(module, **options)
+
+    def ours(model: nn.Module) -> None:
+        shard(model, fully_shard, MixedPrecisionPolicy)
+        sharded.append(model)
+
+    def torchs(model: nn.Module) -> None:
+        shard(model, torch_fully_shard, TorchPrecision)
+
+    with (
+        patch("fullshard.runtime.build.device_for", Ordered),
+        patch("fullshard.unit.all_gather.type_of", lambda _: "cuda"),
+    ):
+        training = Training(batch, steps=4)
+        assert_same_training(Odd, ours, training, oracle=torchs, rtol=2e-2, atol=1e-3)
+    context = next(unit.comm_ctx for unit in units_below(sharded[0]))
+    made = [order for order in context._orders.values() if order is not None]
+    assert len(made) == 2  # out of a bucket and into it, for the unit that is made of words

@@ -416,6 +416,43 @@ def test_pieces_of_a_bucket_tile_it(layout: UnitLayout, piece_numel: int, alignm
 
 
 @many
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.sampled_from((1, 2, 4, 8, 24))), min_size=1),
+    st.integers(2, 6),
+    st.sampled_from((torch.int16, torch.int32)),
+)
+def test_orders_of_words_copy_a_split_bucket_out_and_in(
+    sizes: list[tuple[int, int]], num_ranks: int, dtype: torch.dtype
+) -> None:
+    """Whatever is copied: words of integers stand for those of parameters and gradients."""
+    stages = DtypePlan.of(dtype, None, None, None)
+    params = [
+        ParamSpec(str(index), Split((num_ranks * rows, inner), 0, num_ranks), stages, True)
+        for index, (rows, inner) in enumerate(sizes)
+    ]
+    layout = plan_layout(params, num_ranks, CostModel(inf, inf))
+    ((_, bucket),) = all_buckets(layout)
+    assert bucket.kind is BucketKind.SPLIT
+    itemsize, cpu = dtype.itemsize, torch.device("cpu")
+    out_order = bucket.copy_out_order(num_ranks, itemsize, cpu)
+    in_order = bucket.copy_in_order(num_ranks, itemsize, cpu)
+    has_words = all(rows * inner * itemsize % 8 == 0 for rows, inner in sizes)
+    assert (out_order is not None) == has_words
+    assert (in_order is not None) == (has_words and not bucket.padding_numel)
+    sent = torch.arange(num_ranks * bucket.segment_numel, dtype=dtype).view(num_ranks, -1)
+    parts = [sent[:, slot.offset : slot.offset + slot.numel] for slot in bucket.slots]
+    if out_order is not None:
+        words = sent.view(-1).view(out_order.dtype)
+        full = words.index_select(0, out_order.numbers).view(dtype)
+        for slot, part in zip(bucket.slots, parts, strict=True):
+            start = (slot.full_offset_bytes - bucket.slots[0].full_offset_bytes) // itemsize
+            assert torch.equal(full[start : start + part.numel()], part.flatten())
+    if in_order is not None:
+        words = torch.cat([part.flatten() for part in parts]).view(in_order.dtype)
+        assert torch.equal(words.index_select(0, in_order.numbers).view(dtype), sent.view(-1))
+
+
+@many
 @given(plans(), st.data())
 def test_columns_of_a_flat_bucket_have_all_of_its_parameters(
     layout: UnitLayout, data: st.DataObject

@@ -180,11 +180,21 @@ tensor_references: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # ty
 
 # The fused operations that torch.optim and torch.amp use; there are no public forms.
 foreach_add_ = torch._foreach_add_
-foreach_copy_ = torch._foreach_copy_
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 chunk_cat = torch._chunk_cat
 unscale_and_check_finite_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def foreach_copy_(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False
+) -> None:
+    """Copy tensors to others; a single one by its own kernel, which uses more of a GPU."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0], non_blocking)
+    else:
+        torch._foreach_copy_(targets, sources, non_blocking)
+
 
 # The values of a sparse tensor that is not coalesced, and what a GradScaler asks an optimizer whose
 # kernel unscales.

@@ -156,9 +156,7 @@ class Collectives:
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         """Fill each output with the inputs of all ranks, in the order of ranks."""
-        options = AllgatherOptions()
-        # On the stream that calls, so that what is enqueued next there follows without an event.
-        options.asyncOp = False
+        options = _all_gather_options()
         if len(outs) == 1:
             return CollectiveWork([_issue(all_gather_single, group, outs[0], ins[0], options)])
         lists = list(outs), list(ins)
@@ -175,9 +173,7 @@ class Collectives:
             for out, inp in zip(outs, ins, strict=True):
                 _exchange_and_sum(out, inp, group, average=average)
             return CollectiveWork()
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
-        options.asyncOp = False
+        options = _reduce_scatter_options(average)
         if len(outs) == 1:
             return CollectiveWork([_issue(reduce_scatter_single, group, outs[0], ins[0], options)])
         lists = list(outs), list(ins)
@@ -191,6 +187,25 @@ class Collectives:
         It must not be written to again after the reduce-scatter: other ranks may read it later.
         """
         return torch.empty(numel, dtype=dtype, device=device)
+
+
+# Made once (rule 7). Collectives run on the stream that calls, so that what is enqueued next there
+# follows without an event.
+
+
+@functools.cache
+def _all_gather_options() -> Any:
+    options = AllgatherOptions()
+    options.asyncOp = False
+    return options
+
+
+@functools.cache
+def _reduce_scatter_options(average: bool) -> Any:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+    options.asyncOp = False
+    return options
 
 
 def _exchange_and_sum(out: torch.Tensor, inp: torch.Tensor, group: Group, *, average: bool) -> None:

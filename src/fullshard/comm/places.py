@@ -171,11 +171,12 @@ def rank_to_give_up(places: Sequence[Place]) -> int | None:
 
 
 def late_rank(places: Sequence[Place]) -> tuple[int, Place] | None:
-    """A rank that does not wait, while another has waited for longer than its group allows."""
+    """The last rank that does not wait, while another has waited longer than its group allows."""
     limit_s = min((each.limit_s for each in places if each.waited_s > each.limit_s), default=None)
-    late = next((rank for rank, place in enumerate(places) if not place.waited_s), None)
-    if limit_s is None or late is None:
+    busy = [rank for rank, place in enumerate(places) if not place.waited_s]
+    if limit_s is None or not busy:
         return None
+    late = min(busy, key=lambda rank: (places[rank].forward, places[rank].num_collectives))
     ended = f"{places[late].line}, while others wait for longer than the timeout of {limit_s:g} s"
     return late, replace(places[late], ended=ended)
 

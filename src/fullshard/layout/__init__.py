@@ -9,9 +9,10 @@ from fullshard.layout.plan import (
     ParamSpec,
     Slot,
     UnitLayout,
+    WordOrder,
     plan_unit,
 )
 from fullshard.layout.split import FlatSplit, Split
 
 __all__ = ["Bucket", "BucketKind", "CostModel", "DtypePlan", "FlatSplit", "Lane", "ParamSpec"]
-__all__ += ["Slot", "Split", "UnitLayout", "plan_unit"]
+__all__ += ["Slot", "Split", "UnitLayout", "WordOrder", "plan_unit"]

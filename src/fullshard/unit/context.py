@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
+
 from fullshard.comm.collectives import CollectiveWork
 from fullshard.device import Device, ResizableBuffer, Streams
+from fullshard.layout import Bucket, WordOrder
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 
@@ -66,6 +69,7 @@ class CommContext:
     to wait for the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are
     the owners of all-gathers that nobody has waited for yet. `_is_capturing` says that what is
     issued now becomes part of a CUDA graph. `num_collectives` have been issued: where ranks are.
+    `_orders` are the orders of words that units alike share.
     """
 
     def __init__(self, device: Device) -> None:
@@ -76,6 +80,7 @@ class CommContext:
         self._reduce_scatters: deque[ReduceScatterInFlight] = deque()
         self._held: HeldResults | None = None
         self._is_capturing = False
+        self._orders: dict[Any, WordOrder | None] = {}
         self.num_collectives = 0
 
     @property
@@ -116,6 +121,21 @@ class CommContext:
 
     def all_gather_used(self, owner: object) -> None:
         self._unused_all_gathers.discard(owner)
+
+    def word_order(
+        self,
+        make: Callable[[Bucket, int, int, torch.device], WordOrder | None],
+        bucket: Bucket,
+        num_ranks: int,
+        itemsize: int,
+    ) -> WordOrder | None:
+        """An order of words; None also if a capture is the first to ask for it."""
+        key = make, bucket, num_ranks, itemsize
+        if key not in self._orders:
+            if self._is_capturing:
+                return None
+            self._orders[key] = make(bucket, num_ranks, itemsize, self.device.torch_device)
+        return self._orders[key]
 
     # Captures
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from math import prod
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ from fullshard.comm.mesh import MeshInfo
 from fullshard.comm.placement import local_gradient
 from fullshard.device import Device, ResizableBuffer, reference_counts
 from fullshard.errors import ConfigError, LifecycleError
-from fullshard.layout import Bucket, BucketKind, FlatSplit, Lane, Split, UnitLayout
+from fullshard.layout import Bucket, BucketKind, FlatSplit, Lane, Split, UnitLayout, WordOrder
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
-from fullshard.unit.all_gather import permuted_pairs
+from fullshard.unit.all_gather import MAX_ORDERED_BYTES, permuted_pairs
 from fullshard.unit.context import CommContext, HeldResults, wait_all
 from fullshard.unit.flat_param import FlatParamHolder
 from fullshard.unit.param import ShardedParam, shard_device
@@ -164,6 +165,60 @@ def _has_hooks(param: torch.Tensor) -> bool:
 # How gradients lie in buckets
 
 
+class BucketInput:
+    """Memory that the gradients of a bucket go into to be reduced, with views made once (rule 7).
+
+    With an `order`, gradients are copied to memory beside it, one after another, and from there.
+    """
+
+    def __init__(self, plan: GradBucket, device: torch.device, order: WordOrder | None) -> None:
+        num_bytes, dtype = plan.num_bytes, plan.dtypes.wire
+        self._buffers = [
+            ResizableBuffer(num_bytes, device, "full gradients")
+            for _ in range(1 if order is None else 2)
+        ]
+        self._bucket = self._buffers[0].view(0, (plan.numel,), dtype)
+        self._parts = plan.parts_of(self._buffers[-1].view(0, (plan.numel,), dtype))
+        self._words: tuple[torch.Tensor, ...] = ()
+        if order is not None:
+            shape = order.numbers.shape
+            to, source = (buffer.view(0, shape, order.dtype) for buffer in self._buffers)
+            self._words = source, order.numbers, to
+        self.free()
+
+    @property
+    def is_free(self) -> bool:
+        return not self._buffers[0].is_allocated
+
+    def free(self) -> None:
+        for buffer in self._buffers:
+            buffer.free()
+
+    def fill(self, grads: Sequence[Grad]) -> torch.Tensor:
+        """Allocate the bucket and copy gradients into it."""
+        for buffer in self._buffers:
+            buffer.allocate()
+        _copy_parts(self._parts, grads)
+        if self._words:
+            source, numbers, to = self._words
+            torch.index_select(source, 0, numbers, out=to)
+            self._buffers[1].free()
+        return self._bucket
+
+
+def _copy_parts(parts: Sequence[torch.Tensor], grads: Sequence[Grad]) -> None:
+    """Copy gradients, with zeros for those that are missing, and behind the last."""
+    outs, ins = [], []
+    for part, grad in zip(parts, (*grads, None), strict=True):
+        if grad is not None:
+            outs.append(part)
+            ins.append(grad)
+        elif part.numel():
+            part.zero_()
+    if outs:
+        foreach_copy_(outs, ins)
+
+
 class GradBucket:
     """A bucket to be reduced: the parameters whose gradients it carries, and how they lie in it.
 
@@ -204,19 +259,40 @@ class GradBucket:
         self.piece_bytes = max(PIECE_BYTES, smallest, num_ranks * SMALLEST_PIECE_PART_BYTES)
         self._bucket = bucket
         self._num_ranks = num_ranks
-        self._num_chunks = 1 if is_flat else num_ranks
-        self._padding_numel = self.numel // self._num_chunks - bucket.used_numel
         # Rows that are cut into one chunk per rank, of parameters sharded along another dim.
         self._row_shapes = [
             (split.num_rows, split.inner)
-            if isinstance(split := param.split, Split) and split.dim and not is_flat
+            if isinstance(split := param.split, Split) and split.dim
             else None
             for param in self.params
         ]
+        self._is_even = all(
+            num_ranks * slot.numel == prod(param.split.shape)
+            for slot, param in zip(bucket.slots, self.params, strict=True)
+        )
+        self._input: BucketInput | None = None
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtypes.wire.itemsize
+
+    def free_input(self, comm_ctx: CommContext) -> BucketInput | None:
+        """Memory with views made once; None if it is in use, or if the bucket can have none."""
+        if self._input is None:
+            order, num_ranks = None, self._num_ranks
+            if not self.is_flat:
+                is_split = self._bucket.kind is BucketKind.SPLIT
+                if not is_split or not self._is_even or self.num_bytes >= MAX_ORDERED_BYTES:
+                    return None
+                make, itemsize = Bucket.copy_in_order, self.dtypes.wire.itemsize
+                order = comm_ctx.word_order(make, self._bucket, num_ranks, itemsize)
+                if order is None:
+                    return None
+            self._input = BucketInput(self, comm_ctx.device.torch_device, order)
+        return self._input if self._input.is_free else None
+
+    def forget_input(self) -> None:
+        self._input = None
 
     def in_place(self, grads: Sequence[Grad]) -> Grad:
         """The tensor that autograd produced, if it is the bucket (rule 4)."""
@@ -232,7 +308,7 @@ class GradBucket:
 
     def copy_in(self, grads: Sequence[Grad], buffer: torch.Tensor) -> None:
         """Copy gradients to where they belong in a buffer of all ranks' segments, cast."""
-        num_chunks, split = self._num_chunks, self.params[0].split
+        num_chunks, split = self._num_ranks, self.params[0].split
         if self._bucket.kind in (BucketKind.IN_PLACE, BucketKind.PERMUTED):
             assert isinstance(split, Split)
             if grads[0] is None:
@@ -241,7 +317,10 @@ class GradBucket:
             for in_full, in_bucket in permuted_pairs(split, grads[0], buffer.view(num_chunks, -1)):
                 in_bucket.copy_(in_full)
             return
-        # Side by side in every rank's segment, or one after another in a flat bucket.
+        if self.is_flat:
+            _copy_parts(self.parts_of(buffer), grads)
+            return
+        # Side by side in every rank's segment.
         if len({grad.dtype for grad in grads if grad is not None}) > 1:
             # Some are fresh and some were accumulated, in the dtype of the reduction.
             grads = [None if grad is None else grad.to(buffer.dtype) for grad in grads]
@@ -257,10 +336,17 @@ class GradBucket:
             elif shape is not None:
                 grad = grad.reshape(shape)
             parts.append(grad)
-        if self._padding_numel:
-            parts.append(like.new_zeros(num_chunks, self._padding_numel))
+        if self._bucket.padding_numel:
+            parts.append(like.new_zeros(num_chunks, self._bucket.padding_numel))
         if parts:  # none if all parameters are empty
             chunk_cat(parts, dim=0, num_chunks=num_chunks, out=buffer.view(num_chunks, -1))
+
+    def parts_of(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Where gradients are that lie in memory one after another, and the rest of it."""
+        shapes = [param.split.shape for param in self.params]
+        sizes = [prod(shape) for shape in shapes]
+        parts = memory.split_with_sizes([*sizes, self.numel - sum(sizes)])
+        return [*map(torch.Tensor.view, parts, shapes), parts[-1]]
 
     def copy_columns(self, grads: Sequence[Grad], start: int, piece: torch.Tensor) -> None:
         """Copy what belongs into every rank's segment from `start` on, of gradients or a flat."""
@@ -341,6 +427,7 @@ class GradLane:
             self.buffer = None
             for bucket in self.buckets:
                 bucket.dtypes = self.dtypes
+                bucket.forget_input()
 
     def acquire_buffer(
         self, buckets: Sequence[GradBucket], device: torch.device
@@ -375,7 +462,7 @@ class BucketReduce:
 
     `grads` are by slot, and emptied when they are in the bucket. `targets` receive a part of the
     sums, to which `partials` are added: what earlier steps summed over the shard axis. A bucket
-    without `inp` goes by pieces.
+    without `inp` goes by pieces. `memory` is that of `inp`, if it has to be freed.
     """
 
     plan: GradBucket
@@ -383,6 +470,7 @@ class BucketReduce:
     targets: Sequence[GradSlot]
     partials: Mapping[GradTarget, torch.Tensor]
     inp: torch.Tensor | None = None
+    memory: BucketInput | None = None
 
 
 @dataclass(slots=True)
@@ -435,6 +523,16 @@ class InFlightReduceScatter:
         replicas = self.unit_grads.mesh_info.replicate
         return not (replicas.is_single or self.settings.requires_all_reduce)
 
+    @property
+    def _frees_inputs(self) -> bool:
+        """Whether nobody needs inputs for longer than the reduce-scatter.
+
+        The sums over one rank are its inputs, a comm hook may keep them, and on a CPU collectives
+        choose where they lie.
+        """
+        is_single, has_hook = self.comm.reduce_axis.is_single, self.comm.comm_hook is not None
+        return self.device.has_streams and not is_single and not has_hook
+
     def start(self) -> None:
         """Issue the reduce-scatter; on a device with streams, all that follows it as well."""
         device, stream = self.device, self.comm_ctx.streams.reduce_scatter
@@ -464,7 +562,16 @@ class InFlightReduceScatter:
                     self._complete()
         except BaseException:
             self._wait_for_enqueued()
+            self._let_go()
             raise
+
+    def _let_go(self) -> None:
+        """Let go of all tensors; compute has waited for what read them."""
+        for lane in self.lanes:
+            for bucket in lane.buckets:
+                if bucket.memory is not None:
+                    bucket.memory.free()
+        self.lanes.clear()
 
     def _wait_for_enqueued(self) -> None:
         """After a failure: make compute, which gets the inputs' memory back, wait for the rest."""
@@ -499,14 +606,14 @@ class InFlightReduceScatter:
         if seam.observers:
             seam.end(Activity.AWAIT_REDUCE, self.unit)
         held = [tensor for lane in self.lanes for tensor in (*lane.outs, *lane.grads)]
-        self.lanes.clear()
+        self._let_go()
         return HeldResults(self.unit, self._event, held)
 
     def abort(self) -> None:
         """Wait for what is under way and drop it; never raises (rule 11)."""
         self._wait_works()
         self.device.wait(self._event)
-        self.lanes.clear()
+        self._let_go()
 
     # Inputs, on the stream that computes
 
@@ -541,10 +648,15 @@ class InFlightReduceScatter:
                 buffer = custom.allocate((plan.numel,), dtype=dtype, device=device)
             elif lane.results:
                 buffer = lane.results[0]  # where the sum over one rank goes
+            elif self._frees_inputs:
+                bucket.memory = plan.free_input(self.comm_ctx)
+            if bucket.memory is not None:
+                buffer = bucket.memory.fill(bucket.grads)
             else:
-                group = self.comm.reduce_axis.group
-                buffer = collectives.allocate_bucket(plan.numel, dtype, device, group)
-            plan.copy_in(bucket.grads, buffer)
+                if buffer is None:
+                    group = self.comm.reduce_axis.group
+                    buffer = collectives.allocate_bucket(plan.numel, dtype, device, group)
+                plan.copy_in(bucket.grads, buffer)
         return buffer if lane.before == 1.0 else buffer.div_(lane.before)
 
     # Sums, on the reduce-scatter stream
@@ -954,6 +1066,8 @@ class UnitGrads:
         for lane in self._lanes:
             lane.buffer = None
             lane.in_buffer.clear()
+            for bucket in lane.buckets:
+                bucket.forget_input()
 
     def synchronize_host(self) -> None:
         """Make the host wait for gradients that are still being copied to it."""

@@ -365,7 +365,7 @@ class Unit:
                 self.shard_buffers,
                 self._plain,
                 self.mesh_info.shard,
-                comm_ctx.device.torch_device,
+                comm_ctx,
                 extensions,
             )
         if isinstance(state, ReshardedToSubgroup):
