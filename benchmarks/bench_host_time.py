@@ -46,14 +46,16 @@ OURS_ONLY = "fullshard"
 
 
 def optimizers_of(variant: str, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """The ways to step that are timed."""
+    """The ways to step that are timed. Without a call of `by_unit`, it may apply by itself."""
     made: dict[str, torch.optim.Optimizer] = {
         FUSED: torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True),
         FOREACH: torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=True),
     }
-    by_unit = getattr(fullshard, "by_unit", None)
-    if by_unit is not None and variant.startswith(OURS_ONLY):
-        made[BY_UNIT] = by_unit(torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True))
+    for optimizer in made.values():
+        fullshard.by_unit(optimizer, enabled=False)
+    if variant.startswith(OURS_ONLY):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+        made[BY_UNIT] = fullshard.by_unit(optimizer)
     return made
 
 

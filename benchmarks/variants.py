@@ -117,9 +117,8 @@ def optimizer_for(variant: str, model: nn.Module, learning_rate: float) -> torch
         from megatron_fsdp import fully_shard_optimizer
 
         return fully_shard_optimizer(optimizer)
-    if variant.removesuffix(CAPTURED) == BY_UNIT:
-        optimizer = fullshard.by_unit(optimizer)
-    return optimizer
+    # Without this call, steps are by unit where that is exact.
+    return fullshard.by_unit(optimizer, enabled=variant.removesuffix(CAPTURED) == BY_UNIT)
 
 
 def shard(variant: str, model: nn.Module, how: Sharding) -> nn.Module:

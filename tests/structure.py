@@ -63,7 +63,8 @@ PRIVATE_TORCH = re.compile(
     r"from torch[\w.]* import (?:\w+, )*_\w+|distributed_c10d\._\w+|"
     r"\._(?:allgather_base|reduce_scatter_base|get_backend|device_types|use_count|local_tensor"
     r"|spec|sequence_nr|base|version|cdata|flatten|process_group|backward_hooks"
-    r"|post_accumulate_grad_hooks|get_scale_async|step_supports_amp_scaling)\b|\._values\(\)"
+    r"|post_accumulate_grad_hooks|get_scale_async|step_supports_amp_scaling"
+    r"|optimizer_step_post_hooks)\b|\._values\(\)"
 )
 MAX_FUNCTION_LINES = 80
 

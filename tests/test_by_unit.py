@@ -4,7 +4,8 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ from fullshard import (
     state,
 )
 from fullshard.errors import ConfigError
+from fullshard.optim.by_unit import is_exact
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from fullshard.testing import Rank, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 FORMS = ["rows", "slices", "flat"]
+STEPS = "_fullshard_by_unit"  # the attribute of an optimizer that is stepped by unit
 Make = Callable[[Any], Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
@@ -413,6 +416,154 @@ def test_a_step_holds_no_gradient_and_a_dropped_optimizer_is_freed_at_once(rank:
 # What others do to an optimizer
 
 
+@on_ranks(2)
+def test_a_scheduler_may_come_before(rank: Rank) -> None:
+    models = [sharded(rank, "rows") for _ in range(2)]
+    optimizers = [Seeing(model.parameters()) for model in models]
+    schedulers = [StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
+    by_unit(optimizers[1], elementwise=True)
+    for step in range(3):
+        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+            optimizer.zero_grad()
+            model(batch(step, rank.rank)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(local(a), local(b))
+    assert optimizers[1].param_groups[0]["lr"] == 0.1 * 0.5**3
+    assert max(optimizers[1].seen) < min(optimizers[0].seen)
+
+
+@on_ranks(2)
+def test_hooks_see_the_parameters_and_their_state(rank: Rank) -> None:
+    counts: list[list[list[float]]] = []
+
+    def make(params: Any) -> Optimizer:
+        seen: list[list[float]] = []
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            states = [optimizer.state.get(param, {}) for param in params_of(optimizer)]
+            seen.append([float(each["step"]) if each else 0.0 for each in states])
+
+        optimizer = AdamW(params, lr=0.01)
+        optimizer.register_step_post_hook(note)  # before by_unit is called
+        counts.append(seen)
+        return optimizer
+
+    def double(optimizer: Optimizer, *_: Any) -> None:
+        for param in params_of(optimizer)[::2]:
+            param.grad = None if param.grad is None else param.grad * 2
+
+    twins = Twins(rank, "rows", make)
+    for optimizer in twins.optimizers:
+        optimizer.register_step_pre_hook(double)
+    twins.step(0)
+    twins.step(1, True)
+    twins.step(2)
+    assert counts[1] == counts[0]
+    assert [max(each) for each in counts[1]] == [1.0, 2.0, 3.0]
+    assert min(counts[1][-1]) == 1.0  # what had a gradient in one step
+
+
+class Decaying(AdamW):
+    """Of a user's own: calls the step of its base class, writes to its groups and to itself."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+            group["seen"] = [*group.get("seen", ()), len(group["params"])]
+        self.num_steps += 1
+        return super().step(closure)
+
+    def __del__(self) -> None:
+        deleted.append(type(self).__name__)
+
+
+deleted: list[str] = []
+
+
+@on_ranks(2)
+def test_what_a_step_writes_to_groups_and_to_itself_is_kept(rank: Rank) -> None:
+    AdamW([nn.Parameter(torch.ones(1))])  # from now on its step calls hooks
+    models = [sharded(rank, "rows") for _ in range(2)]
+    plain, spanned = (Decaying(groups(model), lr=0.1) for model in models)
+    by_unit(spanned, elementwise=True)
+    calls: list[str] = []
+    spanned.register_step_pre_hook(lambda *_: calls.append("before"))
+    for step in range(3):
+        for model, optimizer in zip(models, (plain, spanned), strict=True):
+
+            def closure(model: Any = model, optimizer: Any = optimizer, n: int = step) -> Tensor:
+                calls.append("closure")
+                optimizer.zero_grad()
+                loss = model(batch(n, rank.rank)).square().mean()
+                loss.backward()
+                return loss
+
+            calls.clear()
+            optimizer.step(closure)
+    assert calls == ["before", "closure", "before"]
+    assert plain.num_steps == spanned.num_steps == vars(spanned)["num_steps"] == 3
+    assert [group["lr"] for group in spanned.param_groups] == [0.1 / 8] * 2
+    assert [len(group["seen"]) for group in spanned.param_groups] == [3, 3]
+    assert sum(sum(group["seen"]) for group in spanned.param_groups) < 3 * len(params_of(spanned))
+    assert_same_states(spanned, plain)
+    assert not deleted
+
+
+@on_ranks(2)
+def test_steps_by_unit_can_be_turned_off_and_on(rank: Rank) -> None:
+    models = [sharded(rank, "rows") for _ in range(2)]
+    plain, optimizer = (Seeing(model.parameters()) for model in models)
+    by_unit(optimizer, elementwise=True)
+    for step, enabled in enumerate([True, True, False, False, True, True]):
+        by_unit(optimizer, elementwise=True, enabled=enabled)
+        for model, each in zip(models, (plain, optimizer), strict=True):
+            each.zero_grad()
+            model(batch(step, rank.rank), step == 3).square().mean().backward()
+            each.step()
+    assert_same_states(optimizer, plain)
+    assert optimizer.seen[2:4] == plain.seen[2:4]
+    assert max(optimizer.seen[:2] + optimizer.seen[4:]) < min(plain.seen)
+
+
+# By itself
+
+
+@pytest.mark.parametrize(
+    "kind, options, devices, expected",
+    [
+        (AdamW, [{"fused": True}], ["cuda", "cuda"], True),
+        (SGD, [{"foreach": True, "fused": None}], ["cuda"], True),
+        (optim.Rprop, [{"foreach": True}], ["xpu"], True),
+        (AdamW, [{"fused": True}, {"foreach": True}], ["cuda"], True),
+        (AdamW, [{"fused": None, "foreach": None}], ["cuda"], False),
+        (AdamW, [{"fused": True}, {"foreach": None}], ["cuda"], False),
+        (AdamW, [{"foreach": True, "differentiable": True}], ["cuda"], False),
+        (AdamW, [{"fused": True}], [], False),
+        (AdamW, [{"fused": True}], ["cpu"], False),
+        (AdamW, [{"fused": True}], ["meta"], False),
+        (AdamW, [{"foreach": True}], ["cuda", "cpu"], False),
+        (optim.Adafactor, [{"foreach": True}], ["cuda"], False),
+        (Decaying, [{"fused": True}], ["cuda"], False),
+    ],
+)
+def test_only_what_is_exact_is_stepped_by_unit_by_itself(kind, options, devices, expected):
+    assert is_exact(kind, options, iter(devices)) == expected
+
+
+@on_ranks(2)
+def test_nothing_is_stepped_by_unit_by_itself_on_a_cpu(rank: Rank) -> None:
+    for form in ("rows", "slices"):
+        model = sharded(rank, form)
+        optimizer = AdamW(model.parameters(), fused=True)
+        model(batch(0, rank.rank)).square().mean().backward()
+        optimizer.step()
+        assert STEPS not in vars(optimizer)
+
+
 @pytest.mark.parametrize("form", ["rows", "slices"])
 @on_ranks(2)
 def test_schedulers_clipping_hooks_and_closures_work_as_before(rank: Rank, form: str) -> None:
@@ -597,13 +748,13 @@ def test_a_checkpoint_is_resumed_exactly(rank: Rank, form: str, tmp_path: Path) 
 
 
 @on_ranks(2)
-def test_copies_and_pickles_are_of_the_old_class(rank: Rank) -> None:
+def test_the_class_is_the_same_and_copies_and_pickles_are_without_runs(rank: Rank) -> None:
     twins = trained(rank, "slices")
-    assert isinstance(twins.by_unit, AdamW)
-    assert type(twins.by_unit).__name__ == "AdamW"
+    assert type(twins.by_unit) is AdamW
     assert by_unit(twins.by_unit) is twins.by_unit
     for made in (copy.deepcopy(twins.by_unit), pickle.loads(pickle.dumps(twins.by_unit))):
         assert type(made) is AdamW
+        assert STEPS not in vars(made)
         assert_same_states(made, twins.plain, twins.check)
         for param in params_of(made):
             param.grad = torch.ones_like(param)
@@ -654,13 +805,9 @@ def test_what_cannot_be_stepped_by_unit_is_refused(make, message):
         by_unit(make([nn.Parameter(torch.ones(3, 3))]))
 
 
-def test_a_wrong_promise_and_a_step_that_was_replaced_are_refused():
+def test_a_wrong_promise_is_refused():
     with pytest.raises(ConfigError, match="whole tensors"):
         by_unit(optim.Adafactor([nn.Parameter(torch.ones(3, 3))]), elementwise=True)
-    optimizer = AdamW([nn.Parameter(torch.ones(3))])
-    StepLR(optimizer, 1)
-    with pytest.raises(ConfigError, match="right after the optimizer is built"):
-        by_unit(optimizer)
 
 
 class Normed(Optimizer):
@@ -681,19 +828,44 @@ def test_state_of_another_shape_breaks_the_promise(rank: Rank) -> None:
     optimizer = by_unit(Normed(model.parameters()), elementwise=True)
     held = params_of(optimizer)
     model(batch(0, rank.rank)).square().mean().backward()
-    with pytest.raises(ConfigError, match=r"found 'norms' of shape \(2, 1\)"):
-        optimizer.step()
-    assert all(a is b for a, b in zip(params_of(optimizer), held, strict=True))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"found 'norms' of shape \(2, 1\)"):
+            optimizer.step()
+        assert all(a is b for a, b in zip(params_of(optimizer), held, strict=True))
 
 
-def test_an_error_in_a_step_leaves_the_optimizer_as_it_was():
-    param = nn.Parameter(torch.ones(3))
-    optimizer = by_unit(AdamW([param], fused=True))
-    param.grad = torch.ones(3)
-    optimizer.param_groups[0]["betas"] = None
+@contextmanager
+def failing(optimizer: Optimizer) -> Iterator[None]:
+    """Let steps of AdamW fail after they have written counts and moments."""
+    kept = [group["eps"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["eps"] = None
     with pytest.raises(TypeError):
-        optimizer.step()
-    assert params_of(optimizer) == [param]
-    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
-    optimizer.step()
-    assert optimizer.state[param]["step"] >= 1
+        yield
+    for group, eps in zip(optimizer.param_groups, kept, strict=True):
+        group["eps"] = eps
+
+
+@on_ranks(2)
+def test_a_first_step_that_fails_leaves_no_state(rank: Rank) -> None:
+    twins = Twins(rank, "rows", lambda p: AdamW(p, lr=0.1, weight_decay=0.0, foreach=True))
+    twins.backward(0)
+    with failing(twins.by_unit):
+        twins.by_unit.step()
+    assert not twins.by_unit.state
+    twins.step(0)
+    twins.step(1)
+
+
+@on_ranks(2)
+def test_steps_after_one_that_failed_are_those_of_the_optimizer(rank: Rank) -> None:
+    twins = Twins(rank, "rows", OPTIMIZERS["adamw_foreach"])
+    twins.step(0)
+    twins.step(1)
+    for optimizer in twins.optimizers:
+        with failing(optimizer):
+            optimizer.step()
+    storage = local(twins.models[1].head.weight.grad).untyped_storage()
+    twins.step(2)
+    assert int(twins.by_unit.state[twins.models[1].head.weight]["step"]) == 4
+    assert torch._C._storage_Use_Count(storage._cdata) == 1  # the failed step holds no gradient

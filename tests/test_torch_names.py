@@ -20,6 +20,7 @@ ATTRIBUTES = {
     "_get_backend",
     "_get_scale_async",
     "_local_tensor",
+    "_optimizer_step_post_hooks",
     "_reduce_scatter_base",
     "_spec",
     "_step_supports_amp_scaling",

@@ -33,7 +33,7 @@ __all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "Fak
 __all__ += ["FakeTensorMode"]
 __all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata"]
 __all__ += ["ShardedTensorShard", "StorageInfo", "StridedShard", "TensorMeta", "TensorProperties"]
-__all__ += ["create_fake_group", "default_store", "disable_dynamo", "disable_torch_function"]
+__all__ += ["create_fake_group", "default_store", "disable_torch_function"]
 __all__ += ["TorchDispatchMode", "sequence_nr", "symmetric_memory", "tree_leaves", "tree_map_only"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -83,7 +83,6 @@ try:
     # `torch.compiler.disable` wraps a function, which takes longer than most of what is wrapped
     # here, and imports the compiler.
     from torch._C._dynamo import eval_frame as _eval_frame
-    from torch._compile import _disable_dynamo as disable_dynamo
 
     # Counts what autograd would save, without memory.
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -202,6 +201,12 @@ sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 UNSCALES_IN_STEP = "_step_supports_amp_scaling"
 if UNSCALES_IN_STEP not in GradScaler.step.__code__.co_consts:
     raise _missing(f"GradScaler.step with {UNSCALES_IN_STEP}")
+
+# The hooks after an optimizer's step, in an OrderedDict by the ids of their handles.
+_STEP_POST_HOOKS = "_optimizer_step_post_hooks"
+step_post_hooks: Callable[[Any], Any] = attrgetter(_STEP_POST_HOOKS)
+if _STEP_POST_HOOKS not in _optimizer.Optimizer.register_step_post_hook.__code__.co_names:
+    raise _missing(f"Optimizer.{_STEP_POST_HOOKS}")
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:

@@ -274,10 +274,7 @@ class CapturedStep(Generic[P, R]):
             scheduler.begin_capture()
         try:
             how = {"pool": self._pool, "stream": self._stream}
-            with (
-                seam.silenced(),
-                torch.cuda.graph(graph, capture_error_mode="thread_local", **how),
-            ):
+            with seam.silenced(), torch.cuda.graph(graph, capture_error_mode="thread_local", **how):
                 try:
                     entry.output = self._step(*given, **given_by_name)
                 except Exception as error:

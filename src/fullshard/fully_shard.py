@@ -31,6 +31,7 @@ from fullshard.comm.collectives import (
 from fullshard.comm.mesh import current_device, default_mesh, mesh_info_of
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
 from fullshard.framework_attributes import FSDPState, state_of
+from fullshard.optim.by_unit import watch_optimizers
 from fullshard.runtime.build import build_hooks, reshard_of, share
 from fullshard.runtime.hooks import (
     GradientReductionHandle,
@@ -126,6 +127,7 @@ def fully_shard(
         ignored=ignored_params or (),
     )
     build_hooks(request)
+    watch_optimizers()
     for each in modules:
         each.__class__ = _sharded_class(type(each))  # type: ignore[arg-type]
     return module

@@ -16,15 +16,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import (
-    Callable,
-    Collection,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -134,10 +126,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 
 
 def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
     """Take the modules for which `lambda_fn(module)` is True, anywhere in the tree."""
     return True if recurse else lambda_fn(module)
@@ -190,10 +179,7 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 
 
 def _or_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    policies: Iterable[Callable[..., bool]],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
     """Take what any of several functions takes."""
     return any(
@@ -257,20 +243,13 @@ _Policy = Policy
 
 
 def _module_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    module_classes: set[type[nn.Module]],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
 ) -> bool:
     return transformer_auto_wrap_policy(module, recurse, nonwrapped_numel, module_classes)
 
 
 def _wrap_module_cls_individually(
-    module: nn.Module,
-    module_classes: Sequence[type],
-    recurse: bool,
-    *args: Any,
-    **kwargs: Any,
+    module: nn.Module, module_classes: Sequence[type], recurse: bool, *args: Any, **kwargs: Any
 ) -> bool:
     return recurse or isinstance(module, tuple(module_classes))
 
@@ -367,10 +346,7 @@ def choose(
 
 
 def wrap_chosen(
-    model: nn.Module,
-    units: Sequence[Chosen],
-    wrapper_cls: Callable[..., nn.Module],
-    **options: Any,
+    model: nn.Module, units: Sequence[Chosen], wrapper_cls: Callable[..., nn.Module], **options: Any
 ) -> None:
     """Replace the chosen modules by `wrapper_cls(module, **options)`, wherever they are used."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}

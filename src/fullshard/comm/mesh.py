@@ -258,10 +258,7 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 def mesh_info_for_strategy(
-    strategy: ShardingStrategy,
-    process_group: Any,
-    device_mesh: DeviceMesh | None,
-    device_type: str,
+    strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None, device_type: str
 ) -> MeshInfo:
     """The axes of a wrapper. Wrappers that are given the same share one MeshInfo."""
     if process_group is not None and device_mesh is not None:

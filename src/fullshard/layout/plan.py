@@ -409,11 +409,7 @@ def _flat_bucket(
 
 
 def _buckets(
-    splits: dict[int, Split],
-    dtypes: DtypePlan,
-    num_ranks: int,
-    full: _FullBuffer,
-    cost: CostModel,
+    splits: dict[int, Split], dtypes: DtypePlan, num_ranks: int, full: _FullBuffer, cost: CostModel
 ) -> Iterator[Bucket]:
     """Buckets of single parameters, then the one bucket that all other parameters share."""
     alignment, itemsize = dtypes.alignment_numel, dtypes.computed.itemsize

@@ -4,10 +4,13 @@ A unit keeps this rank's shards of a lane in one shard buffer, and their gradien
 that is arranged alike. A **run** is a series of neighbouring shards in such a buffer that the
 optimizer treats alike: a view of the buffer takes their place in `step`.
 
-`optimizer.state` still has an entry for each parameter. Two kinds of state are understood:
-**moments**, with an element for each element of the parameter, and **counts**, tensors without
-dims (`step`). The moments of a run lie in one tensor, and so do the counts of all parameters; what
-a parameter has in `optimizer.state` are views of these.
+A hook before every step has it run on a **stand-in**: an object with the attributes of the
+optimizer, but groups and state of runs. A hook after it lets the optimizer have what it left there.
+
+`optimizer.state` has an entry for each parameter. Two kinds of state are understood: **moments**,
+with an element for each element of the parameter, and **counts**, tensors without dims (`step`).
+The moments of a run lie in one tensor, and so do the counts of all parameters; what a parameter has
+in `optimizer.state` are views of these.
 """
 
 from __future__ import annotations
@@ -23,18 +26,19 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard._torch import (
-    disable_dynamo,
     disable_torch_function,
     foreach_copy_,
     local_tensor,
     new_dtensor,
     spec_of,
+    step_post_hooks,
     to_local,
 )
 from fullshard.comm.placement import with_dtype
+from fullshard.device import with_own_storage
 from fullshard.errors import ConfigError
 from fullshard.runtime.hooks import hooks_managing
 from fullshard.runtime.replaced import replacement_of
@@ -47,36 +51,41 @@ _ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.ASGD, optim.Rprop),
 )
+_INEXACT_ON = {"cpu", "meta"}
 _NOT_ELEMENTWISE = (optim.LBFGS, optim.SparseAdam, optim.Adafactor, optim.Muon)
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 State = dict[str, Any]
+States = dict[Any, State]
 
 
-def by_unit(optimizer: O, *, elementwise: bool = False) -> O:
+def by_unit(optimizer: O, *, elementwise: bool = False, enabled: bool = True) -> O:
     """Let an optimizer step the contiguous shards of each unit as a few tensors.
 
         optimizer = by_unit(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
 
     Returns the same object. Parameters and state get the values that they would get without this,
     and `param_groups` and `state` still have an entry for each parameter: schedulers, scalers,
-    hooks, state dicts and checkpoints work as before. Only `step` changes. The optimizer's class
-    becomes a subclass with the same name; copies and pickles have the original class.
+    hooks, state dicts and checkpoints work as before. Parameters that belong to no unit are stepped
+    as they are. Copies and pickles of the optimizer are without this.
 
-    Parameters that belong to no unit are stepped as they are.
+    Where results are equal to the last bit, this applies by itself: for the classes of torch, with
+    `fused` or `foreach` set in every group, and shards of `fully_shard` on an accelerator.
 
     Args:
         optimizer: One of torch's elementwise optimizers, over parameters that are sharded by
-            either API, or will be. Call this before a scheduler is built.
+            either API, or will be.
         elementwise: Promises that an optimizer of another class updates each element by itself,
             from its gradient, its state and the options of its group.
+        enabled: False lets the optimizer step each parameter by itself, until another call.
 
     Raises:
-        ConfigError: If the optimizer is not elementwise, or its `step` was replaced.
+        ConfigError: If the optimizer is not elementwise, or is differentiable.
     """
     cls: Any = type(optimizer)
     attributes = vars(optimizer) if isinstance(optimizer, Optimizer) else {}
-    if _ATTRIBUTE in attributes:
+    if attributes and not enabled:
+        attributes[_ATTRIBUTE] = None
         return optimizer
     problem = None
     if isinstance(optimizer, _NOT_ELEMENTWISE):
@@ -95,83 +104,142 @@ def by_unit(optimizer: O, *, elementwise: bool = False) -> O:
             f"{cls.__name__} must not be differentiable, found differentiable=True; shards have no "
             "graph to the full parameters: leave it out"
         )
-    elif "step" in attributes:
-        problem = (
-            f"the step of {cls.__name__} must be that of its class, found it replaced, as learning "
-            "rate schedulers do; call by_unit right after the optimizer is built"
-        )
     if problem is not None:
         raise ConfigError(f"by_unit: {problem}.")
-    attributes[_ATTRIBUTE] = None
-    optimizer.__class__ = _subclass(cls)
+    _attach(optimizer, is_automatic=False)
+    watch_optimizers()
     return optimizer
 
 
 @functools.cache
-def _subclass(cls: Any) -> type[Any]:
-    """The subclass of an optimizer's class whose `step` goes by runs; one for each class.
+def watch_optimizers() -> None:
+    """Step optimizers by unit on which `by_unit` was called, and those for which it is exact."""
+    register_optimizer_step_pre_hook(_before_step)
 
-    A `step` on the instance would be a reference cycle, and the memory of a dropped optimizer would
-    wait for the garbage collector.
+
+def is_exact(kind: type, groups: Iterable[State], shard_devices: Iterator[str]) -> bool:
+    """Whether an optimizer is faster by unit, and its results are equal to the last bit.
+
+    With `fused` or `foreach` set, the same elementwise kernels run over runs as over `DTensor`s;
+    with neither, torch steps `DTensor`s one by one, but plain tensors with foreach kernels. On a
+    CPU, kernels may round differently at the end of a tensor. `shard_devices` has the types of the
+    devices of shards that are `DTensor`s: a step of slices gains nothing.
     """
-    # Without the wrapper in which torch calls hooks: ours calls them.
-    step_of_cls = cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step
-
-    class ByUnit(cls):  # type: ignore[misc]
-        @Optimizer.profile_hook_step
-        @functools.wraps(step_of_cls)
-        @disable_dynamo
-        def step(self, *args: Any, **kwargs: Any) -> Any:
-            if args and callable(args[0]):
-                args = (_called(args[0]), *args[1:])
-            elif callable(kwargs.get("closure")):
-                kwargs["closure"] = _called(kwargs["closure"])
-            return _step_by_runs(self, functools.partial(step_of_cls, self, *args, **kwargs))
-
-        step.hooked = True  # type: ignore[attr-defined]  # torch wraps every step without this
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            # Protocol 1, because later ones insist on the class of the object.
-            function, args, *rest = super().__reduce_ex__(1)
-            return (function, tuple(cls if each is ByUnit else each for each in args), *rest)
-
-    functools.update_wrapper(ByUnit, cls, updated=())
-    return ByUnit
+    if kind not in _ELEMENTWISE or not _are_kernels_set(groups):
+        return False
+    return next(shard_devices, "cpu") not in _INEXACT_ON and _INEXACT_ON.isdisjoint(shard_devices)
 
 
-def _called(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Call a closure, which reads and writes parameters, before runs take their place."""
-    with torch.enable_grad():
-        loss = closure()
-    return lambda: loss
+def _are_kernels_set(groups: Iterable[State]) -> bool:
+    are_set = ((g.get("fused") or g.get("foreach")) and not g.get("differentiable") for g in groups)
+    return all(are_set)
 
 
-def _step_by_runs(optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-    """Call the step of the optimizer's class with runs in place of their parameters."""
-    plan: _Plan | None = vars(optimizer)[_ATTRIBUTE]
-    with torch.no_grad():
-        if plan is None or not plan.fits(optimizer):
-            vars(optimizer)[_ATTRIBUTE] = plan = _Plan(optimizer, plan)
-    groups, state = optimizer.param_groups, optimizer.state
-    held = [group["params"] for group in groups]
-    try:
-        for group, given in zip(groups, plan.given, strict=True):
-            group["params"] = given
-        optimizer.state = plan.state
-        return step()
-    finally:
-        optimizer.state = state
-        for group, params in zip(groups, held, strict=True):
-            group["params"] = params
-        with torch.no_grad():
-            plan.finish(optimizer)
+def _shard_devices(groups: Iterable[State]) -> Iterator[str]:
+    for param in chain.from_iterable(group["params"] for group in groups):
+        if isinstance(param, DTensor) and replacement_of(param) is not None:
+            yield param.device.type
+
+
+def _attach(optimizer: Optimizer, *, is_automatic: bool) -> None:
+    steps = vars(optimizer)[_ATTRIBUTE] = vars(optimizer).get(_ATTRIBUTE) or _Steps()
+    steps.is_automatic = is_automatic
+    hooks = step_post_hooks(optimizer)
+    if _after_step not in hooks.values():
+        handle = optimizer.register_step_post_hook(_after_step)
+        hooks.move_to_end(handle.id, last=False)  # the others see the state of parameters
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Have a stand-in stepped in place of its optimizer, also in steps that its step calls."""
+    if torch.compiler.is_compiling() or args[0] is not optimizer or isinstance(optimizer, _StandIn):
+        return None
+    kind: Any = type(optimizer)
+    attributes = vars(optimizer)
+    groups = attributes.get("param_groups", ())
+    if _ATTRIBUTE not in attributes and is_exact(kind, groups, _shard_devices(groups)):
+        _attach(optimizer, is_automatic=True)
+    steps: _Steps | None = attributes.get(_ATTRIBUTE)
+    if steps is None:
+        return None
+    if steps.is_automatic and not _are_kernels_set(groups):  # a state dict has changed options
+        del attributes[_ATTRIBUTE]
+        return None
+    closure = next(filter(callable, (*args[1:2], kwargs.get("closure"))), None)
+    once = steps.begin(closure)
+    stand_in = object.__new__(_stand_in_class(kind))
+    stand_in.__dict__, stand_in._fullshard_steps = attributes, steps
+    args = (once if each is closure else each for each in args[1:])
+    return (stand_in, *args), {k: once if each is closure else each for k, each in kwargs.items()}
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if args[0] is not optimizer and isinstance(args[0], _StandIn):
+        args[0]._fullshard_steps.finish(optimizer)
+
+
+class _StandIn:
+    """An optimizer in its step: it shares the optimizer's attributes, but has groups of runs."""
+
+    __slots__ = ("_fullshard_steps",)
+    _fullshard_steps: _Steps
+    param_groups = property(lambda self: self._fullshard_steps.given(vars(self))[0])
+    state = property(lambda self: self._fullshard_steps.given(vars(self))[1])
+
+    def __del__(self) -> None:
+        """Not that of the optimizer's class: the optimizer lives on."""
+
+
+@functools.cache
+def _stand_in_class(cls: type) -> Any:
+    names = ("__module__", "__qualname__", "__doc__")
+    return type(cls.__name__, (_StandIn, cls), {name: getattr(cls, name) for name in names})
+
+
+class _Steps:
+    """The steps of an optimizer by unit: their plan, and what the current step is given."""
+
+    is_automatic = False
+    _plan: _Plan | None = None
+    _closure: Callable[[], Any] | None = None
+    _given: tuple[list[State], States] | None = None
+
+    def begin(self, closure: Any) -> Any:
+        """Return a closure for the step that is called once, before gradients are looked at."""
+        self._given = None
+        self._closure = closure and functools.cache(torch.enable_grad()(closure))
+        return self._closure
+
+    def given(self, attributes: State) -> tuple[list[State], States]:
+        """The groups and the state for a step, made when it reads them: all hooks have run then."""
+        if self._given is None:
+            if self._closure is not None:
+                self._closure()
+            groups, states = self._given = attributes["param_groups"], attributes["state"]
+            with torch.no_grad():
+                if self._plan is None or not self._plan.fits(groups, states):
+                    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                        self._plan = None  # to make one, the host would wait for the device
+                        return self._given
+                    self._plan = _Plan(groups, states, self._plan)
+            pairs = zip(groups, self._plan.given, strict=True)
+            self._given = [{**group, "params": p} for group, p in pairs], self._plan.state
+        return self._given
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Let the optimizer have the options and the state that a step left."""
+        groups, states = optimizer.param_groups, optimizer.state
+        given, _ = self._given or (groups, states)
+        self._given, self._closure = (groups, states), None
+        if self._plan is not None and given is not groups:
+            for group, left in zip(groups, given, strict=True):
+                group.update({**left, "params": group["params"]})
+            with torch.no_grad():
+                self._plan.finish(groups, states, type(optimizer).__name__)
 
 
 class _Shard(NamedTuple):
-    """A parameter of the optimizer, whose shard is a part of a shard buffer from `start` on.
-
-    `local` is the shard as a plain tensor.
-    """
+    """A parameter whose shard, `local` as a plain tensor, is in a shard buffer from `start` on."""
 
     param: torch.Tensor
     local: torch.Tensor
@@ -180,8 +248,7 @@ class _Shard(NamedTuple):
     @classmethod
     def of(cls, sharded: ShardedParam, buffer: torch.Tensor) -> _Shard | None:
         """None if the shard is not in the buffer, or is not stepped as a shard of its own."""
-        param = sharded.param
-        local = to_local(param)
+        param, local = sharded.param, to_local(sharded.param)
         # An empty shard lies nowhere.
         offset = local.data_ptr() - buffer.data_ptr() if local.numel() else 0
         start = offset // buffer.itemsize
@@ -233,22 +300,14 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _flattened(states: Sequence[State]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, states)))
-
-
 def _own_view(base: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
     """A part of a tensor with a storage object of its own: it is saved and copied by itself."""
     numel = torch.Size(shape).numel()
-    if numel == 0:
-        return base.new_empty(shape)
-    view: torch.Tensor = from_dlpack(to_dlpack(base[start : start + numel].view(shape)))
-    return view
+    view = base[start : start + numel].view(shape)
+    return with_own_storage(view) if numel else torch.empty_like(view)
 
 
-def _find_lanes(
-    params: Collection[torch.Tensor],
-) -> Iterator[tuple[torch.Tensor, list[_Shard | None]]]:
+def _find_lanes(params: Collection[torch.Tensor]) -> Iterator[tuple[Any, list[_Shard | None]]]:
     """The shard buffers of the units that have some of these parameters, with all their shards.
 
     None stands for a shard that is not one of these parameters, or that of a flat parameter, which
@@ -280,13 +339,7 @@ class _Run:
     parameters. `moments` has each moment of the run and the views of it that the parameters have.
     """
 
-    def __init__(
-        self,
-        buffer: torch.Tensor,
-        shards: Iterable[_Shard],
-        grad_dtype: torch.dtype,
-        all_states: dict[Any, State],
-    ) -> None:
+    def __init__(self, buffer: torch.Tensor, shards: Iterable[Any], all_states: States) -> None:
         # Empty shards come last.
         self._shards = sorted(shards, key=lambda shard: shard.local.numel() == 0)
         self._filled = [shard for shard in self._shards if shard.local.numel()]
@@ -302,7 +355,8 @@ class _Run:
         self._addresses = [shard.local.data_ptr() for shard in self._shards]
         self._specs = [spec_of(param) for param in self.params if isinstance(param, DTensor)]
         self._grad_types = {DTensor if self._specs else torch.Tensor}
-        self._grad_dtype, itemsize = grad_dtype, grad_dtype.itemsize
+        self._grad_dtype: torch.dtype = first.param.grad.dtype
+        itemsize = self._grad_dtype.itemsize
         self._grad_offsets = [(shard.start - self._start) * itemsize for shard in self._filled]
 
     def take_grad(self) -> bool:
@@ -379,10 +433,7 @@ class _Run:
         self.moments[name] = base, views
 
     def take_state(self, found: State, optimizer: str) -> bool:
-        """Let the parameters have the state that the optimizer left for the run.
-
-        Returns whether its tensors are those that were given.
-        """
+        """Let the parameters have the state of the run; return whether its tensors are the same."""
         given, self.given = self.given or {}, dict(found)
         is_same = found.keys() == given.keys()
         for name, value in found.items():
@@ -414,33 +465,33 @@ class _Plan:
     that. A plan that does not last is for one step.
     """
 
-    def __init__(self, optimizer: Optimizer, before: _Plan | None) -> None:
-        self._params = [list(group["params"]) for group in optimizer.param_groups]
+    def __init__(self, groups: list[State], states: States, before: _Plan | None) -> None:
+        numbers = {param: n for n, group in enumerate(groups) for param in group["params"]}
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._runs = self._find_runs(optimizer.state)
+        self._runs = self._find_runs(numbers, states)
+        self._is_under_way = True  # its step
         # While there is no memory yet, every step needs a new plan.
-        self._lasts = not any(param.is_meta for params in self._params for param in params)
+        self._lasts = not any(param.is_meta for param in numbers)
         known = {} if before is None else {run.params[0]: run for run in before._runs}
         for run in self._runs:
-            if run.params[0] in optimizer.state:
+            if run.params[0] in states:
                 run.give_state(known.get(run.params[0]))
         # A run stands where its first parameter was.
         first = {run.params[0]: run.param for run in self._runs}
         later = {param for run in self._runs for param in run.params[1:]}
-        self.given = [[first.get(p, p) for p in some if p not in later] for some in self._params]
+        self.given = [[first.get(p, p) for p in g["params"] if p not in later] for g in groups]
         in_runs = first.keys() | later
         self.state: defaultdict[Any, Any] = defaultdict(dict)
-        self.state.update((p, s) for p, s in optimizer.state.items() if p not in in_runs)
+        self.state.update((p, s) for p, s in states.items() if p not in in_runs)
         self.state.update((r.param, dict(r.given)) for r in self._runs if r.given is not None)
         self._num_states = len(self.state)
         self._slices = [param for param in in_runs if not isinstance(param, DTensor)]
-        self._note_state(optimizer)
+        self._noted = self._facts(groups, states)
         with disable_torch_function():
             for run in self._runs:
                 run.take_grad()
 
-    def _find_runs(self, states: dict[Any, State]) -> list[_Run]:
-        groups = {param: n for n, params in enumerate(self._params) for param in params}
+    def _find_runs(self, groups: dict[torch.Tensor, int], states: States) -> list[_Run]:
         lanes = list(_find_lanes(groups))
         params = [shard.param for _, shards in lanes for shard in shards if shard is not None]
         self._absent = [param for param in params if param.grad is None]
@@ -460,12 +511,10 @@ class _Plan:
             joined.append((values, members))
 
         def kind(shard: _Shard | None) -> Any:
-            if shard is None:
-                return None
-            return shard.kind(groups[shard.param], states.get(shard.param), counts)
+            return shard and shard.kind(groups[shard.param], states.get(shard.param), counts)
 
         runs = [
-            _Run(buffer, (shard for shard in members if shard is not None), common[0], states)
+            _Run(buffer, members, states)
             for buffer, shards in lanes
             for common, members in groupby(shards, kind)
             if common is not None
@@ -478,58 +527,54 @@ class _Plan:
             self._counts.append((values, torch.tensor(order, device=values.device)))
         return runs
 
-    def _note_state(self, optimizer: Optimizer) -> None:
-        """Remember the state as it is now."""
-        self._states = list(optimizer.state.values())
-        self._run_states = [state for run in self._runs for state in run.states if state]
-        self._noted = _flattened(self._run_states)
+    def _facts(self, groups: list[State], states: States) -> list[Any]:
+        """The parameters of groups and the state, which have to stay the same objects."""
+        params = chain.from_iterable((*group["params"], None) for group in groups)
+        run_states = chain.from_iterable(run.states for run in self._runs)
+        return [*params, *states.values(), *chain.from_iterable(map(dict.values, run_states))]
 
-    def fits(self, optimizer: Optimizer) -> bool:
+    def fits(self, groups: list[State], states: States) -> bool:
         """Whether groups, state and gradients are as planned; if so, runs have their gradients."""
-        groups = optimizer.param_groups
-        is_same = (
-            self._lasts
-            and len(groups) == len(self._params)
-            and all(_are_same(g["params"], p) for g, p in zip(groups, self._params, strict=True))
-            and _are_same(list(optimizer.state.values()), self._states)
-            and _are_same(_flattened(self._run_states), self._noted)
-        )
-        if not is_same:
+        if self._is_under_way:  # its step has failed
+            self._settle()
             return False
+        is_same = self._lasts and _are_same(self._facts(groups, states), self._noted)
+        self._is_under_way = is_same
         with disable_torch_function():
-            if any(param.grad is not None for param in self._absent):
-                return False
-            return all(run.take_grad() for run in self._runs)
+            is_same = is_same and all(param.grad is None for param in self._absent)
+            return is_same and all(run.take_grad() for run in self._runs)
 
-    def finish(self, optimizer: Optimizer) -> None:
+    def finish(self, groups: list[State], states: States, optimizer: str) -> None:
         """Let parameters have the state that a step left, and drop what it was given."""
-        for run in self._runs:
-            run.param.grad = None
-        made: dict[Any, State] = {}
+        made: States = {}
         is_noted = True
         for run in self._runs:
             found, given = self.state.get(run.param), run.given
-            if found is None:
+            if found is None or (given and _are_same([*found.values()], [*given.values()])):
                 continue
             if given is None:
                 made.update(zip(run.params, run.states, strict=True))
-            elif _are_same([*found.values()], [*given.values()]):
-                continue
             is_noted = False
-            self._lasts = run.take_state(found, type(optimizer).__name__) and self._lasts
+            self._lasts = run.take_state(found, optimizer) and self._lasts
         if made or len(self.state) != self._num_states:
             self._lasts = False
             in_runs = {run.param for run in self._runs}
             made.update((key, value) for key, value in self.state.items() if key not in in_runs)
             # In the order in which the class would have made them.
-            for param in chain.from_iterable(self._params):
+            for param in chain.from_iterable(group["params"] for group in groups):
                 if param in made:
-                    optimizer.state[param] = made.pop(param)
-            optimizer.state.update(made)  # what belongs to no parameter
+                    states[param] = made.pop(param)
+            states.update(made)  # what belongs to no parameter
         elif not is_noted:
-            self._note_state(optimizer)
-        for values, order in self._counts:
-            values.copy_(values.index_select(0, order))
+            self._noted = self._facts(groups, states)
+        self._settle()
         # A hook after every step counts versions for DTensors. Slices are plain tensors, and
         # their versions do not change with the buffer.
         torch.autograd.graph.increment_version(self._slices)
+
+    def _settle(self) -> None:
+        self._is_under_way = False
+        for run in self._runs:
+            run.param.grad = None
+        for values, order in self._counts:
+            values.copy_(values.index_select(0, order))

@@ -2,12 +2,7 @@
 
 from fullshard.formatting import readable
 from fullshard.plan.activations import saved_activation_bytes
-from fullshard.plan.device_profile import (
-    DeviceProfile,
-    profile_named,
-    read_profile,
-    write_profile,
-)
+from fullshard.plan.device_profile import DeviceProfile, profile_named, read_profile, write_profile
 from fullshard.plan.ledger import Kind, Peak
 from fullshard.plan.memory import (
     MemoryPlan,

@@ -179,11 +179,7 @@ def plan(
 
 
 def simulate(
-    make: Callable[[], Job],
-    machine: Machine,
-    *,
-    accumulate: int = 1,
-    is_offloaded: bool = False,
+    make: Callable[[], Job], machine: Machine, *, accumulate: int = 1, is_offloaded: bool = False
 ) -> StepPlan:
     """Run the engine on a simulated rank and return its step, once it repeats itself.
 
@@ -252,10 +248,7 @@ def _step_locals(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, t
 
 
 def _step(
-    simulator: Simulator,
-    job: Job,
-    shards: list[tuple[nn.Parameter, torch.Tensor]],
-    accumulate: int,
+    simulator: Simulator, job: Job, shards: list[tuple[nn.Parameter, torch.Tensor]], accumulate: int
 ) -> tuple[float, float]:
     """Return how long the last micro-batch took, and its host to issue it."""
     for _ in range(accumulate):

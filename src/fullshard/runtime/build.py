@@ -34,12 +34,7 @@ from fullshard.runtime.names import clean_name
 from fullshard.runtime.replaced import record_replacement, replacement_of, repoint_living_optimizers
 from fullshard.runtime.ties import join_late_ties, lending_tops, settle_ties
 from fullshard.unit.context import CommContext
-from fullshard.unit.flat_param import (
-    FlatParams,
-    FlatParamSlice,
-    OrigParamSlice,
-    ParamForm,
-)
+from fullshard.unit.flat_param import FlatParams, FlatParamSlice, OrigParamSlice, ParamForm
 from fullshard.unit.param import DTensorParam, ParamLocation, ShardedParam, shard_device
 from fullshard.unit.unit import Unit
 

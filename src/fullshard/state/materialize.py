@@ -108,9 +108,7 @@ def recreate_buffers(
 
 
 def _compute_of(
-    modules: Mapping[str, nn.Module],
-    path: str,
-    init_buffers: Callable[[nn.Module], object] | None,
+    modules: Mapping[str, nn.Module], path: str, init_buffers: Callable[[nn.Module], object] | None
 ) -> Callable[[], object]:
     """How a module, or one around it, says that its buffers are computed."""
     module = modules[path]

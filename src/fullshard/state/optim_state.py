@@ -591,9 +591,7 @@ class _Load:
                 )
 
     def _param_groups(
-        self,
-        saved: Sequence[Mapping[str, Any]] | None,
-        groups: Sequence[Mapping[Key, OptimParam]],
+        self, saved: Sequence[Mapping[str, Any]] | None, groups: Sequence[Mapping[Key, OptimParam]]
     ) -> list[dict[str, Any]] | None:
         """The saved groups in the order of the optimizer's, which matches by position.
 
