@@ -59,8 +59,8 @@ from variants import (
     AUTOCAST,
     BASE,
     BF16_WIRE,
-    BY_UNIT,
     CAPTURED,
+    EACH_PARAMETER,
     MASTER,
     OURS,
     PEERS,
@@ -86,7 +86,7 @@ def variants(*, with_wrapper_of_torch: bool = False) -> list[str]:
     names = [TORCH_FSDP2, OURS, WRAPPER]
     if with_wrapper_of_torch:
         names.insert(1, TORCH_FSDP1)
-    return [*names, BY_UNIT]
+    return names
 
 
 def without_peers(losses: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -170,7 +170,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
 
 def run_narrow(options: argparse.Namespace, result: Result) -> None:
     check_on_one_rank(options.device)
-    task, names = options.task, [UNSHARDED, *variants(with_wrapper_of_torch=True)]
+    task, names = options.task, [UNSHARDED, *variants(with_wrapper_of_torch=True), EACH_PARAMETER]
     if options.device.type == "cuda":
         names += [name + CAPTURED for name in (UNSHARDED, TORCH_FSDP2, OURS, WRAPPER)]
     for world in options.worlds:

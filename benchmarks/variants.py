@@ -26,8 +26,8 @@ OURS = "fullshard fully_shard"
 WRAPPER = "fullshard wrapper"
 FLAT_WRAPPER = "fullshard wrapper, use_orig_params=False"
 
-BY_UNIT = "fullshard fully_shard, by_unit"
-"""As `OURS`, with an optimizer that runs over the contiguous shard of each unit."""
+EACH_PARAMETER = "fullshard fully_shard, not by unit"
+"""As `OURS`, with an optimizer that steps each parameter by itself, as torch's does."""
 
 BF16_WIRE = "fullshard fully_shard, bf16 wire"
 """As `OURS`, with gradients that travel in bf16 and are added up in float32."""
@@ -117,8 +117,9 @@ def optimizer_for(variant: str, model: nn.Module, learning_rate: float) -> torch
         from megatron_fsdp import fully_shard_optimizer
 
         return fully_shard_optimizer(optimizer)
-    # Without this call, steps are by unit where that is exact.
-    return fullshard.by_unit(optimizer, enabled=variant.removesuffix(CAPTURED) == BY_UNIT)
+    if variant == EACH_PARAMETER:
+        fullshard.by_unit(optimizer, enabled=False)
+    return optimizer
 
 
 def shard(variant: str, model: nn.Module, how: Sharding) -> nn.Module:
@@ -217,7 +218,7 @@ _WAYS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
     TORCH_FSDP2: _fully_sharded(torch_fsdp),
     TORCH_FSDP1: _wrapped(torch_fsdp, torch_wrap, use_orig_params=True),
     OURS: _fully_sharded(fullshard),
-    BY_UNIT: _fully_sharded(fullshard),
+    EACH_PARAMETER: _fully_sharded(fullshard),
     BF16_WIRE: _fully_sharded(fullshard, wire_dtype=torch.bfloat16),
     WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=True),
     FLAT_WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=False),

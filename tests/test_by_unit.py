@@ -786,6 +786,20 @@ def test_policies_change_nothing(rank: Rank) -> None:
             twins.step(step)
 
 
+@on_ranks(2)
+def test_gradients_that_always_change_end_automatic_use(rank: Rank) -> None:
+    twins = Twins(rank, "rows", OPTIMIZERS["adamw_foreach"])
+    steps = vars(twins.by_unit)["_fullshard_by_unit"]
+    steps.is_automatic = True  # as it is on an accelerator
+    for step in range(4):
+        twins.step(step)
+    assert steps.num_plans == 0
+    for step in range(4, 12):
+        twins.step(step, step % 2 == 0)
+    assert vars(twins.by_unit)["_fullshard_by_unit"] is None
+    twins.step(12)
+
+
 # Bad input
 
 

@@ -52,6 +52,9 @@ _ELEMENTWISE = (
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.ASGD, optim.Rprop),
 )
 _INEXACT_ON = {"cpu", "meta"}
+# A plan takes longer than it saves: an optimizer whose every step needs another, because other
+# parameters have gradients, is stepped by unit only on request. The first three need one anyway.
+_MAX_PLANS = 6
 _NOT_ELEMENTWISE = (optim.LBFGS, optim.SparseAdam, optim.Adafactor, optim.Muon)
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -165,6 +168,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if steps.is_automatic and not _are_kernels_set(groups):  # a state dict has changed options
         del attributes[_ATTRIBUTE]
         return None
+    if steps.is_automatic and steps.num_plans > _MAX_PLANS:
+        attributes[_ATTRIBUTE] = None
+        return None
     closure = next(filter(callable, (*args[1:2], kwargs.get("closure"))), None)
     once = steps.begin(closure)
     stand_in = object.__new__(_stand_in_class(kind))
@@ -197,9 +203,13 @@ def _stand_in_class(cls: type) -> Any:
 
 
 class _Steps:
-    """The steps of an optimizer by unit: their plan, and what the current step is given."""
+    """The steps of an optimizer by unit: their plan, and what the current step is given.
+
+    `num_plans` counts steps in a row that needed a plan of their own.
+    """
 
     is_automatic = False
+    num_plans = 0
     _plan: _Plan | None = None
     _closure: Callable[[], Any] | None = None
     _given: tuple[list[State], States] | None = None
@@ -217,7 +227,10 @@ class _Steps:
                 self._closure()
             groups, states = self._given = attributes["param_groups"], attributes["state"]
             with torch.no_grad():
-                if self._plan is None or not self._plan.fits(groups, states):
+                if self._plan is not None and self._plan.fits(groups, states):
+                    self.num_plans = 0
+                else:
+                    self.num_plans += 1
                     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                         self._plan = None  # to make one, the host would wait for the device
                         return self._given
