@@ -74,7 +74,7 @@ class CommContext:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._freed: list[tuple[int, int, Any]] = []
+        self._freed: deque[tuple[int, int, Any]] = deque()
         self._pending_frees: dict[object, tuple[Any, Callable[[], AddressRanges]]] = {}
         self._unused_all_gathers: set[object] = set()
         self._reduce_scatters: deque[ReduceScatterInFlight] = deque()
@@ -109,7 +109,9 @@ class CommContext:
         """
         first, last = address_range
         if not self._is_capturing:  # then events cannot be queried
-            self._freed = [freed for freed in self._freed if not freed[2].query()]
+            # The oldest pass first; to ask for all of them would take long when there are many.
+            while self._freed and self._freed[0][2].query():
+                self._freed.popleft()
         for start, end, event in self._freed:
             if start < last and first < end:
                 self.device.wait(event)
