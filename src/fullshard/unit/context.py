@@ -136,6 +136,7 @@ class CommContext:
         if key not in self._orders:
             if self._is_capturing:
                 return None
+            self.wait_until_unused()  # memory may be of the all-gather stream (rule 2)
             self._orders[key] = make(bucket, num_ranks, itemsize, self.device.torch_device)
         return self._orders[key]
 
