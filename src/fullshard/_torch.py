@@ -146,6 +146,8 @@ local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor
 spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
 # How often a tensor was written in place, and the tensor that a view was made of.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+# Those of the parameter and of the local tensor of a `ShardedParam`.
+shard_versions: Callable[[Any], tuple[int, int]] = attrgetter("param._version", "local._version")
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 # A number that two storage objects share if they are one storage.
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")

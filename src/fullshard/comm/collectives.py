@@ -115,7 +115,9 @@ class CollectiveWork:
         self._then = then
         self._wait = wait
         try:
-            self._works.extend(work for work in works if work is not None)
+            for work in works:
+                if work is not None:
+                    self._works.append(work)
         except BaseException:
             self._then = None
             with suppress(Exception):

@@ -443,7 +443,8 @@ class GradLane:
             for bucket in buckets:
                 for target, _ in bucket.targets:
                     param = target.param
-                    if param.grad is not None or _has_hooks(param):
+                    hooks = backward_hooks(param) or post_accumulate_grad_hooks(param)
+                    if hooks or param.grad is not None:
                         return None
         if self.buffer is None or not (self.in_buffer or self.buffer.is_unused):
             self.buffer = GradBuffer(self, device)
@@ -454,6 +455,9 @@ class GradLane:
 
 
 # One reduce-scatter
+
+
+_NO_WORK = CollectiveWork()
 
 
 @dataclass(slots=True)
@@ -491,7 +495,7 @@ class LaneReduce:
     results: list[torch.Tensor] = field(default_factory=list)
     buffer: GradBuffer | None = None
     grads: list[torch.Tensor] = field(default_factory=list)
-    work: CollectiveWork = field(default_factory=CollectiveWork)
+    work: CollectiveWork = _NO_WORK
 
 
 @dataclass(slots=True, eq=False)
@@ -988,7 +992,7 @@ class UnitGrads:
         with disable_torch_function():
             for target, _ in targets:
                 target.param.grad = made[target]
-                self._created.append(target)
+        self._created += [target for target, _ in targets]
 
     def assign(
         self,

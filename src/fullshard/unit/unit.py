@@ -13,9 +13,9 @@ from torch import nn
 
 from fullshard._torch import (
     disable_torch_function,
+    shard_versions,
     storage_references,
     tensor_references,
-    version_of,
 )
 from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.collectives import collectives_for
@@ -152,7 +152,7 @@ class Unit:
         self.grads = UnitGrads(self.mesh_info, self.offload, device)
         self.on_grads_ready: Callable[[Unit], None] = lambda *_: None
         self._arrived: set[ShardedParam] = set()
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
         self._references = (0, 0)
         self.replan()
 
@@ -294,13 +294,13 @@ class Unit:
                 self._registration = None
         return is_current
 
-    def _shard_versions(self) -> list[int]:
+    def _shard_versions(self) -> list[tuple[int, int]]:
         """Changes whenever an optimizer, or anyone else, has written to a shard.
 
         Taken at the start of a forward: what is gathered in it is as new as that, or newer.
         """
         with disable_torch_function():
-            return [version_of(each.param) + version_of(each.local) for each in self.params]
+            return list(map(shard_versions, self.params))
 
     def require_ready(self) -> None:
         """Raise unless every shard has memory on the right device."""
