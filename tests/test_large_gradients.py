@@ -52,7 +52,7 @@ class Ordered(Device):
 @contextmanager
 def ordered_and_small() -> Iterator[None]:
     """Buckets are large from 1 KiB on, and every parameter has one."""
-    lanes, free = "fullshard.unit.reduce_scatter", CostModel(0.0, 0.0, 1024)
+    lanes, free = "fullshard.unit.grad_buckets", CostModel(0.0, 0.0, 1024)
     with (
         patch("fullshard.runtime.build.device_for", Ordered),
         patch(f"{lanes}.PIECE_BYTES", 512),
@@ -199,10 +199,10 @@ def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
     training = Training(batch, steps=3)
     with (
         patch("fullshard.runtime.build.device_for", Ordered),
-        patch("fullshard.unit.reduce_scatter.SMALLEST_PIECE_BYTES", 256),
-        patch("fullshard.unit.reduce_scatter.SMALLEST_PIECE_PART_BYTES", 256),
-        patch("fullshard.unit.reduce_scatter.NUM_PIECES", 5),
-        patch("fullshard.unit.reduce_scatter.FEWEST_CUT_RANKS", 1),
+        patch("fullshard.unit.grad_buckets.SMALLEST_PIECE_BYTES", 256),
+        patch("fullshard.unit.grad_buckets.SMALLEST_PIECE_PART_BYTES", 256),
+        patch("fullshard.unit.grad_buckets.NUM_PIECES", 5),
+        patch("fullshard.unit.grad_buckets.FEWEST_CUT_RANKS", 1),
         watched_reduces() as calls,
     ):
         assert_same_training(build, shard, training, oracle=torchs, rtol=0.0, atol=0.0)

@@ -165,7 +165,7 @@ def own_buckets(cost: CostModel) -> Iterator[None]:
 @contextmanager
 def small_pieces() -> Iterator[None]:
     """A message of several parameters is reduced by pieces."""
-    module = "fullshard.unit.reduce_scatter"
+    module = "fullshard.unit.grad_buckets"
     with (
         patch(f"{module}.SMALLEST_PIECE_BYTES", 64),
         patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 64),
@@ -177,7 +177,7 @@ def small_pieces() -> Iterator[None]:
 
 @contextmanager
 def large_from_1_kib() -> Iterator[None]:
-    lanes = "fullshard.unit.reduce_scatter"
+    lanes = "fullshard.unit.grad_buckets"
     with (
         own_buckets(CostModel(0.0, 0.0, 1024)),
         patch(f"{lanes}.PIECE_BYTES", 512),

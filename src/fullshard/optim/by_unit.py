@@ -43,8 +43,8 @@ from fullshard.errors import ConfigError
 from fullshard.runtime.hooks import hooks_managing
 from fullshard.runtime.replaced import replacement_of
 from fullshard.unit.flat_param import FlatParameter
+from fullshard.unit.grad_buckets import set_grad
 from fullshard.unit.param import ShardedParam
-from fullshard.unit.reduce_scatter import set_grad
 
 _ATTRIBUTE = "_fullshard_by_unit"
 _ELEMENTWISE = (

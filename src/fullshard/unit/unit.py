@@ -29,8 +29,9 @@ from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, Uni
 from fullshard.unit.context import AddressRanges, CommContext
 from fullshard.unit.extensions import Extension
 from fullshard.unit.flat_param import FlatParams
+from fullshard.unit.grad_buckets import GradLane
 from fullshard.unit.param import ShardBuffers, ShardedParam, shard_device
-from fullshard.unit.reduce_scatter import GradLane, UnitGrads
+from fullshard.unit.reduce_scatter import UnitGrads
 from fullshard.unit.settings import UnitComm, UnitSettings
 
 # What a unit may be; each state carries what exists only in it.
