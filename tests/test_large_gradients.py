@@ -288,5 +288,5 @@ def test_small_buckets_that_are_copied_by_words_train_alike(rank: Rank, dim: int
         training = Training(batch, steps=4)
         assert_same_training(Odd, ours, training, oracle=torchs, rtol=2e-2, atol=1e-3)
     context = next(unit.comm_ctx for unit in units_below(sharded[0]))
-    made = [order for order in context._orders.values() if order is not None]
+    made = [each for each in context._copy_indices.values() if each is not None]
     assert len(made) == 2  # out of a bucket and into it, for the unit that is made of words

@@ -421,7 +421,7 @@ def test_pieces_of_a_bucket_tile_it(layout: UnitLayout, piece_numel: int, alignm
     st.integers(2, 6),
     st.sampled_from((torch.int16, torch.int32)),
 )
-def test_orders_of_words_copy_a_split_bucket_out_and_in(
+def test_an_index_of_words_copies_a_split_bucket_out_and_in(
     sizes: list[tuple[int, int]], num_ranks: int, dtype: torch.dtype
 ) -> None:
     """Whatever is copied: words of integers stand for those of parameters and gradients."""
@@ -434,22 +434,22 @@ def test_orders_of_words_copy_a_split_bucket_out_and_in(
     ((_, bucket),) = all_buckets(layout)
     assert bucket.kind is BucketKind.SPLIT
     itemsize, cpu = dtype.itemsize, torch.device("cpu")
-    out_order = bucket.copy_out_order(num_ranks, itemsize, cpu)
-    in_order = bucket.copy_in_order(num_ranks, itemsize, cpu)
+    out_index = bucket.copy_out_index(num_ranks, itemsize, cpu)
+    in_index = bucket.copy_in_index(num_ranks, itemsize, cpu)
     has_words = all(rows * inner * itemsize % 8 == 0 for rows, inner in sizes)
-    assert (out_order is not None) == has_words
-    assert (in_order is not None) == (has_words and not bucket.padding_numel)
+    assert (out_index is not None) == has_words
+    assert (in_index is not None) == (has_words and not bucket.padding_numel)
     sent = torch.arange(num_ranks * bucket.segment_numel, dtype=dtype).view(num_ranks, -1)
     parts = [sent[:, slot.offset : slot.offset + slot.numel] for slot in bucket.slots]
-    if out_order is not None:
-        words = sent.view(-1).view(out_order.dtype)
-        full = words.index_select(0, out_order.numbers).view(dtype)
+    if out_index is not None:
+        words = sent.view(-1).view(out_index.dtype)
+        full = words.index_select(0, out_index.index).view(dtype)
         for slot, part in zip(bucket.slots, parts, strict=True):
             start = (slot.full_offset_bytes - bucket.slots[0].full_offset_bytes) // itemsize
             assert torch.equal(full[start : start + part.numel()], part.flatten())
-    if in_order is not None:
-        words = torch.cat([part.flatten() for part in parts]).view(in_order.dtype)
-        assert torch.equal(words.index_select(0, in_order.numbers).view(dtype), sent.view(-1))
+    if in_index is not None:
+        words = torch.cat([part.flatten() for part in parts]).view(in_index.dtype)
+        assert torch.equal(words.index_select(0, in_index.index).view(dtype), sent.view(-1))
 
 
 @many

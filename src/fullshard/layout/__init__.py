@@ -3,16 +3,16 @@
 from fullshard.layout.plan import (
     Bucket,
     BucketKind,
+    CopyIndex,
     CostModel,
     DtypePlan,
     Lane,
     ParamSpec,
     Slot,
     UnitLayout,
-    WordOrder,
     plan_unit,
 )
 from fullshard.layout.split import FlatSplit, Split
 
 __all__ = ["Bucket", "BucketKind", "CostModel", "DtypePlan", "FlatSplit", "Lane", "ParamSpec"]
-__all__ += ["Slot", "Split", "UnitLayout", "WordOrder", "plan_unit"]
+__all__ += ["CopyIndex", "Slot", "Split", "UnitLayout", "plan_unit"]

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import reduce
 from math import gcd
-from typing import NamedTuple
 
 import torch
 
@@ -187,15 +186,16 @@ class Slot:
 _WORDS = {16: torch.complex128, 8: torch.int64}
 
 
-class WordOrder(NamedTuple):
-    """How to copy memory by words of `num_bytes`: the numbers of those that come one by one."""
+@dataclass(frozen=True, slots=True)
+class CopyIndex:
+    """An index for `index_select` that copies memory by words of `num_bytes`."""
 
     num_bytes: int
-    numbers: torch.Tensor
+    index: torch.Tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        """One of the words' size, as which memory is copied whatever it holds."""
+        """A dtype of the size of a word: memory is copied as that, whatever it holds."""
         return _WORDS[self.num_bytes]
 
 
@@ -263,9 +263,9 @@ class Bucket:
             if num_ranks > 0 and low < high:
                 yield rank, num_ranks, low - rank * size, high - low, low - offset
 
-    def copy_out_order(
+    def copy_out_index(
         self, num_ranks: int, itemsize: int, device: torch.device
-    ) -> WordOrder | None:
+    ) -> CopyIndex | None:
         """Which words of a gathered split bucket the full buffer has, from the first slot on.
 
         None if parameters are not made of words. Between two of them, words may be any.
@@ -276,18 +276,18 @@ class Bucket:
         slots = [slot for slot in self.slots if slot.numel]
         start, last = slots[0].full_offset_bytes, slots[-1]
         end = last.full_offset_bytes + num_ranks * last.numel * itemsize
-        order = torch.zeros((end - start) // word, dtype=torch.int32, device=device)
+        index = torch.zeros((end - start) // word, dtype=torch.int32, device=device)
         num_words = num_ranks * self.segment_numel * itemsize // word
         bucket = torch.arange(num_words, dtype=torch.int32, device=device).view(num_ranks, -1)
         for slot in slots:
             first, width = slot.offset * itemsize // word, slot.numel * itemsize // word
             part = bucket[:, first : first + width].reshape(-1)
-            order[(slot.full_offset_bytes - start) // word :][: part.numel()] = part
-        return WordOrder(word, order)
+            index[(slot.full_offset_bytes - start) // word :][: part.numel()] = part
+        return CopyIndex(word, index)
 
-    def copy_in_order(
+    def copy_in_index(
         self, num_ranks: int, itemsize: int, device: torch.device
-    ) -> WordOrder | None:
+    ) -> CopyIndex | None:
         """Which words a split bucket has of its full tensors, if these lie one after another.
 
         None if they are not made of words, or if segments have a padding.
@@ -298,12 +298,12 @@ class Bucket:
         num_words = num_ranks * self.segment_numel * itemsize // word
         widths = [num_ranks * slot.numel * itemsize // word for slot in self.slots]
         parts = torch.arange(num_words, dtype=torch.int32, device=device).split(widths)
-        return WordOrder(word, torch.cat([part.view(num_ranks, -1) for part in parts], 1).view(-1))
+        return CopyIndex(word, torch.cat([part.view(num_ranks, -1) for part in parts], 1).view(-1))
 
     def _word_bytes(self, itemsize: int) -> int:
         """The size of the words that all parts of a split bucket are made of; 0 if too small."""
-        numbers = [number for slot in self.slots for number in (slot.offset, slot.numel)]
-        word = gcd(16, *(number * itemsize for number in (*numbers, self.segment_numel)))
+        numels = [numel for slot in self.slots for numel in (slot.offset, slot.numel)]
+        word = gcd(16, *(numel * itemsize for numel in (*numels, self.segment_numel)))
         return word if word in _WORDS else 0
 
     @property

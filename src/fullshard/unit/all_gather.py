@@ -25,10 +25,10 @@ from fullshard.layout import Bucket, BucketKind, Lane, Split, UnitLayout
 from fullshard.unit.context import AddressRanges, CommContext, wait_all
 from fullshard.unit.param import ShardBuffers, ShardedParam
 
-# On an accelerator a bucket is copied out by one kernel. Below this size it reads from memory which
-# word goes where; units alike share these numbers, a quarter of the bucket's size. Above, it sends
-# a table of addresses to the device first, which takes more of the host's time.
-MAX_ORDERED_BYTES = 16 << 20
+# On an accelerator a bucket is copied out by one kernel. Below this size it is given an index in
+# device memory, a quarter of the bucket's size, which all units with such a bucket share. Above, it
+# sends a table of addresses to the device first, which takes more of the host's time.
+MAX_INDEXED_BYTES = 16 << 20
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class UnitAllGather:
         self._copy_to: list[torch.Tensor] = []
         self._copy_from: list[torch.Tensor] = []
         self._splits: list[tuple[torch.Tensor, list[int], list[torch.Tensor]]] = []
-        self._ordered: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._indexed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._bytes = self._full_buffer.view(0, (self._full_buffer.num_bytes,), torch.uint8)
         # Then nothing arrives in the full buffer itself: it is needed only for the copy-out.
         self._is_all_copied = not self._is_in_shards and len(copied) == len(buckets)
@@ -163,13 +163,13 @@ class UnitAllGather:
                 self._copy_from.append(in_bucket)
             return
         is_on_cpu = type_of(segments.device) == "cpu"
-        if not is_on_cpu and segments.nbytes < MAX_ORDERED_BYTES:
-            make = Bucket.copy_out_order
-            order = self._comm_ctx.word_order(make, bucket, num_ranks, dtype.itemsize)
-            if order is not None:
-                start, numbers = bucket.slots[0].full_offset_bytes, order.numbers
-                to = self._full_buffer.view(start, numbers.shape, order.dtype)
-                self._ordered.append((segments.view(-1).view(order.dtype), numbers, to))
+        if not is_on_cpu and segments.nbytes < MAX_INDEXED_BYTES:
+            make = Bucket.copy_out_index
+            found = self._comm_ctx.copy_index(make, bucket, num_ranks, dtype.itemsize)
+            if found is not None:
+                start = bucket.slots[0].full_offset_bytes
+                to = self._full_buffer.view(start, found.index.shape, found.dtype)
+                self._indexed.append((segments.view(-1).view(found.dtype), found.index, to))
                 return
         elif not is_on_cpu:
             view = self._full_buffer.view
@@ -280,8 +280,8 @@ class UnitAllGather:
                 foreach_copy_(self._copy_to, self._copy_from)
             for segments, sizes, outs in self._splits:
                 torch.split_with_sizes_copy(segments, sizes, dim=1, out=outs)
-            for words, numbers, to in self._ordered:
-                torch.index_select(words, 0, numbers, out=to)
+            for words, index, to in self._indexed:
+                torch.index_select(words, 0, index, out=to)
             if self._staging.num_bytes:
                 comm_ctx.free_after_compute(self._staging)
             in_flight.is_copied_out = True

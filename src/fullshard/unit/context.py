@@ -19,7 +19,7 @@ import torch
 
 from fullshard.comm.collectives import CollectiveWork
 from fullshard.device import Device, ResizableBuffer, Streams
-from fullshard.layout import Bucket, WordOrder
+from fullshard.layout import Bucket, CopyIndex
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 
@@ -69,7 +69,7 @@ class CommContext:
     to wait for the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are
     the owners of all-gathers that nobody has waited for yet. `_is_capturing` says that what is
     issued now becomes part of a CUDA graph. `num_collectives` have been issued: where ranks are.
-    `_orders` are the orders of words that units alike share.
+    `_copy_indices` are shared by all units that have such a bucket.
     """
 
     def __init__(self, device: Device) -> None:
@@ -80,7 +80,7 @@ class CommContext:
         self._reduce_scatters: deque[ReduceScatterInFlight] = deque()
         self._held: HeldResults | None = None
         self._is_capturing = False
-        self._orders: dict[Any, WordOrder | None] = {}
+        self._copy_indices: dict[Any, CopyIndex | None] = {}
         self.num_collectives = 0
 
     @property
@@ -124,21 +124,21 @@ class CommContext:
     def all_gather_used(self, owner: object) -> None:
         self._unused_all_gathers.discard(owner)
 
-    def word_order(
+    def copy_index(
         self,
-        make: Callable[[Bucket, int, int, torch.device], WordOrder | None],
+        make: Callable[[Bucket, int, int, torch.device], CopyIndex | None],
         bucket: Bucket,
         num_ranks: int,
         itemsize: int,
-    ) -> WordOrder | None:
-        """An order of words; None also if a capture is the first to ask for it."""
+    ) -> CopyIndex | None:
+        """What `make` returns, made once; None also if a capture is the first to ask for it."""
         key = make, bucket, num_ranks, itemsize
-        if key not in self._orders:
+        if key not in self._copy_indices:
             if self._is_capturing:
                 return None
             self.wait_until_unused()  # memory may be of the all-gather stream (rule 2)
-            self._orders[key] = make(bucket, num_ranks, itemsize, self.device.torch_device)
-        return self._orders[key]
+            self._copy_indices[key] = make(bucket, num_ranks, itemsize, self.device.torch_device)
+        return self._copy_indices[key]
 
     # Captures
 

@@ -24,8 +24,8 @@ from fullshard._torch import (
     post_accumulate_grad_hooks,
 )
 from fullshard.device import ResizableBuffer, reference_counts
-from fullshard.layout import Bucket, BucketKind, FlatSplit, Lane, Split, UnitLayout, WordOrder
-from fullshard.unit.all_gather import MAX_ORDERED_BYTES, permuted_pairs
+from fullshard.layout import Bucket, BucketKind, CopyIndex, FlatSplit, Lane, Split, UnitLayout
+from fullshard.unit.all_gather import MAX_INDEXED_BYTES, permuted_pairs
 from fullshard.unit.context import CommContext
 from fullshard.unit.flat_param import FlatParamHolder
 from fullshard.unit.param import ShardedParam
@@ -115,27 +115,29 @@ def has_hooks(param: torch.Tensor) -> bool:
 class BucketInput:
     """Memory that the gradients of a bucket go into to be reduced, with views made once (rule 7).
 
-    With an `order`, gradients are copied to memory beside it, one after another, and from there.
+    With a `copy_index`, gradients are first copied to memory beside it, one after another.
     """
 
-    def __init__(self, plan: GradBucket, device: torch.device, order: WordOrder | None) -> None:
+    def __init__(
+        self, plan: GradBucket, device: torch.device, copy_index: CopyIndex | None
+    ) -> None:
         num_bytes, dtype = plan.num_bytes, plan.dtypes.wire
         self._buffers = [
             ResizableBuffer(num_bytes, device, "full gradients")
-            for _ in range(1 if order is None else 2)
+            for _ in range(1 if copy_index is None else 2)
         ]
         self._bucket = self._buffers[0].view(0, (plan.numel,), dtype)
         self._parts = plan.parts_of(self._buffers[-1].view(0, (plan.numel,), dtype))
         self._words: tuple[torch.Tensor, ...] = ()
-        if order is not None:
-            shape = order.numbers.shape
-            to, source = (buffer.view(0, shape, order.dtype) for buffer in self._buffers)
-            self._words = source, order.numbers, to
+        if copy_index is not None:
+            index, dtype = copy_index.index, copy_index.dtype
+            to, source = (buffer.view(0, index.shape, dtype) for buffer in self._buffers)
+            self._words = source, index, to
         self.free()
 
     @property
-    def is_free(self) -> bool:
-        return not self._buffers[0].is_allocated
+    def is_in_use(self) -> bool:
+        return self._buffers[0].is_allocated
 
     def free(self) -> None:
         for buffer in self._buffers:
@@ -147,8 +149,8 @@ class BucketInput:
             buffer.allocate()
         _copy_parts(self._parts, grads)
         if self._words:
-            source, numbers, to = self._words
-            torch.index_select(source, 0, numbers, out=to)
+            source, index, to = self._words
+            torch.index_select(source, 0, index, out=to)
             self._buffers[1].free()
         return self._bucket
 
@@ -223,20 +225,20 @@ class GradBucket:
     def num_bytes(self) -> int:
         return self.numel * self.dtypes.wire.itemsize
 
-    def free_input(self, comm_ctx: CommContext) -> BucketInput | None:
+    def unused_input(self, comm_ctx: CommContext) -> BucketInput | None:
         """Memory with views made once; None if it is in use, or if the bucket can have none."""
         if self._input is None:
-            order, num_ranks = None, self._num_ranks
+            copy_index = None
             if not self.is_flat:
                 is_split = self._bucket.kind is BucketKind.SPLIT
-                if not is_split or not self._is_even or self.num_bytes >= MAX_ORDERED_BYTES:
+                if not is_split or not self._is_even or self.num_bytes >= MAX_INDEXED_BYTES:
                     return None
-                make, itemsize = Bucket.copy_in_order, self.dtypes.wire.itemsize
-                order = comm_ctx.word_order(make, self._bucket, num_ranks, itemsize)
-                if order is None:
+                make, itemsize = Bucket.copy_in_index, self.dtypes.wire.itemsize
+                copy_index = comm_ctx.copy_index(make, self._bucket, self._num_ranks, itemsize)
+                if copy_index is None:
                     return None
-            self._input = BucketInput(self, comm_ctx.device.torch_device, order)
-        return self._input if self._input.is_free else None
+            self._input = BucketInput(self, comm_ctx.device.torch_device, copy_index)
+        return None if self._input.is_in_use else self._input
 
     def forget_input(self) -> None:
         self._input = None
@@ -390,8 +392,7 @@ class GradLane:
             for bucket in buckets:
                 for target, _ in bucket.targets:
                     param = target.param
-                    hooks = backward_hooks(param) or post_accumulate_grad_hooks(param)
-                    if hooks or param.grad is not None:
+                    if param.grad is not None or has_hooks(param):
                         return None
         if self.buffer is None or not (self.in_buffer or self.buffer.is_unused):
             self.buffer = GradBuffer(self, device)

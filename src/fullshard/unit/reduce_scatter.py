@@ -195,10 +195,10 @@ class InFlightReduceScatter:
                     self._complete()
         except BaseException:
             self._wait_for_enqueued()
-            self._let_go()
+            self._release()
             raise
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Let go of all tensors; compute has waited for what read them."""
         for lane in self.lanes:
             for bucket in lane.buckets:
@@ -239,14 +239,14 @@ class InFlightReduceScatter:
         if seam.observers:
             seam.end(Activity.AWAIT_REDUCE, self.unit)
         held = [tensor for lane in self.lanes for tensor in (*lane.outs, *lane.grads)]
-        self._let_go()
+        self._release()
         return HeldResults(self.unit, self._event, held)
 
     def abort(self) -> None:
         """Wait for what is under way and drop it; never raises (rule 11)."""
         self._wait_works()
         self.device.wait(self._event)
-        self._let_go()
+        self._release()
 
     # Inputs, on the stream that computes
 
@@ -282,7 +282,7 @@ class InFlightReduceScatter:
             elif lane.results:
                 buffer = lane.results[0]  # where the sum over one rank goes
             elif self._frees_inputs:
-                bucket.memory = plan.free_input(self.comm_ctx)
+                bucket.memory = plan.unused_input(self.comm_ctx)
             if bucket.memory is not None:
                 buffer = bucket.memory.fill(bucket.grads)
             else:
