@@ -1028,7 +1028,7 @@ NEEDED_WAITS = {
 NEEDED_EVENTS = {
     "CommContext.all_gathers_follow_compute": "float32",
     "CommContext.finish_reduce_scatters": "all reduce hooks on a stream each",
-    "CommContext.free_after_compute": "float32",
+    "CommContext.free_after_compute": "cut along columns and unevenly",
     "CommContext.free_later": "messages of their own",
     "InFlightReduceScatter._complete": "float32",
     "InFlightReduceScatter._end": "replicas reduced in bfloat16",

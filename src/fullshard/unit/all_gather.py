@@ -65,11 +65,12 @@ class UnitAllGather:
     """All-gathers one unit into its full buffer.
 
     `start` issues the collectives; `finish` makes the full parameters readable on the current
-    stream. Shared buckets arrive in a staging buffer and `finish` copies them out of it: if nothing
-    else arrives, the full buffer is allocated only then, when compute has left that of the unit
-    before, so that a forward holds two units and not three. Where the shard
-    buffers are the full parameters (nothing is sharded, nothing cast), full parameters are views
-    of them: there is no full buffer and nothing to gather. `extensions` gather by themselves.
+    stream. Shared buckets arrive in a staging buffer. Small ones are copied out at once, on the
+    all-gather stream; the others by `finish`: if nothing else arrives, the full buffer is allocated
+    only then, when compute has left that of the unit before, so that a forward holds two units and
+    not three. Where the shard buffers are the full parameters (nothing is sharded, nothing cast),
+    full parameters are views of them: there is no full buffer and nothing to gather. `extensions`
+    gather by themselves.
     """
 
     def __init__(
@@ -110,6 +111,9 @@ class UnitAllGather:
         # Then nothing arrives in the full buffer itself: it is needed only for the copy-out.
         self._is_all_copied = not self._is_in_shards and len(copied) == len(buckets)
         self._make_views(params, shard_buffers)
+        # Small buckets are copied out as soon as they are there, while compute does something else.
+        self._is_copied_early = bool(self._indexed) and not (self._splits or self._copy_to)
+        self._is_all_copied &= not self._is_copied_early
         self._full_buffer.free()
         self._staging.free()
 
@@ -209,6 +213,10 @@ class UnitAllGather:
                 self._extensions.start(collectives, comm_ctx, in_flight)
             if device.has_streams:
                 in_flight.wait_works()
+                if self._is_copied_early:
+                    self._copy_out()
+                    self._staging.free()
+                    in_flight.is_copied_out = True
                 in_flight.event = device.record()
         except BaseException:
             # Lanes that were issued still write into these buffers (rule 10).
@@ -276,17 +284,21 @@ class UnitAllGather:
         if not in_flight.is_copied_out:
             if self._is_all_copied:
                 _allocate(self._full_buffer, comm_ctx)
-            if self._copy_to:
-                foreach_copy_(self._copy_to, self._copy_from)
-            for segments, sizes, outs in self._splits:
-                torch.split_with_sizes_copy(segments, sizes, dim=1, out=outs)
-            for words, index, to in self._indexed:
-                torch.index_select(words, 0, index, out=to)
+            self._copy_out()
             if self._staging.num_bytes:
                 comm_ctx.free_after_compute(self._staging)
             in_flight.is_copied_out = True
         if self._extensions.params:
             self._extensions.finish()
+
+    def _copy_out(self) -> None:
+        """Copy what arrived in the staging buffer to the full buffer, on the current stream."""
+        if self._copy_to:
+            foreach_copy_(self._copy_to, self._copy_from)
+        for segments, sizes, outs in self._splits:
+            torch.split_with_sizes_copy(segments, sizes, dim=1, out=outs)
+        for words, index, to in self._indexed:
+            torch.index_select(words, 0, index, out=to)
 
     def free(self, *, keep_storage: bool = False) -> AddressRanges:
         """Free what was gathered; the address ranges that it had.
