@@ -443,13 +443,13 @@ def test_an_index_of_words_copies_a_split_bucket_out_and_in(
     parts = [sent[:, slot.offset : slot.offset + slot.numel] for slot in bucket.slots]
     if out_index is not None:
         words = sent.view(-1).view(out_index.dtype)
-        full = words.index_select(0, out_index.index).view(dtype)
+        full = words.gather(0, out_index.index).view(dtype)
         for slot, part in zip(bucket.slots, parts, strict=True):
             start = (slot.full_offset_bytes - bucket.slots[0].full_offset_bytes) // itemsize
             assert torch.equal(full[start : start + part.numel()], part.flatten())
     if in_index is not None:
         words = torch.cat([part.flatten() for part in parts]).view(in_index.dtype)
-        assert torch.equal(words.index_select(0, in_index.index).view(dtype), sent.view(-1))
+        assert torch.equal(words.gather(0, in_index.index).view(dtype), sent.view(-1))
 
 
 @many

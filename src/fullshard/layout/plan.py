@@ -188,7 +188,7 @@ _WORDS = {16: torch.complex128, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class CopyIndex:
-    """An index for `index_select` that copies memory by words of `num_bytes`."""
+    """An index for `torch.gather` that copies memory by words of `num_bytes`."""
 
     num_bytes: int
     index: torch.Tensor

@@ -298,7 +298,7 @@ class UnitAllGather:
         for segments, sizes, outs in self._splits:
             torch.split_with_sizes_copy(segments, sizes, dim=1, out=outs)
         for words, index, to in self._indexed:
-            torch.index_select(words, 0, index, out=to)
+            torch.gather(words, 0, index, out=to)
 
     def free(self, *, keep_storage: bool = False) -> AddressRanges:
         """Free what was gathered; the address ranges that it had.

@@ -150,7 +150,7 @@ class BucketInput:
         _copy_parts(self._parts, grads)
         if self._words:
             source, index, to = self._words
-            torch.index_select(source, 0, index, out=to)
+            torch.gather(source, 0, index, out=to)
             self._buffers[1].free()
         return self._bucket
 
