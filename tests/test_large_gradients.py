@@ -102,14 +102,15 @@ def test_large_gradients_that_are_reduced_early_and_by_pieces_train_alike(
         assert_same_training(build, shard, Training(batch, steps=3), oracle=oracle, **tolerance)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize(("use_orig_params", "most_runs"), [(True, 128), (False, 0)])
 @on_ranks(4)
 def test_flat_gradients_that_are_reduced_by_pieces_train_alike(
-    rank: Rank, use_orig_params: bool
+    rank: Rank, use_orig_params: bool, most_runs: int
 ) -> None:
     torch.manual_seed(0)
     expected = build()
-    with ordered_and_small(), watched_reduces() as calls:
+    runs = patch("fullshard.unit.grad_buckets.MOST_RUNS", most_runs)
+    with ordered_and_small(), runs, watched_reduces() as calls:
         wrapper = FullyShardedDataParallel(
             deepcopy(expected),
             process_group=rank.mesh().get_group(),
@@ -180,10 +181,11 @@ def test_a_large_gradient_does_not_wait_for_its_unit_and_if_cast_goes_by_pieces(
     assert calls == [*weights, biases] * 2
 
 
+@pytest.mark.parametrize("most_runs", [128, 0])
 @pytest.mark.parametrize("precision", [{}, {"param_dtype": BF16, "reduce_dtype": torch.float32}])
 @on_ranks(2)
 def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
-    rank: Rank, precision: dict[str, torch.dtype]
+    rank: Rank, precision: dict[str, torch.dtype], most_runs: int
 ) -> None:
     """Of a pair of matrices that do not divide evenly, and of biases."""
 
@@ -203,14 +205,13 @@ def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
         patch("fullshard.unit.grad_buckets.SMALLEST_PIECE_PART_BYTES", 256),
         patch("fullshard.unit.grad_buckets.NUM_PIECES", 5),
         patch("fullshard.unit.grad_buckets.FEWEST_CUT_RANKS", 1),
+        patch("fullshard.unit.grad_buckets.MOST_RUNS", most_runs),
         watched_reduces() as calls,
     ):
         assert_same_training(build, shard, training, oracle=torchs, rtol=0.0, atol=0.0)
+    # Cut between parameters.
     first, second, rest = 17 * WIDTH, 33 * WIDTH // 2, WIDTH * WIDTH // 2 + 17 + 2 * WIDTH // 2
-    if precision:
-        assert calls == 3 * [[first], [second], [rest + 7]]
-    else:  # the one that divides evenly is sent as it is, after the others
-        assert calls == 3 * [[first], [rest + 3], [second]]
+    assert calls == 3 * [[first], [second], [rest + (7 if precision else 3)]]
     # So small a bucket is not worth it.
     with patch("fullshard.runtime.build.device_for", Ordered), watched_reduces() as calls:
         shard(model := build())

@@ -396,26 +396,6 @@ def test_the_cost_model_follows_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 @many
-@given(plans(), st.integers(1, 40), st.sampled_from((1, 4, 8)))
-def test_pieces_of_a_bucket_tile_it(layout: UnitLayout, piece_numel: int, alignment: int) -> None:
-    for _, bucket in all_buckets(layout):
-        if bucket.kind is not BucketKind.SPLIT:
-            continue
-        pieces = list(bucket.cut(piece_numel, alignment))
-        found = []
-        end = bucket.buffer_offset
-        for piece in pieces:
-            assert piece.buffer_offset == end
-            end += piece.segment_numel
-            start = piece.buffer_offset - bucket.buffer_offset
-            assert start % alignment == 0
-            found += [replace(slot, offset=slot.offset + start) for slot in piece.slots]
-        assert tuple(found) == bucket.slots
-        assert end == bucket.buffer_offset + bucket.segment_numel
-        assert all(piece.segment_numel >= piece_numel for piece in pieces[:-1])
-
-
-@many
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.sampled_from((1, 2, 4, 8, 24))), min_size=1),
     st.integers(2, 6),
@@ -454,25 +434,36 @@ def test_an_index_of_words_copies_a_split_bucket_out_and_in(
 
 @many
 @given(plans(), st.data())
-def test_columns_of_a_flat_bucket_have_all_of_its_parameters(
+def test_columns_of_a_bucket_have_all_of_its_parameters(
     layout: UnitLayout, data: st.DataObject
 ) -> None:
+    num_ranks = layout.num_ranks
     for _, bucket in all_buckets(layout):
-        if bucket.kind is not BucketKind.FLAT or not bucket.segment_numel:
+        if bucket.kind is BucketKind.PERMUTED or not bucket.segment_numel:
             continue
-        size = bucket.segment_numel
+        is_flat, size = bucket.kind is BucketKind.FLAT, bucket.segment_numel
+        splits = [layout.params[slot.param_index].split for slot in bucket.slots]
+        numels = [prod(split.shape) if split.shape or is_flat else num_ranks for split in splits]
+        # Every element by slot and place in its tensor; what belongs to none by another slot.
+        slots, elements = (torch.full((num_ranks, size), EMPTY) for _ in range(2))
         width = data.draw(st.integers(1, size))
-        found = torch.full((layout.num_ranks, size), EMPTY)
         for start in range(0, size, width):
-            for slot in bucket.slots:
-                rows = bucket.flat_rows(slot.offset, slot.numel, start, min(start + width, size))
-                for rank, num_ranks, column, num_columns, first in rows:
-                    for each in range(num_ranks):
-                        in_param = torch.arange(num_columns) + first + each * size
-                        found[rank + each, column : column + num_columns] = slot.offset + in_param
-        used = bucket.used_numel
-        expected = torch.cat([torch.arange(used), torch.full((found.numel() - used,), EMPTY)])
-        assert torch.equal(found.flatten(), expected)
+            for rows in bucket.columns(start, min(start + width, size), num_ranks, numels):
+                assert start <= rows.column
+                assert rows.column + rows.width <= start + width
+                for rank in range(rows.num_ranks):
+                    place = rows.rank + rank, slice(rows.column, rows.column + rows.width)
+                    assert (slots[place] == EMPTY).all()  # none is copied twice
+                    slots[place] = rows.slot
+                    first = rows.first + rank * rows.stride
+                    elements[place] = torch.arange(first, first + rows.width)
+        assert (slots != EMPTY).all()
+        for index, (slot, numel) in enumerate(zip(bucket.slots, numels, strict=True)):
+            found = elements[slots == index]
+            assert torch.equal(found, torch.arange(numel))
+            if not is_flat:
+                in_slot = slots[:, slot.offset : slot.offset + slot.numel].flatten()
+                assert (in_slot[:numel] == index).all()
 
 
 @many

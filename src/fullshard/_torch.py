@@ -187,14 +187,21 @@ chunk_cat = torch._chunk_cat
 unscale_and_check_finite_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
+# Of one tensor that is cast to a wider dtype, from which on foreach is faster than `copy_`: on an
+# H200 3.3 against 2.1 TB/s at 60 M elements. Otherwise it gives too few blocks to one tensor.
+_LARGE_WIDENED_NUMEL = 4 << 20
+
+
 def foreach_copy_(
     targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False
 ) -> None:
-    """Copy tensors to others; a single one by its own kernel, which uses more of a GPU."""
-    if len(targets) == 1:
-        targets[0].copy_(sources[0], non_blocking)
-    else:
+    """Copy tensors to others; a single one by the kernel that uses more of a GPU."""
+    to, source = targets[0], sources[0]
+    is_many = len(targets) > 1
+    if is_many or (to.numel() >= _LARGE_WIDENED_NUMEL and to.itemsize > source.itemsize):
         torch._foreach_copy_(targets, sources, non_blocking)
+    else:
+        to.copy_(source, non_blocking)
 
 
 # The values of a sparse tensor that is not coalesced, and what a GradScaler asks an optimizer whose

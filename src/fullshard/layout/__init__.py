@@ -8,6 +8,7 @@ from fullshard.layout.plan import (
     DtypePlan,
     Lane,
     ParamSpec,
+    Rows,
     Slot,
     UnitLayout,
     plan_unit,
@@ -15,4 +16,4 @@ from fullshard.layout.plan import (
 from fullshard.layout.split import FlatSplit, Split
 
 __all__ = ["Bucket", "BucketKind", "CostModel", "DtypePlan", "FlatSplit", "Lane", "ParamSpec"]
-__all__ += ["CopyIndex", "Slot", "Split", "UnitLayout", "plan_unit"]
+__all__ += ["CopyIndex", "Rows", "Slot", "Split", "UnitLayout", "plan_unit"]

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
 from math import gcd
+from typing import NamedTuple
 
 import torch
 
@@ -199,6 +200,21 @@ class CopyIndex:
         return _WORDS[self.num_bytes]
 
 
+class Rows(NamedTuple):
+    """Elements of a tensor in the same columns of several ranks' segments.
+
+    `first` is the first of them in the tensor; the next rank's are `stride` later.
+    """
+
+    slot: int
+    rank: int
+    num_ranks: int
+    column: int
+    width: int
+    first: int
+    stride: int
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """A contiguous region that travels in one collective.
@@ -219,49 +235,36 @@ class Bucket:
             return slot.offset
         return min(max(slot.offset - rank * self.segment_numel, 0), self.segment_numel)
 
-    def cut(self, piece_numel: int, alignment_numel: int) -> Iterator[Bucket]:
-        """Cut a split bucket between parameters into pieces, most of them as large as asked for.
+    def columns(
+        self, start: int, stop: int, num_ranks: int, numels: Sequence[int]
+    ) -> Iterator[Rows]:
+        """What columns `start` to `stop` of all segments have of each slot's tensor, of `numels`.
 
-        Each is a bucket for itself, and together they tile this one's segment.
+        What they have of no tensor is that of a slot more: padding, and what the last ranks lack of
+        a tensor that is split unevenly. Not for permuted buckets.
         """
-        first, start = 0, 0
-        for index, slot in enumerate(self.slots):
-            left_numel = self.segment_numel - slot.offset
-            is_wanted = slot.offset - start >= piece_numel and 4 * left_numel >= piece_numel
-            if is_wanted and slot.offset % alignment_numel == 0:
-                yield self._piece(self.slots[first:index], start, slot.offset)
-                first, start = index, slot.offset
-        yield self._piece(self.slots[first:], start, self.segment_numel)
-
-    def _piece(self, slots: tuple[Slot, ...], start: int, end: int) -> Bucket:
-        is_alone = len(slots) == 1 and slots[0].numel == end - start
-        return replace(
-            self,
-            slots=tuple(replace(slot, offset=slot.offset - start) for slot in slots),
-            segment_numel=end - start,
-            buffer_offset=self.buffer_offset + start,
-            kind=BucketKind.IN_PLACE if is_alone else self.kind,
-        )
-
-    def flat_rows(
-        self, offset: int, numel: int, start: int, stop: int
-    ) -> Iterator[tuple[int, int, int, int, int]]:
-        """What elements from `offset` on have in columns `start` to `stop` of flat segments.
-
-        Yields the first rank and how many have the same columns, the first of these and their
-        number, and the element that is there; in the next rank's, it is `segment_numel` later.
-        """
-        size, end = self.segment_numel, offset + numel
-        first, last = offset // size, (end - 1) // size
-        for rank, num_ranks in (
-            (first, 1),
-            (first + 1, last - first - 1),
-            (last, int(last > first)),
-        ):
-            low, high = (rank * size + column for column in (start, stop))
-            low, high = max(low, offset), min(high, end)
-            if num_ranks > 0 and low < high:
-                yield rank, num_ranks, low - rank * size, high - low, low - offset
+        none, size, used = len(self.slots), self.segment_numel, self.used_numel
+        both = list(enumerate(zip(self.slots, numels, strict=True)))
+        # Slot, first column, how far the next rank's elements are, and from where to where they go.
+        if self.kind is BucketKind.FLAT:
+            places = [(i, 0, size, slot.offset, slot.offset + numel) for i, (slot, numel) in both]
+            places.append((none, 0, size, used, num_ranks * size))
+        else:
+            places = [(i, slot.offset, slot.numel, 0, numel) for i, (slot, numel) in both]
+            places.append((none, used, size - used, 0, 0))
+            places += [(none, col, gap, end, num_ranks * gap) for _, col, gap, _, end in places]
+        for index, column, stride, begin, end in places:
+            low, high = max(start - column, 0), min(stop - column, stride)
+            if low >= high:
+                continue
+            # Ranks that have all of these columns, and those before and after, that have some.
+            first, after = -((low - begin) // stride), (end - high) // stride + 1
+            for rank, num in dict.fromkeys(((first - 1, 1), (first, after - first), (after, 1))):
+                at = rank * stride
+                start_at, stop_at = max(at + low, begin), min(at + high, end)
+                if num > 0 and start_at < stop_at:
+                    place = column + start_at - at, stop_at - start_at
+                    yield Rows(index, rank, num, *place, start_at - begin, stride)
 
     def copy_out_index(
         self, num_ranks: int, itemsize: int, device: torch.device

@@ -6,9 +6,11 @@ All of it is made once (rule 7): `GradLane` and `GradBucket` follow the layout o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -31,23 +33,25 @@ from fullshard.unit.flat_param import FlatParamHolder
 from fullshard.unit.param import ShardedParam
 
 Grad = torch.Tensor | None
+_Copy = tuple[torch.Tensor, int, tuple[int, ...], tuple[int, ...], int]
 GradTarget = ShardedParam | FlatParamHolder
 GradSlot = tuple[GradTarget, int]
 """What receives a gradient, and where in a bucket's sums it begins."""
 
-# A gradient that fills two of these pieces, as those of embeddings do, is cast and reduced by
-# pieces that are cut anywhere (rule 9). So are those of a flat bucket, by at most so many copies.
+# Buckets are cast and reduced by pieces (rule 9): those of one parameter, and flat ones, by as many
+# of this size as they fill.
 PIECE_BYTES = 64 << 20
-MOST_COPIES = 128
-# The gradients of other parameters are copied into their bucket by about so many pieces (rule 9),
-# except on few ranks, which hold much more than what that saves: on 4 NCCL ranks two pieces took
-# 4 % longer than one (benchmarks/bench_gpu.py ranks). What travels in a narrow dtype is small
-# already.
+# Those that parameters share by fewer, and on few ranks, which hold much more than what that saves,
+# by one: on 4 NCCL ranks two pieces took 4 % longer (benchmarks/bench_gpu.py ranks). What travels
+# in a narrow dtype is small already.
 NUM_PIECES = 2
 FEWEST_CUT_RANKS = 8
 # Smaller pieces, or smaller parts of them for each rank, cost more time than they save memory.
 SMALLEST_PIECE_BYTES = 16 << 20
 SMALLEST_PIECE_PART_BYTES = 1 << 20
+# How many copies of a bucket's pieces, and how many runs of elements in these, are worth their time
+# on the host. Runs widen gradients at 3.2 TB/s on an H200, blocks at 1.6, and chunk_cat at 2.1.
+MOST_COPIES = MOST_RUNS = 128
 
 
 # Where gradients are assigned from
@@ -168,12 +172,74 @@ def _copy_parts(parts: Sequence[torch.Tensor], grads: Sequence[Grad]) -> None:
         foreach_copy_(outs, ins)
 
 
+class BucketPieces:
+    """The pieces of a bucket, one after another in the same memory, with views made once.
+
+    A piece has some columns of every rank's segment (rule 9). What is copied there: where to, of
+    which gradient, and in which shape and stride, from which element on. Runs of elements come
+    first, for they are copied all at once; then blocks of several ranks' rows, one by one. Where
+    parameters that share a bucket would make too many runs, `GradBucket.copy_in` is faster.
+    """
+
+    def __init__(self, plan: GradBucket, bucket: Bucket, device: torch.device) -> None:
+        self._plan, num_ranks, dtype = plan, plan.num_ranks, plan.dtypes.wire
+        bounds = plan.piece_bounds()
+        widest = max(stop - start for start, stop in pairwise(bounds))
+        num_bytes = num_ranks * widest * dtype.itemsize
+        self._memory = ResizableBuffer(num_bytes, device, "full gradients")
+        shapes = [param.split.shape for param in plan.params]
+        # A scalar that is not in a flat bucket is whole on every rank.
+        self._numels = [prod(each) if each or plan.is_flat else num_ranks for each in shapes]
+        has_blocks = num_ranks * (len(plan.params) + plan.num_pieces) > MOST_RUNS
+        self._is_cat = has_blocks and bucket.kind is BucketKind.SPLIT
+        self._pieces: list[tuple[slice, torch.Tensor, list[_Copy], list[_Copy]]] = []
+        for start, stop in pairwise(bounds):
+            piece = self._memory.view(0, (num_ranks, stop - start), dtype)
+            runs: list[_Copy] = []
+            blocks: list[_Copy] = []
+            for rows in bucket.columns(start, stop, num_ranks, self._numels):
+                part = piece[rows.rank :, rows.column - start :][: rows.num_ranks, : rows.width]
+                if has_blocks and rows.num_ranks > 1:
+                    blocks.append((part, rows.slot, part.shape, (rows.stride, 1), rows.first))
+                    continue
+                for index, run in enumerate(part):
+                    first = rows.first + index * rows.stride
+                    runs.append((run, rows.slot, run.shape, (1,), first))
+            self._pieces.append((slice(start, stop), piece.view(-1), runs, blocks))
+        self._memory.free()
+
+    def filled(self, grads: Sequence[Grad]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Copy one piece after another into the memory; which columns it is, and the piece."""
+        self._memory.allocate()
+        flats: list[Grad] = [None] * (len(grads) + 1)
+        for index, (grad, numel) in enumerate(zip(grads, self._numels, strict=True)):
+            if grad is not None:
+                flats[index] = grad.reshape(-1) if grad.numel() == numel else grad.repeat(numel)
+        for columns, piece, *copies in self._pieces:
+            if self._is_cat:
+                self._plan.copy_in(grads, piece, columns)
+                copies = []
+            for group in copies:
+                outs, ins = [], []
+                for out, index, shape, stride, first in group:
+                    flat = flats[index]
+                    if flat is None:
+                        out.zero_()
+                        continue
+                    outs.append(out)
+                    ins.append(flat.as_strided(shape, stride, flat.storage_offset() + first))
+                if outs:
+                    foreach_copy_(outs, ins)
+            yield columns, piece
+        self._memory.free()
+
+
 class GradBucket:
     """A bucket to be reduced: the parameters whose gradients it carries, and how they lie in it.
 
     `slots` says where in a segment the shard of each parameter begins, `targets` what receives a
-    part of the sums, and `in_shards` where these belong in the shard buffer. `is_piece` says that
-    it is one of several that are all-gathered as one.
+    part of the sums, and `in_shards` where these belong in the shard buffer. `num_pieces` says by
+    how many pieces it is reduced, on a device with streams (rule 9).
     """
 
     def __init__(
@@ -182,9 +248,7 @@ class GradBucket:
         bucket: Bucket,
         slots: Sequence[tuple[ShardedParam, int]],
         num_ranks: int,
-        is_piece: bool,
     ) -> None:
-        self.is_piece = is_piece
         self.params = [param for param, _ in slots]
         self.slots = slots
         self.targets: list[GradSlot] = [slot for slot in slots if slot[0].takes_gradient]
@@ -195,19 +259,9 @@ class GradBucket:
         # a part of, without its knowing.
         is_flat_param = any(isinstance(param.split, FlatSplit) for param in self.params)
         self.is_always_reduced = is_flat_param and lane.is_trainable
-        self.is_flat = is_flat = bucket.kind is BucketKind.FLAT
-        num_bytes = self.num_bytes
-        # The only gradient of a flat bucket may be the bucket on some ranks, and lack on others.
-        can_be_cut = bucket.kind is BucketKind.IN_PLACE or (is_flat and len(slots) > 1)
-        self.is_large = (
-            can_be_cut
-            and num_bytes >= 2 * PIECE_BYTES
-            and num_bytes // num_ranks >= 2 * SMALLEST_PIECE_PART_BYTES
-        )
-        smallest = num_bytes * 3 * len(slots) // MOST_COPIES if is_flat else 0
-        self.piece_bytes = max(PIECE_BYTES, smallest, num_ranks * SMALLEST_PIECE_PART_BYTES)
+        self.is_flat = bucket.kind is BucketKind.FLAT
         self._bucket = bucket
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         # Rows that are cut into one chunk per rank, of parameters sharded along another dim.
         self._row_shapes = [
             (split.num_rows, split.inner)
@@ -220,6 +274,30 @@ class GradBucket:
             for slot, param in zip(bucket.slots, self.params, strict=True)
         )
         self._input: BucketInput | None = None
+        self._pieces: BucketPieces | None = None
+        self.num_pieces = self._count_pieces()
+
+    def _count_pieces(self) -> int:
+        kind, piece_bytes = self._bucket.kind, PIECE_BYTES
+        most = MOST_COPIES // (3 * len(self.params))
+        if kind is BucketKind.SPLIT:
+            is_cut = self.num_ranks >= FEWEST_CUT_RANKS and not self.dtypes.sums_on_arrival
+            most, piece_bytes = NUM_PIECES if is_cut else 1, SMALLEST_PIECE_BYTES
+        elif kind is BucketKind.PERMUTED or (self.is_flat and len(self.params) == 1):
+            most = 1  # the gradient may be the bucket on some ranks, and lack on others
+        smallest = max(piece_bytes, self.num_ranks * SMALLEST_PIECE_PART_BYTES)
+        return max(1, min(most, self.num_bytes // smallest))
+
+    def piece_bounds(self) -> list[int]:
+        """The columns where pieces begin and end; in a shared bucket between parameters."""
+        num_columns, alignment = self._bucket.segment_numel, self.dtypes.alignment_numel
+        step = -(-num_columns // (self.num_pieces * alignment)) * alignment
+        bounds = list(range(0, num_columns, step))
+        if self._bucket.kind is BucketKind.SPLIT:
+            offsets = [slot.offset for slot in self._bucket.slots]
+            offsets = [offset for offset in offsets if offset % alignment == 0]
+            bounds = [min(offsets, key=lambda offset: abs(offset - bound)) for bound in bounds]
+        return sorted({*bounds, num_columns})
 
     @property
     def num_bytes(self) -> int:
@@ -234,30 +312,37 @@ class GradBucket:
                 if not is_split or not self._is_even or self.num_bytes >= MAX_INDEXED_BYTES:
                     return None
                 make, itemsize = Bucket.copy_in_index, self.dtypes.wire.itemsize
-                copy_index = comm_ctx.copy_index(make, self._bucket, self._num_ranks, itemsize)
+                copy_index = comm_ctx.copy_index(make, self._bucket, self.num_ranks, itemsize)
                 if copy_index is None:
                     return None
             self._input = BucketInput(self, comm_ctx.device.torch_device, copy_index)
         return None if self._input.is_in_use else self._input
 
+    def pieces(self, device: torch.device) -> BucketPieces:
+        """Memory for pieces of a bucket that goes by them, with views made once."""
+        if self._pieces is None:
+            self._pieces = BucketPieces(self, self._bucket, device)
+        return self._pieces
+
     def forget_input(self) -> None:
-        self._input = None
+        self._input = self._pieces = None
 
     def in_place(self, grads: Sequence[Grad]) -> Grad:
         """The tensor that autograd produced, if it is the bucket (rule 4)."""
         grad = grads[0]
         if len(grads) > 1 or self._bucket.kind.is_copied or grad is None:
             return None
-        is_bucket = grad.dtype == self.dtypes.wire and self.is_whole(grad)
-        return grad.view(-1) if is_bucket else None
+        is_whole = grad.numel() == self.numel and grad.is_contiguous()
+        return grad.view(-1) if is_whole and grad.dtype == self.dtypes.wire else None
 
-    def is_whole(self, grad: torch.Tensor) -> bool:
-        """Whether a gradient lies in memory as it lies in the bucket."""
-        return grad.numel() == self.numel and grad.is_contiguous()
+    def copy_in(
+        self, grads: Sequence[Grad], buffer: torch.Tensor, columns: slice = slice(0, sys.maxsize)
+    ) -> None:
+        """Copy gradients to where they belong in a buffer of all ranks' segments, cast.
 
-    def copy_in(self, grads: Sequence[Grad], buffer: torch.Tensor) -> None:
-        """Copy gradients to where they belong in a buffer of all ranks' segments, cast."""
-        num_chunks, split = self._num_ranks, self.params[0].split
+        Or, of a shared bucket, only those that lie in some columns of the segments.
+        """
+        num_chunks, split = self.num_ranks, self.params[0].split
         if self._bucket.kind in (BucketKind.IN_PLACE, BucketKind.PERMUTED):
             assert isinstance(split, Split)
             if grads[0] is None:
@@ -275,9 +360,11 @@ class GradBucket:
             grads = [None if grad is None else grad.to(buffer.dtype) for grad in grads]
         like = next((grad for grad in grads if grad is not None), buffer)
         parts: list[torch.Tensor] = []
+        padding_numel = buffer.numel() // num_chunks
         for slot, grad, shape in zip(self._bucket.slots, grads, self._row_shapes, strict=True):
-            if not slot.numel:
+            if not slot.numel or not columns.start <= slot.offset < columns.stop:
                 continue
+            padding_numel -= slot.numel
             if grad is None:
                 grad = like.new_zeros(num_chunks, slot.numel)
             elif not grad.ndim:
@@ -285,8 +372,8 @@ class GradBucket:
             elif shape is not None:
                 grad = grad.reshape(shape)
             parts.append(grad)
-        if self._bucket.padding_numel:
-            parts.append(like.new_zeros(num_chunks, self._bucket.padding_numel))
+        if padding_numel:
+            parts.append(like.new_zeros(num_chunks, padding_numel))
         if parts:  # none if all parameters are empty
             chunk_cat(parts, dim=0, num_chunks=num_chunks, out=buffer.view(num_chunks, -1))
 
@@ -297,33 +384,11 @@ class GradBucket:
         parts = memory.split_with_sizes([*sizes, self.numel - sum(sizes)])
         return [*map(torch.Tensor.view, parts, shapes), parts[-1]]
 
-    def copy_columns(self, grads: Sequence[Grad], start: int, piece: torch.Tensor) -> None:
-        """Copy what belongs into every rank's segment from `start` on, of gradients or a flat."""
-        rows = piece.view(self._num_ranks, -1)
-        stop, outs, ins = start + rows.size(1), [], []
-        if not self.is_flat:
-            assert grads[0] is not None
-            rows.copy_(grads[0].view(self._num_ranks, -1)[:, start:stop])
-            return
-        size, used = self._bucket.segment_numel, self._bucket.used_numel
-        places = [(slot.offset, slot.numel) for slot in self._bucket.slots]
-        for place, grad in zip((*places, (used, self.numel - used)), (*grads, None), strict=True):
-            flat = None if grad is None else grad.reshape(-1)
-            for rank, num, column, width, first in self._bucket.flat_rows(*place, start, stop):
-                out = rows[rank : rank + num, column - start : column - start + width]
-                if flat is None:
-                    out.zero_()
-                    continue
-                outs.append(out)
-                ins.append(flat[first:].as_strided((num, width), (size, 1)))
-        foreach_copy_(outs, ins)
-
 
 class GradLane:
     """A lane to be reduced. Owns the buffer of its gradients.
 
-    `target` is the flat parameter that receives all of it, if there is one. With `is_cut`, shared
-    buckets are reduced by pieces.
+    `target` is the flat parameter that receives all of it, if there is one.
     """
 
     def __init__(
@@ -332,25 +397,14 @@ class GradLane:
         lane: Lane,
         params: Sequence[ShardedParam],
         rank: int,
-        target: GradTarget | None,
-        *,
-        is_cut: bool,
+        target: GradTarget | None = None,
     ) -> None:
         self.dtypes = lane.dtypes
         self.shard_numel = lane.shard_numel
         self.buckets: list[GradBucket] = []
-        smallest = max(SMALLEST_PIECE_PART_BYTES, SMALLEST_PIECE_BYTES // layout.num_ranks)
-        is_cut &= layout.num_ranks >= FEWEST_CUT_RANKS and not lane.dtypes.sums_on_arrival
-        for whole in lane.buckets:
-            pieces = [whole]
-            if is_cut and whole.kind is BucketKind.SPLIT:
-                smallest_numel = smallest // lane.dtypes.wire.itemsize
-                piece_numel = max(whole.segment_numel // NUM_PIECES, smallest_numel)
-                pieces = list(whole.cut(piece_numel, lane.dtypes.alignment_numel))
-            for piece in pieces:
-                slots = [(params[s.param_index], piece.shard_offset(s, rank)) for s in piece.slots]
-                is_piece = len(pieces) > 1
-                self.buckets.append(GradBucket(lane, piece, slots, layout.num_ranks, is_piece))
+        for bucket in lane.buckets:
+            slots = [(params[s.param_index], bucket.shard_offset(s, rank)) for s in bucket.slots]
+            self.buckets.append(GradBucket(lane, bucket, slots, layout.num_ranks))
         if target is not None:
             self.buckets[0].targets = [(target, 0)]
         self.buffer: GradBuffer | None = None

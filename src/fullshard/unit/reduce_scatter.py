@@ -10,7 +10,7 @@ all-reduce over the replicas, scale, cast, assign as `.grad`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -262,13 +262,7 @@ class InFlightReduceScatter:
             return False
         if not plan.dtypes.sums_on_arrival and plan.in_place(bucket.grads) is not None:
             return False
-        return plan.is_piece or self._is_large(bucket)
-
-    @staticmethod
-    def _is_large(bucket: BucketReduce) -> bool:
-        """Whether a bucket is large, and lies in memory so that it can be cut anywhere."""
-        grad, plan = bucket.grads[0], bucket.plan
-        return plan.is_large and (plan.is_flat or (grad is not None and plan.is_whole(grad)))
+        return plan.num_pieces > 1
 
     def _bucket_input(self, lane: LaneReduce, bucket: BucketReduce) -> torch.Tensor:
         """The gradients of a bucket, as all ranks' segments."""
@@ -337,8 +331,11 @@ class InFlightReduceScatter:
         reduce = partial(self.comm.current.reduce_scatter, group=group, average=lane.average)
         for bucket, out in zip(lane.buckets, lane.outs, strict=True):
             if bucket.inp is None:
-                for piece, sums in self._pieces(lane, bucket, out):
-                    reduce([sums], [piece]).wait()
+                pieces = bucket.plan.pieces(self.device.torch_device)
+                for columns, piece in pieces.filled(bucket.grads):
+                    if lane.before != 1.0:
+                        piece.div_(lane.before)
+                    reduce([out[columns]], [piece]).wait()
             elif hook is not None:
                 hook(bucket.inp, out)
             elif bucket.inp.numel():
@@ -346,25 +343,6 @@ class InFlightReduceScatter:
                 ins.append(bucket.inp)
         if outs:
             lane.work = reduce(outs, ins)
-
-    def _pieces(
-        self, lane: LaneReduce, bucket: BucketReduce, out: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Part of every rank's segment after another, in the same memory, and of the sums."""
-        plan, wire = bucket.plan, lane.plan.dtypes.wire
-        numel = out.numel()
-        if self._is_large(bucket):
-            numel = plan.piece_bytes // (wire.itemsize * self.comm.reduce_axis.size)
-        memory = torch.empty(
-            min(numel, out.numel()) * self.comm.reduce_axis.size, dtype=wire, device=out.device
-        )
-        for start, sums in zip(range(0, out.numel(), numel), out.split(numel), strict=True):
-            piece = memory[: sums.numel() * self.comm.reduce_axis.size]
-            if sums.numel() == out.numel():
-                plan.copy_in(bucket.grads, piece)
-            else:
-                plan.copy_columns(bucket.grads, start, piece)
-            yield piece if lane.before == 1.0 else piece.div_(lane.before), sums
 
     # After the reduce-scatter
 

@@ -544,12 +544,10 @@ class Unit:
     def _grad_lanes(self) -> Iterator[GradLane]:
         rank = self.mesh_info.shard.rank
         flat = dict(enumerate(self.flat.holders)) if self.flat is not None else {}
-        is_cut = self.comm_ctx.device.has_streams
         for index, lane in enumerate(self.layout.lanes):
-            target = flat.get(index)
-            yield GradLane(self.layout, lane, self._plain, rank, target, is_cut=is_cut)
+            yield GradLane(self.layout, lane, self._plain, rank, flat.get(index))
         for lane in self.extension_layout.lanes:
-            yield GradLane(self.extension_layout, lane, self._extended, rank, None, is_cut=is_cut)
+            yield GradLane(self.extension_layout, lane, self._extended, rank)
 
     def reduce_scatter(self, *, with_zeros: bool = False) -> None:
         """Take the full gradients and start reducing them, or accumulate them without a sync."""
