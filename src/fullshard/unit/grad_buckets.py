@@ -26,7 +26,7 @@ from fullshard._torch import (
     post_accumulate_grad_hooks,
 )
 from fullshard.device import ResizableBuffer, reference_counts
-from fullshard.layout import Bucket, BucketKind, CopyIndex, FlatSplit, Lane, Split, UnitLayout
+from fullshard.layout import Bucket, BucketKind, CopyIndex, FlatSplit, Lane, Rows, Split, UnitLayout
 from fullshard.unit.all_gather import MAX_INDEXED_BYTES, permuted_pairs
 from fullshard.unit.context import CommContext
 from fullshard.unit.flat_param import FlatParamHolder
@@ -176,37 +176,44 @@ class BucketPieces:
     """The pieces of a bucket, one after another in the same memory, with views made once.
 
     A piece has some columns of every rank's segment (rule 9). What is copied there: where to, of
-    which gradient, and in which shape and stride, from which element on. Runs of elements come
-    first, for they are copied all at once; then blocks of several ranks' rows, one by one. Where
-    parameters that share a bucket would make too many runs, `GradBucket.copy_in` is faster.
+    which gradient, and in which shape and stride, from which element on. Runs of elements are
+    copied all at once, blocks of several ranks' rows one by one. Where parameters that share a
+    bucket would make too many runs, `GradBucket.copy_in` is faster.
     """
 
     def __init__(self, plan: GradBucket, bucket: Bucket, device: torch.device) -> None:
         self._plan, num_ranks, dtype = plan, plan.num_ranks, plan.dtypes.wire
-        bounds = plan.piece_bounds()
-        widest = max(stop - start for start, stop in pairwise(bounds))
+        columns = [slice(*bounds) for bounds in pairwise(plan.piece_bounds())]
+        widest = max(each.stop - each.start for each in columns)
         num_bytes = num_ranks * widest * dtype.itemsize
         self._memory = ResizableBuffer(num_bytes, device, "full gradients")
         shapes = [param.split.shape for param in plan.params]
         # A scalar that is not in a flat bucket is whole on every rank.
         self._numels = [prod(each) if each or plan.is_flat else num_ranks for each in shapes]
-        has_blocks = num_ranks * (len(plan.params) + plan.num_pieces) > MOST_RUNS
-        self._is_cat = has_blocks and bucket.kind is BucketKind.SPLIT
-        self._pieces: list[tuple[slice, torch.Tensor, list[_Copy], list[_Copy]]] = []
-        for start, stop in pairwise(bounds):
-            piece = self._memory.view(0, (num_ranks, stop - start), dtype)
-            runs: list[_Copy] = []
-            blocks: list[_Copy] = []
-            for rows in bucket.columns(start, stop, num_ranks, self._numels):
-                part = piece[rows.rank :, rows.column - start :][: rows.num_ranks, : rows.width]
-                if has_blocks and rows.num_ranks > 1:
-                    blocks.append((part, rows.slot, part.shape, (rows.stride, 1), rows.first))
-                    continue
-                for index, run in enumerate(part):
-                    first = rows.first + index * rows.stride
-                    runs.append((run, rows.slot, run.shape, (1,), first))
-            self._pieces.append((slice(start, stop), piece.view(-1), runs, blocks))
+        self._has_blocks = num_ranks * (len(shapes) + len(columns)) > MOST_RUNS
+        is_cat = self._has_blocks and bucket.kind is BucketKind.SPLIT
+        self._pieces = []
+        for each in columns:
+            piece = self._memory.view(0, (num_ranks, each.stop - each.start), dtype)
+            rows = bucket.columns(each.start, each.stop, num_ranks, self._numels)
+            copies = None if is_cat else self._copies(piece, each.start, rows)
+            self._pieces.append((each, piece.view(-1), copies))
         self._memory.free()
+
+    def _copies(
+        self, piece: torch.Tensor, start: int, all_rows: Iterable[Rows]
+    ) -> tuple[list[_Copy], list[_Copy]]:
+        runs: list[_Copy] = []
+        blocks: list[_Copy] = []
+        for rows in all_rows:
+            part = piece[rows.rank :, rows.column - start :][: rows.num_ranks, : rows.width]
+            if self._has_blocks and rows.num_ranks > 1:
+                blocks.append((part, rows.slot, part.shape, (rows.stride, 1), rows.first))
+                continue
+            for index, run in enumerate(part):
+                first = rows.first + index * rows.stride
+                runs.append((run, rows.slot, run.shape, (1,), first))
+        return runs, blocks
 
     def filled(self, grads: Sequence[Grad]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Copy one piece after another into the memory; which columns it is, and the piece."""
@@ -215,11 +222,10 @@ class BucketPieces:
         for index, (grad, numel) in enumerate(zip(grads, self._numels, strict=True)):
             if grad is not None:
                 flats[index] = grad.reshape(-1) if grad.numel() == numel else grad.repeat(numel)
-        for columns, piece, *copies in self._pieces:
-            if self._is_cat:
+        for columns, piece, copies in self._pieces:
+            if copies is None:
                 self._plan.copy_in(grads, piece, columns)
-                copies = []
-            for group in copies:
+            for group in copies or ():
                 outs, ins = [], []
                 for out, index, shape, stride, first in group:
                     flat = flats[index]
@@ -262,13 +268,6 @@ class GradBucket:
         self.is_flat = bucket.kind is BucketKind.FLAT
         self._bucket = bucket
         self.num_ranks = num_ranks
-        # Rows that are cut into one chunk per rank, of parameters sharded along another dim.
-        self._row_shapes = [
-            (split.num_rows, split.inner)
-            if isinstance(split := param.split, Split) and split.dim
-            else None
-            for param in self.params
-        ]
         self._is_even = all(
             num_ranks * slot.numel == prod(param.split.shape)
             for slot, param in zip(bucket.slots, self.params, strict=True)
@@ -279,7 +278,7 @@ class GradBucket:
 
     def _count_pieces(self) -> int:
         kind, piece_bytes = self._bucket.kind, PIECE_BYTES
-        most = MOST_COPIES // (3 * len(self.params))
+        most = MOST_COPIES // len(self.params) - 2  # a parameter begins and ends within pieces
         if kind is BucketKind.SPLIT:
             is_cut = self.num_ranks >= FEWEST_CUT_RANKS and not self.dtypes.sums_on_arrival
             most, piece_bytes = NUM_PIECES if is_cut else 1, SMALLEST_PIECE_BYTES
@@ -361,7 +360,7 @@ class GradBucket:
         like = next((grad for grad in grads if grad is not None), buffer)
         parts: list[torch.Tensor] = []
         padding_numel = buffer.numel() // num_chunks
-        for slot, grad, shape in zip(self._bucket.slots, grads, self._row_shapes, strict=True):
+        for slot, grad, param in zip(self._bucket.slots, grads, self.params, strict=True):
             if not slot.numel or not columns.start <= slot.offset < columns.stop:
                 continue
             padding_numel -= slot.numel
@@ -369,8 +368,8 @@ class GradBucket:
                 grad = like.new_zeros(num_chunks, slot.numel)
             elif not grad.ndim:
                 grad = grad.repeat(num_chunks)  # every rank has all of it
-            elif shape is not None:
-                grad = grad.reshape(shape)
+            elif isinstance(param.split, Split) and param.split.dim:
+                grad = grad.reshape(param.split.num_rows, param.split.inner)
             parts.append(grad)
         if padding_numel:
             parts.append(like.new_zeros(num_chunks, padding_numel))
