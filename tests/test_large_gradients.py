@@ -219,6 +219,34 @@ def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("most_runs", [128, 0])
+@on_ranks(2)
+def test_pieces_have_scalars_and_leave_out_what_has_no_gradient(rank: Rank, most_runs: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.tensor(0.5))
+            self.first, self.unused, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).relu()) * self.gain
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model, mesh=rank.mesh())
+
+    module = "fullshard.unit.grad_buckets"
+    with (
+        patch("fullshard.runtime.build.device_for", Ordered),
+        patch(f"{module}.SMALLEST_PIECE_BYTES", 256),
+        patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 256),
+        patch(f"{module}.FEWEST_CUT_RANKS", 1),
+        patch(f"{module}.MOST_RUNS", most_runs),
+        watched_reduces() as calls,
+    ):
+        assert_same_training(Scaled, shard, Training(batch, steps=4))
+    assert len(calls) == 4 * 2
+
+
 @on_ranks(4)
 def test_large_gradients_travel_by_pieces_as_they_do_at_once(rank: Rank) -> None:
     def shard(model: nn.Module) -> None:
