@@ -843,6 +843,23 @@ def optimizer_on_a_stream_of_its_own(order: StreamOrder) -> None:
         optimizer.zero_grad()
 
 
+@scenario(2, 1, streams=("gather", "reduce", "of the optimizer"))
+def step_left_out_on_a_stream_of_its_own(order: StreamOrder) -> None:
+    """Only gradients are read there, as when they overflow: units may stay unsharded."""
+    model, device = sharded(policy=BF16_COMPUTE), order.device
+    model.set_reshard_after_backward(False)
+    shards, stream = list(model.parameters()), order.make_stream("of the optimizer")
+    for _ in range(3):
+        loss_of(model).backward()
+        device.wait(device.record(), stream)
+        with device.on(stream):
+            for shard in shards:
+                shard.grad.to_local().square().sum()
+            model.set_post_optim_event(device.record())
+        for shard in shards:
+            shard.grad = None
+
+
 @scenario(2, streams=("gather", "reduce", "of the user"))
 def compute_on_a_stream_of_the_users(order: StreamOrder) -> None:
     stream = order.make_stream("of the user")
@@ -1019,7 +1036,7 @@ NEEDED_WAITS = {
     "InFlightReduceScatter.abort": "failure in backward",
     "InFlightReduceScatter.finish": "float32",
     "InFlightReduceScatter.start": "float32",
-    "Scheduler.begin_forward": "optimizer on a stream of its own, alone",
+    "Scheduler.begin_forward": "step left out on a stream of its own, alone",
     "Unit._issue_all_gather": "thinned after forward in fresh memory",
     "UnitAllGather.finish": "float32",
     "UnitGrads._on_host": "offload and accumulation",

@@ -695,10 +695,11 @@ class Scheduler:
         # Compute gets the memory of gradients back, which an optimizer elsewhere may still read.
         self.comm_ctx.device.wait(self.post_optim_event)
         self.post_optim_event = None
-        for unit in self.units:
-            unit.refresh()
-            unit.is_unread = False
-            unit.grads.release_unused_buffers()
+        for member in self.members:
+            for unit in member.units:
+                unit.begin_forward()
+                if member.is_agreed:  # other ranks may have it gathered at any time
+                    unit.enter_forward()
 
     def start(self, member: ModuleHooks) -> None:
         expected = self._expected_next()
@@ -739,6 +740,8 @@ class Scheduler:
     def unshard(self, member: ModuleHooks, units: Sequence[Unit] | None = None) -> None:
         """Issue the all-gathers that a module needs, in forward or in backward."""
         units = member.reads if units is None else units
+        for unit in units:
+            unit.enter_forward()
         if member.within is not None and member.within.is_open:
             if any(unit.state is not UNSHARDED for unit in units):
                 member.within.round(member.units)
@@ -770,6 +773,8 @@ class Scheduler:
             self._leave_order(expected, f"{self.root.name}: end of forward")
         for member in self.members:
             member.end_forward()
+        for unit in self.units:
+            unit.enter_forward()  # those that it did not reach
         self._end_checks("forward")
         assert self.owner is not None
         self._orders[self.owner] = self.started

@@ -141,6 +141,7 @@ class Unit:
     is_held: bool = False
     is_summoned: bool = False
     _is_listening: bool = False
+    _is_entered: bool = True
     _num_trainable: int = 0
     _is_training_followed: bool = False
     _all_gather: UnitAllGather | None = None
@@ -256,6 +257,17 @@ class Unit:
             for p in self.params
         ]
 
+    def begin_forward(self) -> None:
+        """A forward begins, which may reach this unit."""
+        self._is_entered = self.is_unread = False
+
+    def enter_forward(self) -> None:
+        """Get ready for the forward that has begun, once: as late as that, compute is under way."""
+        if not self._is_entered:
+            self._is_entered = True
+            self.refresh()
+            self.grads.release_unused_buffers()
+
     def refresh(self, *, plan_training: bool = False) -> None:
         """Notice shards that changed since they were gathered, or that a user replaced.
 
@@ -298,7 +310,7 @@ class Unit:
     def _shard_versions(self) -> list[tuple[int, int]]:
         """Changes whenever an optimizer, or anyone else, has written to a shard.
 
-        Taken at the start of a forward: what is gathered in it is as new as that, or newer.
+        Taken when a forward reaches the unit: what it gathers is as new as that, or newer.
         """
         with disable_torch_function():
             return list(map(shard_versions, self.params))
