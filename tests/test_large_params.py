@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import fully_shard
+from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.unit.unit import Unit
@@ -37,11 +38,23 @@ class Model(nn.Module):
         return F.linear(x, self.embed.weight) + self.head(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        weight = self.embed.weight if self.way == "held" else None
         x = torch.tanh(self.middle(self.embed(tokens)))
         if self.way == "tied by hand":
             return self.logits(x)
         if self.way == "detached":
             return self.head(x) + F.linear(x, self.embed.weight.detach())
+        if self.way == "failing":
+            raise RuntimeError("on purpose")
+        if self.way == "normed":
+            with torch.no_grad():
+                norm = self.embed.weight.norm()
+            return self.head(x) * (norm / VOCABULARY)
+        if self.way == "held":
+            assert weight is not None
+            return self.head(x) * (weight.detach().norm() / VOCABULARY)
+        if self.way == "looked up again":
+            return self.head(x + self.embed(tokens))
         if self.way.startswith("checkpointed"):
             return checkpoint(self.logits, x, use_reentrant="reentrant" in self.way)
         if self.way == "recomputed embedding":
@@ -64,10 +77,18 @@ def shard(rank: Rank, model: Model) -> None:
     fully_shard(model, mesh=rank.mesh())
 
 
+def held_bytes(unit: Unit) -> int:
+    full = unit.params[0].full
+    return 0 if full is None else full.untyped_storage().nbytes()
+
+
 WAYS = (
     "untied",
     "tied by hand",
     "detached",
+    "normed",
+    "held",
+    "looked up again",
     "checkpointed",
     "checkpointed, reentrant",
     "recomputed embedding",
@@ -95,13 +116,16 @@ def assert_same_if_large(grads: Callable[[], list[Tensor]]) -> None:
             torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("later", WAYS[1:])
 @on_ranks(2)
-def test_a_module_that_is_called_in_another_way_later_finds_its_parameters(rank: Rank) -> None:
+def test_a_module_that_is_called_in_another_way_later_finds_its_parameters(
+    rank: Rank, later: str
+) -> None:
     def grads() -> list[Tensor]:
         torch.manual_seed(0)
         model: Any = Model()
         shard(rank, model)
-        for way in ("untied", "untied", "tied by hand", "detached", "untied"):
+        for way in ("untied", "untied", later, "untied"):
             model.way = way
             model(batch(torch.Generator().manual_seed(rank.rank))).square().sum().backward()
         return [param.grad.to_local() for param in model.parameters()]
@@ -146,10 +170,6 @@ def test_a_reference_that_one_rank_keeps_changes_no_collective(
 
 @on_ranks(2)
 def test_large_parameters_are_freed_when_backward_does_not_read_them_any_more(rank: Rank) -> None:
-    def held_bytes(unit: Unit) -> int:
-        full = unit.params[0].full
-        return 0 if full is None else full.untyped_storage().nbytes()
-
     seen: list[dict[str, int]] = []
     with ordered_and_small():
         model: Any = Model()
@@ -162,3 +182,94 @@ def test_large_parameters_are_freed_when_backward_does_not_read_them_any_more(ra
             model(batch(torch.Generator())).sum().backward()
     assert seen[-1]["head.weight"] == 0
     assert seen[-1]["embed.weight"] == 0
+
+
+@on_ranks(2)
+def test_a_parameter_that_was_looked_up_is_freed_in_forward(rank: Rank) -> None:
+    with ordered_and_small():
+        model: Any = Model()
+        shard(rank, model)
+        units = hooks_of(model).units
+        seen: list[dict[str, bool]] = []
+
+        def look(*_: Any) -> None:
+            seen.append({unit.name: held_bytes(unit) > 0 for unit in units})
+
+        model.middle.register_forward_hook(look)
+        for _ in range(3):
+            model(batch(torch.Generator())).sum().backward()
+            assert isinstance(model.embed.weight, DTensor)
+    assert [each["embed.weight"] for each in seen] == [True, False, False]
+    assert all(each["head.weight"] for each in seen)
+
+
+@on_ranks(2)
+def test_a_released_parameter_looks_like_the_full_one_and_is_gathered_when_read(rank: Rank) -> None:
+    with ordered_and_small():
+        model: Any = Model()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(model.middle, mesh=rank.mesh(), mp_policy=policy)
+        fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+        comm_ctx = hooks_of(model).units[0].comm_ctx
+        for _ in range(2):
+            out = model(batch(torch.Generator()))
+        full, before = model.embed.weight, comm_ctx.num_collectives
+        assert (full.dtype, full.shape) == (torch.bfloat16, (VOCABULARY, WIDTH))
+        assert (full.device.type, full.numel(), len(full)) == ("cpu", VOCABULARY * WIDTH, 64)
+        assert (full.requires_grad, full.is_leaf, full.grad) == (True, True, None)
+        assert isinstance(full, nn.Parameter)
+        assert "when it is read" in repr(full)
+        assert comm_ctx.num_collectives == before
+        values = torch.stack([full, full]).detach()[1]
+        assert comm_ctx.num_collectives == before + 1
+        assert type(model.embed.weight) is nn.Parameter
+        torch.testing.assert_close(values, model.embed.weight.detach(), rtol=0, atol=0)
+        out.sum().backward()
+        shards = model.embed.weight.full_tensor()
+        torch.testing.assert_close(values, shards.bfloat16(), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_a_reference_that_one_rank_keeps_to_a_released_parameter_changes_no_collective(
+    rank: Rank,
+) -> None:
+    kept: list[Tensor] = []
+
+    def grads() -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = Model()
+        if rank.rank == 0:
+            model.embed.register_forward_hook(lambda each, *_: kept.append(each.weight.detach()))
+        shard(rank, model)
+        for way in ("untied", "untied", "detached", "untied"):
+            generator, losses = torch.Generator().manual_seed(rank.rank), []
+            for _ in range(2):  # before one backward
+                model.way = way
+                losses.append(model(batch(generator)).square().sum())
+            sum(losses, torch.zeros(())).backward()
+        return [param.grad.to_local() for param in model.parameters()]
+
+    assert_same_if_large(grads)
+
+
+@on_ranks(2)
+def test_shards_are_there_after_a_forward_that_fails_or_is_saved(rank: Rank) -> None:
+    with ordered_and_small():
+        model: Any = Model()
+        shard(rank, model)
+        tokens = batch(torch.Generator())
+        for _ in range(2):
+            model(tokens).sum().backward()
+        state = model.state_dict()
+        model(tokens)
+        between = model.state_dict()
+        for name, tensor in state.items():
+            assert isinstance(between[name], DTensor)
+            assert torch.equal(between[name].to_local(), tensor.to_local())
+        model(tokens).sum().backward()
+        model.way = "failing"
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(tokens)
+        assert isinstance(model.embed.weight, DTensor)
+        model.way = "untied"
+        model(tokens).sum().backward()

@@ -14,9 +14,11 @@ torch.distributed itself has the public names `ReduceOp`, `AllreduceOptions`, `A
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -251,6 +253,18 @@ def saves_through_hooks(embedding_node: Any) -> bool:
 
 def storage_references(storage: torch.UntypedStorage) -> int:
     return _use_count_of_data(storage._cdata)
+
+
+@cache
+def python_references_of_graph() -> int:
+    """How often a graph holds a leaf as an object of Python: C++ may, for its `AccumulateGrad`."""
+    leaf = torch.ones(1, requires_grad=True)
+    with torch.inference_mode(False), torch.enable_grad():
+        before = sys.getrefcount(leaf)
+        used = leaf.view(1)
+        held = sys.getrefcount(leaf) - before
+    del used
+    return held
 
 
 # Simulations.

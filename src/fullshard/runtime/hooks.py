@@ -42,7 +42,7 @@ from fullshard.comm.mesh import MeshInfo
 from fullshard.comm.places import Place
 from fullshard.errors import ConfigError, DisagreementError, LifecycleError, MisuseError
 from fullshard.runtime.explained import explain_error, explain_uncaught
-from fullshard.runtime.readers import Readers, readers_of
+from fullshard.runtime.readers import Readers, nodes_reading, readers_of
 from fullshard.runtime.trees import map_tensors
 from fullshard.runtime.uneven import UnevenScope
 from fullshard.trace import seam
@@ -189,7 +189,8 @@ class ModuleHooks:
     calls in backward, `_open` those in forward, `_awaited` those of a list of modules that backward
     has not reached yet (weakly: a graph that is dropped takes its calls with it), `_ran` the
     modules that ran in the current forward. `handles` are those of the forward hooks, in pairs.
-    `readers` says of large units who reads them in backward (rule 15). `is_scope` says that the
+    `readers` says of large units who reads them (rule 15), `_num_lookups` how many nodes had
+    done so when the first module inside began, in the forward that tells. `is_scope` says that the
     units inside are uneven: their hooks have as `within` what these have as `scope`.
     """
 
@@ -219,9 +220,11 @@ class ModuleHooks:
         self._awaited: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
         self._ran: set[nn.Module] = set()
         self.readers: dict[Unit, Readers] = {}
+        self._num_lookups: dict[Unit, int] = {}
         self.handles: list[RemovableHandle] = []
         for unit in units:
             unit.on_grads_ready = self._grads_ready
+            unit.on_read = self._read_again
         for module in self.modules:
             # Not setattr: a compiled module hands attributes on to the one that it wraps.
             module.__dict__[_ATTRIBUTE] = self
@@ -298,7 +301,7 @@ class ModuleHooks:
             if opens_forward:
                 scheduler.begin_forward(module)
             if not self.is_uneven:
-                scheduler.start(self)
+                scheduler.start(self, (args, kwargs))
         call = ModuleCall(self, scheduler.finished, opens_forward, self.is_uneven)
         device = self.device if opens_forward and self.device.type != "cpu" else None
         dtype = self.policy.param_dtype
@@ -339,7 +342,8 @@ class ModuleHooks:
                 self._awaited.add(call)
             for unit in self.units:
                 if unit.is_large and unit not in self.readers:
-                    self.readers[unit] = readers_of(unit, output)
+                    num_lookups = self._num_lookups.pop(unit, 0)
+                    self.readers[unit] = readers_of(unit, output, num_lookups)
         finished = scheduler.finished
         if in_backward():
             before = finished[: -1 - finished[::-1].index(self)] if self in finished else []
@@ -359,12 +363,39 @@ class ModuleHooks:
             output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
         return output
 
+    def end_lookups(self, inputs: Any) -> None:
+        """The first module inside begins: release what is known not to be read from here on."""
+        is_simple = len(self.modules) == 1 and not self.is_agreed
+        for unit in self.units if is_simple else ():
+            readers, settings = self.readers.get(unit), unit.settings
+            if readers is None and unit.is_large:
+                self._num_lookups[unit] = len(nodes_reading(unit, inputs))
+            if (
+                readers is Readers.NONE_AFTER_LOOKUP
+                and self._resharding_of(unit) is False
+                and settings.reshard_after_backward
+                and not settings.keep_unsharded_storage
+            ):
+                unit.release()
+
+    def _read_again(self, unit: Unit) -> None:
+        """A released parameter is read, by somebody whom the graph did not show."""
+        if unit.is_released:
+            self.readers[unit] = Readers.HIDDEN
+            self.ensure_scheduler().unshard(self, [unit])
+            unit.wait()
+
+    def _resharding_of(self, unit: Unit) -> bool | int:
+        """Whether a unit is resharded after forward, or to how many ranks."""
+        after = unit.settings.reshard_after_forward
+        if after is None:
+            # Without gradients no backward will want the root, and users want their shards.
+            after = not self.is_root or not torch.is_grad_enabled()
+        return after
+
     def _reshard_after_forward(self) -> None:
         for unit in self.units:
-            after = unit.settings.reshard_after_forward
-            if after is None:
-                # Without gradients no backward will want the root, and users want their shards.
-                after = not self.is_root or not torch.is_grad_enabled()
+            after = self._resharding_of(unit)
             if after is False:
                 continue
             is_last = self.scheduler is not None and self.scheduler.expects_no_all_gather
@@ -384,7 +415,7 @@ class ModuleHooks:
         self._reshard_after_forward()
         self._open.clear()
         for unit in self.units:
-            if not unit.is_unsharded:
+            if not unit.is_unsharded and not unit.is_released:
                 unit.reshard()
 
     # Backward
@@ -416,8 +447,11 @@ class ModuleHooks:
         whether there is a collective must not depend on them.
         """
         for unit, readers in self.readers.items():
+            if unit.is_released:
+                unit.drop_released()
+                unit.is_unread = True
             is_kept = unit.is_unsharded and unit.settings.reshard_after_backward
-            if is_kept and readers is Readers.NONE and not unit.is_saved:
+            if is_kept and readers.is_nobody and not unit.is_saved:
                 unit.is_unread = True
                 unit.reshard()
                 unit.comm_ctx.free_now(unit)  # the peak may come before another all-gather
@@ -701,9 +735,11 @@ class Scheduler:
                 if member.is_agreed:  # other ranks may have it gathered at any time
                     unit.enter_forward()
 
-    def start(self, member: ModuleHooks) -> None:
+    def start(self, member: ModuleHooks, inputs: Any) -> None:
         expected = self._expected_next()
         self.started.append(member)
+        if len(self.started) == 2 and torch.is_grad_enabled():
+            self.started[0].end_lookups(inputs)
         if expected is not member:
             self._leave_order(expected, f"{member.name}: gather in forward")
 

@@ -1,8 +1,9 @@
-"""Who reads a full parameter in backward, as the graph of a forward tells (rule 15).
+"""Who reads a full parameter, as the graph of a forward tells (rule 15).
 
 The backward of an embedding needs its indices and not its weight: a weight that nothing else uses
-need not be there in backward. What autograd has saved is seen by its references (`Unit.is_saved`);
-what activation checkpointing will read again is not, but its nodes are in the graph.
+need not be there in backward, nor in forward once the embedding has run. What autograd has saved is
+seen by its references (`Unit.is_saved`); what activation checkpointing will read again is not, but
+its nodes are in the graph.
 """
 
 from __future__ import annotations
@@ -24,12 +25,33 @@ class Readers(Enum):
     """Who reads the parameter of a large unit in backward."""
 
     NONE = "nobody"
+    NONE_AFTER_LOOKUP = "nobody, nor forward after the first module inside has begun"
     SEEN = "nodes of the graph, before its gradient is complete"
     HIDDEN = "somebody who may be out of sight"
 
+    @property
+    def is_nobody(self) -> bool:
+        return self in (Readers.NONE, Readers.NONE_AFTER_LOOKUP)
 
-def readers_of(unit: Unit, output: Any) -> Readers:
-    """Who reads a large unit in the backward of a module's output."""
+
+def readers_of(unit: Unit, output: Any, num_lookups: int) -> Readers:
+    """Who reads a large unit in the backward of a module's output.
+
+    `num_lookups` nodes had read it in forward when the first module inside began.
+    """
+    nodes = nodes_reading(unit, output)
+    if not nodes or len(unit.params[0].locations) > 1:
+        return Readers.HIDDEN
+    lookups = [node for node in nodes if node.name() == _READS_INDICES_ONLY]
+    if any(map(saves_through_hooks, lookups)):
+        return Readers.HIDDEN  # a recomputation would run the embedding again
+    if len(lookups) < len(nodes):
+        return Readers.SEEN
+    return Readers.NONE_AFTER_LOOKUP if len(nodes) == num_lookups else Readers.NONE
+
+
+def nodes_reading(unit: Unit, output: Any) -> list[Any]:
+    """The nodes of a graph that read a large unit in forward; none if some are out of sight."""
     full = unit.params[0].full
     nodes: dict[Any, None] = {}
 
@@ -39,21 +61,17 @@ def readers_of(unit: Unit, output: Any) -> Readers:
         return tensor
 
     map_tensors(take, output)
-    waiting, readers = list(nodes), set()
+    waiting, reading = list(nodes), []
     while waiting:
         node = waiting.pop()
         if node.name() == _HIDES_READERS:
-            return Readers.HIDDEN
+            return []
         for following, _ in node.next_functions:
             if following is None:
                 continue
             if getattr(following, "variable", None) is full:
-                readers.add(node.name())
-                if node.name() == _READS_INDICES_ONLY and saves_through_hooks(node):
-                    return Readers.HIDDEN  # a recomputation would run the embedding again
+                reading.append(node)
             elif following not in nodes:
                 nodes[following] = None
                 waiting.append(following)
-    if not readers or len(unit.params[0].locations) > 1:
-        return Readers.HIDDEN
-    return Readers.NONE if readers == {_READS_INDICES_ONLY} else Readers.SEEN
+    return reading

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 from fullshard._torch import (
     disable_torch_function,
+    python_references_of_graph,
     shard_versions,
     storage_references,
     tensor_references,
@@ -32,6 +35,7 @@ from fullshard.unit.flat_param import FlatParams
 from fullshard.unit.grad_buckets import GradLane
 from fullshard.unit.param import ShardBuffers, ShardedParam, shard_device
 from fullshard.unit.reduce_scatter import UnitGrads
+from fullshard.unit.released import ReleasedParam
 from fullshard.unit.settings import UnitComm, UnitSettings
 
 # What a unit may be; each state carries what exists only in it.
@@ -63,7 +67,17 @@ class Unsharded:
     """Full parameters are registered and may be read on the current stream."""
 
 
-State = Sharded | ReshardedToSubgroup | Unsharding | Unsharded
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Stand-ins for the full parameters are registered; the full buffer is free, unless it is held.
+
+    That a large unit is released does not depend on this rank alone, whether it is free does.
+    """
+
+    is_free: bool
+
+
+State = Sharded | ReshardedToSubgroup | Unsharding | Unsharded | Released
 
 SHARDED = Sharded()
 UNSHARDED = Unsharded()
@@ -103,6 +117,11 @@ class Registration:
         for registry, name, _, full in self._places:
             registry[name] = full
 
+    def register(self, released: ReleasedParam) -> None:
+        """Register what stands for the only full parameter."""
+        for registry, name, *_ in self._places:
+            registry[name] = released
+
     def register_shards(self) -> None:
         """Also train the shards as the full parameters are, which users may have changed."""
         trainable = [full.requires_grad for full in self.fulls]
@@ -124,7 +143,8 @@ class Unit:
     for a single large parameter (rule 15), and `is_unread` that the backward to come does not read
     it. `is_held` says that a state dict may hold the shards, `is_summoned` that
     `summon_full_params` shows the full parameters. `on_grads_ready` is called once every trainable
-    parameter of a unit that listens has its gradient; `_arrived` are those that have.
+    parameter of a unit that listens has its gradient; `_arrived` are those that have. `on_read` is
+    called if a released parameter is read after all.
     """
 
     name: str
@@ -153,9 +173,10 @@ class Unit:
         self.comm = UnitComm(default, default, axis)
         self.grads = UnitGrads(self.mesh_info, self.offload, device)
         self.on_grads_ready: Callable[[Unit], None] = lambda *_: None
+        self.on_read: Callable[[Unit], None] = lambda *_: None
         self._arrived: set[ShardedParam] = set()
         self._versions: list[tuple[int, int]] = []
-        self._references = (0, 0)
+        self._references = (0, 0, 0)
         self.replan()
 
     # Plan and shard buffers
@@ -163,6 +184,10 @@ class Unit:
     @property
     def is_unsharded(self) -> bool:
         return self.state is UNSHARDED
+
+    @property
+    def is_released(self) -> bool:
+        return isinstance(self.state, Released)
 
     @property
     def is_large(self) -> bool:
@@ -344,6 +369,8 @@ class Unit:
     def unshard(self) -> None:
         """Issue the all-gather, unless the unit is unsharded or about to be."""
         self._require_not_summoned()
+        if self.is_released:
+            self.reshard_now()  # memory that is held would spare this rank the all-gather
         state, comm_ctx = self.state, self.comm_ctx
         if isinstance(state, (Unsharding, Unsharded)):
             return
@@ -408,6 +435,7 @@ class Unit:
         if registration is None:
             registration = self._registration = Registration(self.params)
             self._is_training_followed = False
+            registration.register_fulls()
             self._references = self._full_references()
         if not self._is_training_followed:
             self._num_trainable = registration.follow_requires_grad()
@@ -434,12 +462,13 @@ class Unit:
             self._all_gather.finish(in_flight, self.comm_ctx)
         self.comm_ctx.num_collectives += 1
 
-    def _full_references(self) -> tuple[int, int]:
-        """How often the full parameter of a large unit, and its memory, are held."""
+    def _full_references(self) -> tuple[int, int, int]:
+        """How often the full parameter of a large unit is held, its memory, and it in Python."""
         full = self.params[0].full if self.is_large else None
         if full is None:
-            return 0, 0
-        return tensor_references(full), storage_references(full.untyped_storage())
+            return 0, 0, 0
+        memory = storage_references(full.untyped_storage())
+        return tensor_references(full), memory, sys.getrefcount(full)
 
     @property
     def is_saved(self) -> bool:
@@ -447,9 +476,36 @@ class Unit:
 
         Its `AccumulateGrad` holds it once, to write to `grad`.
         """
-        held, held_memory = self._full_references()
-        before, before_memory = self._references
+        held, held_memory, _ = self._full_references()
+        before, before_memory, _ = self._references
         return held > before + 1 or held_memory > before_memory
+
+    def release(self) -> None:
+        """Register a stand-in for the full parameter of a large unit, and free it unless held.
+
+        Autograd and Python are asked: a graph that has looked it up holds it once for its gradient.
+        """
+        if not self.is_unsharded:
+            return
+        registration = self._registration
+        assert registration is not None
+        held, _, held_in_python = self._full_references()
+        before, _, before_in_python = self._references
+        in_graph = python_references_of_graph() if held > before else 0
+        is_free = not self.is_saved and held_in_python <= before_in_python + in_graph
+        registration.register(ReleasedParam.of(self.params[0], partial(self.on_read, self)))
+        if is_free:
+            self.comm_ctx.free_later(self, self._free)
+            self.comm_ctx.free_now(self)
+        self.state = Released(is_free)
+
+    def drop_released(self) -> None:
+        """Backward begins, and does not read the full parameter, unless autograd has saved it."""
+        assert isinstance(self.state, Released)
+        if self.is_saved and not self.state.is_free:
+            self._register_fulls()
+        else:
+            self.reshard_now()
 
     @property
     def full_bytes(self) -> int:
@@ -464,7 +520,10 @@ class Unit:
         self.wait()
         assert self._registration is not None  # made when the full parameters were registered
         self._registration.register_shards()
+        is_free = isinstance(self.state, Released) and self.state.is_free
         self.state = SHARDED
+        if is_free:
+            return
         if subgroup is not None:
             self.require_plain_params()
             assert self._all_gather is not None
