@@ -46,6 +46,7 @@ from fullshard.runtime.uneven import UnevenScope
 from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather
 from fullshard.unit.context import CommContext
 from fullshard.unit.reduce_scatter import InFlightReduceScatter
+from fullshard.unit.released import ReleasedParam
 from fullshard.wrap import ModuleWrapPolicy
 from tests.counted import CountedGather, CountedReduce
 from tests.stream_order import StreamOrder, emulated_streams
@@ -632,6 +633,22 @@ def large_parameters_that_backward_does_not_read(order: StreamOrder) -> None:
         for _ in range(3):
             model(torch.arange(6)).float().square().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
+
+
+@scenario(2)
+def large_parameters_that_are_read_after_they_were_released(order: StreamOrder) -> None:
+    with large_from_1_kib():
+        model = sharded(WithVocabulary(), policy=BF16_COMPUTE)
+        optimizer = sgd(model)
+        for step in range(4):
+            out = model(torch.arange(6)).float()
+            released = model.embed.weight
+            (out.square().mean() * (released.detach().norm() if step == 2 else 1.0)).backward()
+            optimizer.step()
+            if step == 1:
+                assert isinstance(released, ReleasedParam)
+                released.detach().norm()
             optimizer.zero_grad()
 
 

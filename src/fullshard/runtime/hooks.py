@@ -379,9 +379,10 @@ class ModuleHooks:
                 unit.release()
 
     def _read_again(self, unit: Unit) -> None:
-        """A released parameter is read, by somebody whom the graph did not show."""
-        if unit.is_released:
+        """A parameter that was released is read, by somebody whom the graph did not show."""
+        if not unit.is_unsharded:
             self.readers[unit] = Readers.HIDDEN
+            unit.comm_ctx.all_gathers_follow_compute()  # which may have written new shards
             self.ensure_scheduler().unshard(self, [unit])
             unit.wait()
 

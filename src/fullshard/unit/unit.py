@@ -510,7 +510,7 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """The memory of the full parameters, while there are any."""
-        gather = None if self.state is SHARDED else self._all_gather
+        gather = None if self.state in (SHARDED, Released(is_free=True)) else self._all_gather
         return 0 if gather is None else gather.full_bytes
 
     def reshard(self, subgroup: Axis | None = None) -> None:
