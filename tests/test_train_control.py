@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import CheckpointError, ConfigError
@@ -80,6 +81,21 @@ def test_a_lost_connection_is_no_refusal(
     assert exit_status_after(error, status) == 1
     assert status.error is None
     assert "lost its connection to another rank" in capsys.readouterr().err
+
+
+def test_a_rank_whose_store_is_gone_has_lost_its_connection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
+    client.set("key", "value")
+    del server
+    with pytest.raises(dist.DistNetworkError) as caught:
+        client.get("key")
+    assert exit_status_after(caught.value, StatusFolder(tmp_path)) == 1
+    said = capsys.readouterr().err
+    assert "lost its connection to another rank: " in said
+    assert said.count("\n") == 1
 
 
 def test_a_refusal_is_reported_once_and_not_restarted(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from fullshard.comm import watcher
 from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import CheckpointError, FullshardError, TopologyError
@@ -318,9 +320,12 @@ def exit_status_after(error: Exception, status: StatusFolder | None) -> int:
     if _is_lost_connection(error):
         if wants_tracebacks():
             raise error
-        rank, is_told = os.environ.get("RANK", "?"), isinstance(error, RankFailedError)
-        found = f"gave up: {error}" if is_told else "lost its connection to another rank"
-        print(f"rank {rank}: {found}", file=sys.stderr, flush=True)
+        found = "lost its connection to another rank"
+        if isinstance(error, RankFailedError):
+            found = f"gave up: {error}"
+        elif isinstance(error, dist.DistNetworkError):
+            found = f"{found}: {first_line(error)}"
+        print(f"rank {os.environ.get('RANK', '?')}: {found}", file=sys.stderr, flush=True)
         # The launcher restarts the ranks, unless one says that this would not help.
         return int(status is None or status.error is None)
     is_own = not isinstance(error, OtherRankError)
@@ -344,9 +349,10 @@ def _is_lost_connection(error: Exception) -> bool:
 
     Its own error is the one that matters.
     """
-    messages = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    messages = [f"Connection {how}" for how in ("closed by peer", "reset by peer", "refused")]
+    messages += ["Broken pipe", "connectFullMesh failed"]  # a rank died while others began
     is_told = isinstance(error, RuntimeError) and any(each in str(error) for each in messages)
-    if is_told or isinstance(error, RankFailedError):
+    if is_told or isinstance(error, RankFailedError | dist.DistNetworkError):
         return True
     return isinstance(error.__cause__, Exception) and _is_lost_connection(error.__cause__)
 
