@@ -56,6 +56,7 @@ def ordered_and_small() -> Iterator[None]:
     with (
         patch("fullshard.runtime.build.device_for", Ordered),
         patch(f"{lanes}.PIECE_BYTES", 512),
+        patch(f"{lanes}.FEW_RANKS_FACTOR", 1),
         patch(f"{lanes}.SMALLEST_PIECE_PART_BYTES", 64),
         patch.object(CostModel, "of_device", lambda _: free),
     ):
@@ -217,6 +218,21 @@ def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
         shard(model := build())
         model(batch(torch.Generator())).sum().backward()
     assert len(calls) == 1
+
+
+@on_ranks(2)
+def test_few_ranks_reduce_by_larger_pieces(rank: Rank) -> None:
+    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
+    counts = []
+    for factor in (1, 4):
+        with ordered_and_small(), patch("fullshard.unit.grad_buckets.FEW_RANKS_FACTOR", factor):
+            model = FullyShardedDataParallel(build(), mixed_precision=precision)
+            with watched_reduces() as calls:
+                model(batch(torch.Generator())).sum().backward()
+        counts.append(len(calls))
+    params = list(build().parameters())
+    num_bytes = 4 * sum(param.numel() for param in params)
+    assert counts == [128 // len(params) - 2, num_bytes // (4 * 512)]  # at most 128 copies
 
 
 @pytest.mark.parametrize("most_runs", [128, 0])

@@ -182,6 +182,7 @@ def large_from_1_kib() -> Iterator[None]:
     with (
         own_buckets(CostModel(0.0, 0.0, 1024)),
         patch(f"{lanes}.PIECE_BYTES", 512),
+        patch(f"{lanes}.FEW_RANKS_FACTOR", 1),
         patch(f"{lanes}.SMALLEST_PIECE_PART_BYTES", 64),
     ):
         yield

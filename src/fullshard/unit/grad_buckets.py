@@ -39,13 +39,15 @@ GradSlot = tuple[GradTarget, int]
 """What receives a gradient, and where in a bucket's sums it begins."""
 
 # Buckets are cast and reduced by pieces (rule 9): those of one parameter, and flat ones, by as many
-# of this size as they fill.
+# of this size as they fill; those that parameters share by fewer. What travels in a narrow dtype is
+# small already.
 PIECE_BYTES = 64 << 20
-# Those that parameters share by fewer, and on few ranks, which hold much more than what that saves,
-# by one: on 4 NCCL ranks two pieces took 4 % longer (benchmarks/bench_gpu.py ranks). What travels
-# in a narrow dtype is small already.
 NUM_PIECES = 2
+# Fewer ranks hold much more than what that saves, and pay for every piece: on 4 NCCL ranks a step
+# with 2 or 3 pieces for each block took 4 % longer (benchmarks/bench_gpu.py ranks). So there pieces
+# are as much larger, and a shared bucket is one.
 FEWEST_CUT_RANKS = 8
+FEW_RANKS_FACTOR = 4
 # Smaller pieces, or smaller parts of them for each rank, cost more time than they save memory.
 SMALLEST_PIECE_BYTES = 16 << 20
 SMALLEST_PIECE_PART_BYTES = 1 << 20
@@ -277,10 +279,11 @@ class GradBucket:
         self.num_pieces = self._count_pieces()
 
     def _count_pieces(self) -> int:
-        kind, piece_bytes = self._bucket.kind, PIECE_BYTES
+        kind, are_few = self._bucket.kind, self.num_ranks < FEWEST_CUT_RANKS
+        piece_bytes = PIECE_BYTES * (FEW_RANKS_FACTOR if are_few else 1)
         most = MOST_COPIES // len(self.params) - 2  # a parameter begins and ends within pieces
         if kind is BucketKind.SPLIT:
-            is_cut = self.num_ranks >= FEWEST_CUT_RANKS and not self.dtypes.sums_on_arrival
+            is_cut = not are_few and not self.dtypes.sums_on_arrival
             most, piece_bytes = NUM_PIECES if is_cut else 1, SMALLEST_PIECE_BYTES
         elif kind is BucketKind.PERMUTED or (self.is_flat and len(self.params) == 1):
             most = 1  # the gradient may be the bucket on some ranks, and lack on others
