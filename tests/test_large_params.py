@@ -39,7 +39,10 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = self.embed.weight if self.way == "held" else None
-        x = torch.tanh(self.middle(self.embed(tokens)))
+        x = self.embed(tokens)
+        if self.way == "tied at the start":
+            x = x + F.linear(F.linear(x, self.embed.weight), self.embed.weight.T) / VOCABULARY
+        x = torch.tanh(self.middle(x))
         if self.way == "tied by hand":
             return self.logits(x)
         if self.way == "detached":
@@ -84,6 +87,7 @@ def held_bytes(unit: Unit) -> int:
 
 WAYS = (
     "untied",
+    "tied at the start",
     "tied by hand",
     "detached",
     "normed",
@@ -147,10 +151,11 @@ def test_a_parameter_that_is_used_outside_of_its_module_stays(rank: Rank) -> Non
     assert_same_if_large(grads)
 
 
+@pytest.mark.parametrize("inner", ["embed", "middle"])
 @pytest.mark.parametrize("reshard_after_forward", [None, True])
 @on_ranks(2)
 def test_a_reference_that_one_rank_keeps_changes_no_collective(
-    rank: Rank, reshard_after_forward: bool | None
+    rank: Rank, inner: str, reshard_after_forward: bool | None
 ) -> None:
     kept: list[Tensor] = []
 
@@ -159,10 +164,12 @@ def test_a_reference_that_one_rank_keeps_changes_no_collective(
         model: Any = Model()
         if rank.rank == 0:
             model.embed.register_forward_hook(lambda each, *_: kept.append(each.weight.detach()))
-        fully_shard(model.embed, mesh=rank.mesh())
+        fully_shard(getattr(model, inner), mesh=rank.mesh())
         fully_shard(model, mesh=rank.mesh(), reshard_after_forward=reshard_after_forward)
+        generator = torch.Generator().manual_seed(rank.rank)
         for _ in range(3):
-            model(batch(torch.Generator().manual_seed(rank.rank))).square().sum().backward()
+            out = model(batch(generator)), model(batch(generator))  # before one backward
+            torch.cat(out).square().sum().backward()
         return [param.grad.to_local() for param in model.parameters()]
 
     assert_same_if_large(grads)
@@ -184,11 +191,24 @@ def test_large_parameters_are_freed_when_backward_does_not_read_them_any_more(ra
     assert seen[-1]["embed.weight"] == 0
 
 
+KEEPERS = {
+    "set_reshard_after_forward": True,
+    "set_reshard_after_backward": False,
+    "set_uneven": True,
+}
+
+
+@pytest.mark.parametrize("setting", [None, *KEEPERS])
 @on_ranks(2)
-def test_a_parameter_that_was_looked_up_is_freed_in_forward(rank: Rank) -> None:
+def test_a_parameter_that_was_looked_up_is_freed_in_forward(
+    rank: Rank, setting: str | None
+) -> None:
+    is_kept = setting is not None
     with ordered_and_small():
         model: Any = Model()
         shard(rank, model)
+        if setting is not None:
+            getattr(model, setting)(KEEPERS[setting])
         units = hooks_of(model).units
         seen: list[dict[str, bool]] = []
 
@@ -198,8 +218,7 @@ def test_a_parameter_that_was_looked_up_is_freed_in_forward(rank: Rank) -> None:
         model.middle.register_forward_hook(look)
         for _ in range(3):
             model(batch(torch.Generator())).sum().backward()
-            assert isinstance(model.embed.weight, DTensor)
-    assert [each["embed.weight"] for each in seen] == [True, False, False]
+    assert [each["embed.weight"] for each in seen] == [True, is_kept, is_kept]
     assert all(each["head.weight"] for each in seen)
 
 
@@ -227,29 +246,6 @@ def test_a_released_parameter_looks_like_the_full_one_and_is_gathered_when_read(
         out.sum().backward()
         shards = model.embed.weight.full_tensor()
         torch.testing.assert_close(values, shards.bfloat16(), rtol=0, atol=0)
-
-
-@on_ranks(2)
-def test_a_reference_that_one_rank_keeps_to_a_released_parameter_changes_no_collective(
-    rank: Rank,
-) -> None:
-    kept: list[Tensor] = []
-
-    def grads() -> list[Tensor]:
-        torch.manual_seed(0)
-        model: Any = Model()
-        if rank.rank == 0:
-            model.embed.register_forward_hook(lambda each, *_: kept.append(each.weight.detach()))
-        shard(rank, model)
-        for way in ("untied", "untied", "detached", "untied"):
-            generator, losses = torch.Generator().manual_seed(rank.rank), []
-            for _ in range(2):  # before one backward
-                model.way = way
-                losses.append(model(batch(generator)).square().sum())
-            sum(losses, torch.zeros(())).backward()
-        return [param.grad.to_local() for param in model.parameters()]
-
-    assert_same_if_large(grads)
 
 
 @on_ranks(2)

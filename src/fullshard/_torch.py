@@ -18,8 +18,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from datetime import timedelta
+from functools import cache
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 

@@ -363,18 +363,16 @@ class ModuleHooks:
             output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
         return output
 
-    def end_lookups(self, inputs: Any) -> None:
-        """The first module inside begins: release what is known not to be read from here on."""
-        is_simple = len(self.modules) == 1 and not self.is_agreed
-        for unit in self.units if is_simple else ():
-            readers, settings = self.readers.get(unit), unit.settings
+    def release_embeddings(self, inputs: Any) -> None:
+        """The first module inside begins: release weights that nothing looks up from here on."""
+        for unit in () if self.is_agreed else self.units:
+            readers = self.readers.get(unit)
             if readers is None and unit.is_large:
                 self._num_lookups[unit] = len(nodes_reading(unit, inputs))
             if (
                 readers is Readers.NONE_AFTER_LOOKUP
                 and self._resharding_of(unit) is False
-                and settings.reshard_after_backward
-                and not settings.keep_unsharded_storage
+                and unit.settings.reshard_after_backward
             ):
                 unit.release()
 
@@ -740,7 +738,7 @@ class Scheduler:
         expected = self._expected_next()
         self.started.append(member)
         if len(self.started) == 2 and torch.is_grad_enabled():
-            self.started[0].end_lookups(inputs)
+            self.started[0].release_embeddings(inputs)
         if expected is not member:
             self._leave_order(expected, f"{member.name}: gather in forward")
 
