@@ -104,13 +104,18 @@ def result_for(
     if "--json" in given:
         place = given.index("--json")
         del given[place : place + 2]
-    command = shlex.join(["python", f"benchmarks/bench_{benchmark}.py", *given])
+    settings = [f"{name}={value}" for name, value in os.environ.items() if _is_setting(name)]
+    command = shlex.join([*sorted(settings), "python", f"benchmarks/bench_{benchmark}.py", *given])
     if torch.device(device).type == "cuda":
         hardware = torch.cuda.get_device_name()
     else:
         hardware = f"{os.cpu_count()} cores of {_processor()}"
     machine = f"{hardware}, torch {torch.__version__}, Python {platform.python_version()}"
     return Result(benchmark, command, machine)
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith(("NCCL_", "FULLSHARD_"))
 
 
 def _processor() -> str:

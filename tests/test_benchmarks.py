@@ -22,7 +22,7 @@ from device_traces import busy_in
 from fullshard import fully_shard
 from fullshard.errors import ConfigError, LifecycleError
 from fullshard.testing import pool, quiet_world
-from measuring import Result, Table, check_losses, interleaved
+from measuring import Result, Table, check_losses, interleaved, result_for
 from variants import BASE, OURS, SHARDED, UNSHARDED, WRAPPER
 
 RATIO = "ratio"
@@ -41,6 +41,13 @@ def assert_compares(table: Table, *variants: str) -> None:
     rows = {row[0]: row for row in table.rows}
     assert set(variants) <= set(rows)
     assert rows[BASE][table.columns.index(RATIO)] == 1
+
+
+def test_a_result_says_with_which_settings_to_get_it_again(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_NET_CHUNKSIZE", "524288")
+    command = result_for("gpu", ["ranks", "--json", "here.json", "--ranks", "2"]).command
+    expected = "NCCL_P2P_NET_CHUNKSIZE=524288 python benchmarks/bench_gpu.py ranks --ranks 2"
+    assert command == expected
 
 
 def test_host_time_is_measured_per_unit_and_profiled(tmp_path, capsys):
