@@ -23,13 +23,14 @@ VOCABULARY, WIDTH = 64, 8
 
 
 class Model(nn.Module):
-    """An embedding and a head that are large, and something small between them."""
+    """An embedding and a head that are large, and something small before and between them."""
 
     way = "untied"
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.shift = nn.Parameter(torch.ones(WIDTH))
         self.middle = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -39,9 +40,13 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = self.embed.weight if self.way == "held" else None
-        x = self.embed(tokens)
+        x = self.embed(tokens) * self.shift
         if self.way == "tied at the start":
             x = x + F.linear(F.linear(x, self.embed.weight), self.embed.weight.T) / VOCABULARY
+        if self.way == "saved at the start":
+            x = x + (x.mean() * self.embed.weight).mean()
+        if self.way == "recomputed start":
+            x = checkpoint(lambda t: self.embed(t) * self.shift, tokens, use_reentrant=False)
         x = torch.tanh(self.middle(x))
         if self.way == "tied by hand":
             return self.logits(x)
@@ -65,9 +70,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def built(way: str) -> Model:
+def built(way: str, *, is_frozen: bool = False) -> Model:
+    """A model that is called in one of the ways, and whose embedding may not be trained."""
     model = Model()
     model.way = way
+    model.embed.weight.requires_grad_(not is_frozen)
     return model
 
 
@@ -88,6 +95,8 @@ def held_bytes(unit: Unit) -> int:
 WAYS = (
     "untied",
     "tied at the start",
+    "saved at the start",
+    "recomputed start",
     "tied by hand",
     "detached",
     "normed",
@@ -99,12 +108,13 @@ WAYS = (
 )
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_whoever_reads_a_large_parameter_finds_it(rank: Rank, way: str) -> None:
+def test_whoever_reads_a_large_parameter_finds_it(rank: Rank, way: str, is_frozen: bool) -> None:
     with ordered_and_small():
         assert_same_training(
-            partial(built, way),
+            partial(built, way, is_frozen=is_frozen),
             partial(shard, rank),
             Training(batch, steps=4, micro_batches=2),
             rtol=1e-4,
@@ -133,6 +143,26 @@ def test_a_module_that_is_called_in_another_way_later_finds_its_parameters(
             model.way = way
             model(batch(torch.Generator().manual_seed(rank.rank))).square().sum().backward()
         return [param.grad.to_local() for param in model.parameters()]
+
+    assert_same_if_large(grads)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("way", ["untied", "saved at the start", "tied by hand"])
+@on_ranks(2)
+def test_a_second_backward_of_a_graph_finds_what_was_saved(
+    rank: Rank, way: str, is_frozen: bool
+) -> None:
+    def grads() -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = built("untied", is_frozen=is_frozen)
+        shard(rank, model)
+        for each in ("untied", "untied", way):
+            model.way = each
+            loss = model(batch(torch.Generator().manual_seed(rank.rank))).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return [param.grad.to_local() for param in model.parameters() if param.requires_grad]
 
     assert_same_if_large(grads)
 
@@ -198,16 +228,16 @@ KEEPERS = {
 }
 
 
-@pytest.mark.parametrize("setting", [None, *KEEPERS])
+@pytest.mark.parametrize("setting", [None, "frozen", *KEEPERS])
 @on_ranks(2)
 def test_a_parameter_that_was_looked_up_is_freed_in_forward(
     rank: Rank, setting: str | None
 ) -> None:
-    is_kept = setting is not None
+    is_kept = setting in KEEPERS
     with ordered_and_small():
-        model: Any = Model()
+        model: Any = built("untied", is_frozen=setting == "frozen")
         shard(rank, model)
-        if setting is not None:
+        if setting in KEEPERS:
             getattr(model, setting)(KEEPERS[setting])
         units = hooks_of(model).units
         seen: list[dict[str, bool]] = []
@@ -216,10 +246,11 @@ def test_a_parameter_that_was_looked_up_is_freed_in_forward(
             seen.append({unit.name: held_bytes(unit) > 0 for unit in units})
 
         model.middle.register_forward_hook(look)
+        model.middle.register_full_backward_hook(look)
         for _ in range(3):
             model(batch(torch.Generator())).sum().backward()
-    assert [each["embed.weight"] for each in seen] == [True, is_kept, is_kept]
-    assert all(each["head.weight"] for each in seen)
+    assert [each["embed.weight"] for each in seen] == [True, *[is_kept] * 5]
+    assert all(each["head.weight"] for each in seen[::2])
 
 
 @on_ranks(2)

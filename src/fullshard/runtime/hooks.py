@@ -440,20 +440,15 @@ class ModuleHooks:
             seam.begin(Activity.BACKWARD, self.name)
 
     def drop_unread(self) -> None:
-        """Reshard large units that are unsharded and that the backward to come does not read.
+        """Release large units that are unsharded and that the backward to come does not read.
 
         Those that are sharded already are gathered: references are seen by this rank alone, and
         whether there is a collective must not depend on them.
         """
-        for unit, readers in self.readers.items():
-            if unit.is_released:
-                unit.drop_released()
-                unit.is_unread = True
-            is_kept = unit.is_unsharded and unit.settings.reshard_after_backward
-            if is_kept and readers.is_nobody and not unit.is_saved:
-                unit.is_unread = True
-                unit.reshard()
-                unit.comm_ctx.free_now(unit)  # the peak may come before another all-gather
+        for unit, readers in () if self.is_agreed else self.readers.items():
+            if readers.is_nobody and unit.settings.reshard_after_backward:
+                unit.release()
+            unit.is_unread |= unit.is_released
 
     @untraced
     def post_backward(self, call: ModuleCall) -> None:
@@ -527,6 +522,7 @@ class ModuleHooks:
             if is_due or unit.owes_kept_grads:
                 scheduler.reduce_scatter(unit, self)
             unit.grads.end_backward()
+            unit.is_unread = False  # another backward may read what this one has saved
             if unit.settings.reshard_after_backward and not self._open:
                 unit.reshard()
 

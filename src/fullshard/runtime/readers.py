@@ -3,7 +3,8 @@
 The backward of an embedding needs its indices and not its weight: a weight that nothing else uses
 need not be there in backward, nor in forward once the embedding has run. What autograd has saved is
 seen by its references (`Unit.is_saved`); what activation checkpointing will read again is not, but
-its nodes are in the graph.
+its nodes are in the graph. A frozen weight is in no graph: of an embedding's it is supposed that
+nothing else reads it, since whoever does has it gathered again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
 from fullshard._torch import saves_through_hooks
 from fullshard.runtime.trees import map_tensors
@@ -40,7 +42,10 @@ def readers_of(unit: Unit, output: Any, num_lookups: int) -> Readers:
     `num_lookups` nodes had read it in forward when the first module inside began.
     """
     nodes = nodes_reading(unit, output)
-    if not nodes or len(unit.params[0].locations) > 1:
+    first, *others = unit.params[0].locations
+    if unit.has_frozen and isinstance(first.module, nn.Embedding) and not others:
+        return Readers.NONE_AFTER_LOOKUP
+    if not nodes or others:
         return Readers.HIDDEN
     lookups = [node for node in nodes if node.name() == _READS_INDICES_ONLY]
     if any(map(saves_through_hooks, lookups)):

@@ -474,11 +474,11 @@ class Unit:
     def is_saved(self) -> bool:
         """Whether autograd, or anyone else, holds the full parameter of a large unit to read it.
 
-        Its `AccumulateGrad` holds it once, to write to `grad`.
+        If it is trained, its `AccumulateGrad` holds it once, to write to `grad`.
         """
         held, held_memory, _ = self._full_references()
         before, before_memory, _ = self._references
-        return held > before + 1 or held_memory > before_memory
+        return held > before + self._num_trainable or held_memory > before_memory
 
     def release(self) -> None:
         """Register a stand-in for the full parameter of a large unit, and free it unless held.
@@ -498,14 +498,6 @@ class Unit:
             self.comm_ctx.free_later(self, self._free)
             self.comm_ctx.free_now(self)
         self.state = Released(is_free)
-
-    def drop_released(self) -> None:
-        """Backward begins, and does not read the full parameter, unless autograd has saved it."""
-        assert isinstance(self.state, Released)
-        if self.is_saved and not self.state.is_free:
-            self._register_fulls()
-        else:
-            self.reshard_now()
 
     @property
     def full_bytes(self) -> int:
