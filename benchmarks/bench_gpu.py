@@ -186,6 +186,7 @@ def run_played(options: argparse.Namespace, result: Result) -> None:
         found = {
             name: _in_own_process(options, "--one", name, "--worlds", str(world))
             for name in variants(with_wrapper_of_torch=True)
+            if name not in options.without
         }
         result.details[f"world_{world}"] = found
         for table in played_tables(world, found):
@@ -223,7 +224,7 @@ def _in_own_process(options: argparse.Namespace, *arguments: str) -> dict[str, f
     command += [*arguments, *(["--tiny"] if options.tiny else [])]
     task = options.task
     command += ["--batch", str(task.batch), "--steps", str(task.num_steps)]
-    command += ["--vocabulary", str(task.vocabulary)]
+    command += ["--vocabulary", str(task.vocabulary)] + ["--frozen"] * task.is_frozen
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, env=environment, timeout=TIMEOUT_S
@@ -332,6 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--without", nargs="+", default=[], help="variants to leave out")
     parser.add_argument("--vocabulary", type=int, help="of the model")
+    parser.add_argument("--frozen", action="store_true", help="train vectors alone, no matrices")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     task, run = MODES[options.mode]
@@ -341,6 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         batch=options.batch or task.batch,
         num_steps=options.steps or task.num_steps,
         vocabulary=options.vocabulary or task.vocabulary,
+        is_frozen=options.frozen,
     )
     options.worlds = options.worlds or ([8] if options.mode == "narrow" else [8, 64])
     with without_known_warnings():

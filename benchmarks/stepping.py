@@ -105,7 +105,10 @@ class Stepping:
 
 @dataclass(frozen=True)
 class Task:
-    """A model like Llama, or a GPT, in bf16: its shape, its batch, how often it is trained."""
+    """A model like Llama, or a GPT, in bf16: its shape, its batch, how often it is trained.
+
+    Of a frozen one only vectors are trained, as in a fine-tuning that leaves matrices alone.
+    """
 
     num_blocks: int
     width: int
@@ -115,11 +118,16 @@ class Task:
     num_steps: int
     num_warm: int = 2
     is_gpt: bool = False
+    is_frozen: bool = False
 
     def build(self) -> nn.Module:
         if self.is_gpt:
-            return GPT(GPTSize(self.num_blocks, self.width, self.vocabulary))
-        return Llama(self.num_blocks, self.width, self.vocabulary)
+            model: nn.Module = GPT(GPTSize(self.num_blocks, self.width, self.vocabulary))
+        else:
+            model = Llama(self.num_blocks, self.width, self.vocabulary)
+        for param in model.parameters() if self.is_frozen else ():
+            param.requires_grad_(param.ndim == 1)
+        return model
 
     def stepping(self, variant: str, rank: Rank) -> Stepping:
         block = GPTBlock if self.is_gpt else LlamaBlock
