@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import LifecycleError, fully_shard, register_fsdp_forward_method
+from fullshard import (
+    FullyShardedDataParallel,
+    LifecycleError,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
@@ -373,6 +379,71 @@ def test_after_an_error_in_backward_the_next_forward_begins_with_nothing_held(ra
     assert_everything_sharded(pair.model)
     assert all(p.grad is None for p in pair.model.parameters()), "of the failed backward"
     pair.step(3)
+
+
+@on_ranks(2)
+def test_after_an_error_in_backward_parameters_may_be_resharded_or_gathered(rank: Rank) -> None:
+    pair = Pair(rank)
+    pair.step(0)
+    for number, block in enumerate(pair.model.blocks, 1):
+        with fuse.lit("block 1 backward"), pytest.raises(PlannedError):
+            pair.run(pair.model, rank.rank, number)
+        pair.model.reshard()
+        assert_everything_sharded(pair.model)
+        with fuse.lit("block 1 backward"), pytest.raises(PlannedError):
+            pair.run(pair.model, rank.rank, number)
+        block.unshard()
+        assert torch.equal(
+            block.up.weight, pair.shards[f"blocks.{number - 1}.up.weight"].full_tensor()
+        )
+        pair.step(number)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_a_wrapper_may_be_saved_after_an_error_in_backward(
+    rank: Rank, use_orig_params: bool
+) -> None:
+    settings: dict[str, Any] = {"device_mesh": rank.mesh(), "use_orig_params": use_orig_params}
+    model = Model()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FullyShardedDataParallel(block, **settings)
+    wrapper = FullyShardedDataParallel(model, **settings)
+    optimizer = torch.optim.AdamW(wrapper.parameters())
+    with fuse.lit("block 1 backward"), pytest.raises(PlannedError):
+        wrapper(batch_of(rank.rank, 0)).sum().backward()
+    found = wrapper.state_dict()
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    with fuse.lit("block 1 backward"), pytest.raises(PlannedError):
+        wrapper(batch_of(rank.rank, 0)).sum().backward()
+    FullyShardedDataParallel.optim_state_dict(wrapper, optimizer)
+    wrapper(batch_of(rank.rank, 0)).sum().backward()
+
+
+@on_ranks(2)
+def test_another_thread_does_not_take_a_backward_for_a_failed_one(rank: Rank) -> None:
+    pair = Pair(rank)
+    failures: list[str] = []
+
+    def reshard() -> None:
+        with pytest.raises(LifecycleError) as caught:
+            pair.model.reshard()
+        failures.append(str(caught.value))
+
+    def during_backward(*_: Any) -> None:
+        thread = threading.Thread(target=reshard)
+        thread.start()
+        thread.join()
+
+    handle = pair.model.blocks[1].register_full_backward_hook(during_backward)
+    pair.forward_backward(0)
+    handle.remove()
+    assert len(failures) == 1
+    assert "while the module computes" in failures[0]
+    pair.check("after another thread has called", gradients=True)
 
 
 @on_ranks(2)

@@ -242,15 +242,6 @@ def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
-def saves_through_hooks(embedding_node: Any) -> bool:
-    """Whether what the backward of an embedding saved went through hooks, as in checkpointing."""
-    try:
-        embedding_node._raw_saved_indices.register_hooks(lambda saved: saved, lambda saved: saved)
-    except RuntimeError:  # there are some already
-        return True
-    return False
-
-
 def storage_references(storage: torch.UntypedStorage) -> int:
     return _use_count_of_data(storage._cdata)
 

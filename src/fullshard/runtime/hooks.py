@@ -11,6 +11,7 @@ used through `detach()`, is still read after the last trainable one has its grad
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -541,6 +542,8 @@ class ModuleHooks:
 
     def require_not_computing(self, what: str) -> None:
         """Raise if the unit's weights are being read right now."""
+        if self.scheduler is not None:
+            self.scheduler.end_failed_backward()
         if self.is_computing:
             phase = "idle" if self.scheduler is None else self.scheduler.phase
             raise LifecycleError(
@@ -550,8 +553,11 @@ class ModuleHooks:
 
     def unshard(self, async_op: bool) -> UnshardHandle | None:
         """All-gather the parameters, outside of forward and backward or ahead of them."""
+        scheduler = self.scheduler
+        if scheduler is not None:
+            scheduler.end_failed_backward()
         is_past = any(unit.grads.was_reduced for unit in self.units)
-        if self.scheduler is not None and self.scheduler.is_in_backward and is_past:
+        if scheduler is not None and scheduler.is_in_backward and is_past:
             raise LifecycleError(
                 f"{self.name}: unshard() must come before a module's backward or after the whole "
                 "backward, found its gradients reduced in the backward that is still running; the "
@@ -630,7 +636,8 @@ class Scheduler:
     and `reduction` is the handle of one that nobody has waited for.
     `_orders` has the order of the last forward of each owner, `_order` what is expected of the
     current one: nothing once it is left. `_unchecked` has the phases that ranks still compare.
-    `_scopes` are the modules inside of which units are uneven.
+    `_scopes` are the modules inside of which units are uneven, `_thread` is that of the last
+    forward.
     """
 
     def __init__(
@@ -647,6 +654,7 @@ class Scheduler:
         self.reduction: GradientReductionHandle | None = None
         self.post_optim_event: Any = None
         self._is_unfinalized = False
+        self._thread = threading.get_ident()
         self._agreement = agreement
         self._unchecked = {"forward", "backward"} if agreement is not None else set()
         self._orders: dict[nn.Module, list[ModuleHooks]] = {}
@@ -711,10 +719,8 @@ class Scheduler:
     def begin_forward(self, owner: nn.Module) -> None:
         watcher.check()
         self._require_waited("forward")
-        if self.is_in_backward:
-            # The backward before this forward did not reach its end.
-            watcher.note_failure("it left a backward before its end")
-            self.abort()
+        self._thread = threading.get_ident()
+        self.end_failed_backward()
         self._num_forwards += 1
         self.owner = owner
         self.started = []
@@ -950,6 +956,13 @@ class Scheduler:
         self.comm_ctx.abort_reduce_scatters()
         for unit in self.units:
             unit.abort()
+
+    def end_failed_backward(self) -> None:
+        """Abort a backward that raised; it runs no more if the thread of its forward goes on."""
+        is_left = self.is_in_backward and self.owner is None and self.reduction is None
+        if is_left and self._thread == threading.get_ident() and not in_backward():
+            watcher.note_failure("it left a backward before its end")
+            self.abort()
 
     def give_up_step(self) -> None:
         """Abort a step that some ranks have not done, and count anew: places are compared."""

@@ -2,9 +2,9 @@
 
 The backward of an embedding needs its indices and not its weight: a weight that nothing else uses
 need not be there in backward, nor in forward once the embedding has run. What autograd has saved is
-seen by its references (`Unit.is_saved`); what activation checkpointing will read again is not, but
-its nodes are in the graph. A frozen weight is in no graph: of an embedding's it is supposed that
-nothing else reads it, since whoever does has it gathered again.
+seen by its references (`Unit.is_saved`). A frozen weight is in no graph, and an embedding's is
+supposed to be looked up alone. Whoever reads what was released after all, as a recomputation does,
+has it gathered again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard._torch import saves_through_hooks
 from fullshard.runtime.trees import map_tensors
 from fullshard.unit.unit import Unit
 
@@ -47,10 +46,7 @@ def readers_of(unit: Unit, output: Any, num_lookups: int) -> Readers:
         return Readers.NONE_AFTER_LOOKUP
     if not nodes or others:
         return Readers.HIDDEN
-    lookups = [node for node in nodes if node.name() == _READS_INDICES_ONLY]
-    if any(map(saves_through_hooks, lookups)):
-        return Readers.HIDDEN  # a recomputation would run the embedding again
-    if len(lookups) < len(nodes):
+    if any(node.name() != _READS_INDICES_ONLY for node in nodes):
         return Readers.SEEN
     return Readers.NONE_AFTER_LOOKUP if len(nodes) == num_lookups else Readers.NONE
 
