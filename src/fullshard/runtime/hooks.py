@@ -440,7 +440,7 @@ class ModuleHooks:
         if seam.observers:
             seam.begin(Activity.BACKWARD, self.name)
 
-    def drop_unread(self) -> None:
+    def release_unread(self) -> None:
         """Release large units that are unsharded and that the backward to come does not read.
 
         Those that are sharded already are gathered: references are seen by this rank alone, and
@@ -771,7 +771,7 @@ class Scheduler:
 
     def unshard_for_backward(self, member: ModuleHooks) -> None:
         """Issue the all-gathers of what the backward of a module reads."""
-        member.drop_unread()
+        member.release_unread()
         self.unshard(member, [unit for unit in member.reads if not unit.is_unread])
 
     def unshard(self, member: ModuleHooks, units: Sequence[Unit] | None = None) -> None:
