@@ -257,7 +257,7 @@ def play_one(options: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_on_ranks(rank: Rank, names: list[str], task: Task) -> dict[str, Any]:
-    """On one rank: the medians of times, losses, and what the trace of one step shows."""
+    """On one rank: medians of times and each step's, losses, and what one step's trace shows."""
     with undisturbed():
         made = {name: task.stepping(name, rank) for name in names}
         losses = {name: stepping.losses(task.num_warm) for name, stepping in made.items()}
@@ -273,6 +273,7 @@ def measure_on_ranks(rank: Rank, names: list[str], task: Task) -> dict[str, Any]
             traced[name] = {"step": times[0]["step"], **vars(busy)}
     return {
         "times": {name: medians(samples) for name, samples in found.items()},
+        "steps": {name: [sample["step"] for sample in samples] for name, samples in found.items()},
         "losses": losses,
         "traced": traced,
     }

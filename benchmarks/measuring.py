@@ -115,7 +115,8 @@ def result_for(
 
 
 def _is_setting(name: str) -> bool:
-    return name.startswith(("NCCL_", "FULLSHARD_"))
+    """Whether an environment variable changes what is measured; NCCL_VERSION describes an image."""
+    return name.startswith(("NCCL_", "FULLSHARD_")) and name != "NCCL_VERSION"
 
 
 def _processor() -> str:

@@ -45,6 +45,7 @@ def assert_compares(table: Table, *variants: str) -> None:
 
 def test_a_result_says_with_which_settings_to_get_it_again(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_NET_CHUNKSIZE", "524288")
+    monkeypatch.setenv("NCCL_VERSION", "2.28.3-1")
     command = result_for("gpu", ["ranks", "--json", "here.json", "--ranks", "2"]).command
     expected = "NCCL_P2P_NET_CHUNKSIZE=524288 python benchmarks/bench_gpu.py ranks --ranks 2"
     assert command == expected
