@@ -163,6 +163,29 @@ def test_gradients_that_were_not_reduced_are_zeroed_with_the_model(
             assert torch.equal(grad, wanted)
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@on_ranks(2)
+def test_gradients_are_zeroed_with_the_model_while_it_is_gathered(
+    rank: Rank, set_to_none: bool, is_wrapped: bool
+) -> None:
+    mesh = rank.mesh()
+    if is_wrapped:
+        model = OURS(layers(), device_mesh=mesh, use_orig_params=True)
+    else:
+        model = fully_shard(layers(), mesh=mesh, reshard_after_forward=False)
+    grads = []
+    for _ in range(2):
+        loss = model(batch_of(0, rank.rank)).square().mean()
+        model.zero_grad(set_to_none)
+        loss.backward()
+        params = model.parameters()  # of a wrapper, some are on other ranks alone
+        grads.append([full(param.grad) for param in params if param.grad is not None])
+    assert grads[0]
+    for grad, expected in zip(*grads, strict=True):
+        assert torch.equal(grad, expected)
+
+
 @on_ranks(2)
 def test_gradients_that_were_not_reduced_stay_when_the_optimizer_zeroes_as_in_torch(
     rank: Rank,

@@ -161,3 +161,20 @@ def test_what_is_saved_one_way_goes_on_in_another(tmp_path: Path, num_ranks: int
             assert losses == pytest.approx(expected[2:], **tolerance), (kind, other)
         assert contents(path) == contents(again)
         assert set(open_checkpoint(path).keys) == contents(path).keys()
+
+
+def go_back(rank: Rank, path: str, kind: str) -> None:
+    model = built(rank, kind)
+    optimizer = optimizer_of(model)
+    save(path, model, optimizer)
+    losses = train(model, optimizer, range(2))
+    load(path, model, optimizer)
+    assert not optimizer.state
+    assert train(model, optimizer, range(2)) == losses
+
+
+@pytest.mark.parametrize("kind", ["whole", "rows", "flat", "slices"])
+def test_an_optimizer_that_was_saved_before_its_first_step_has_no_state_again(
+    tmp_path: Path, kind: str
+) -> None:
+    pool(2).run(go_back, str(tmp_path / "start"), kind)

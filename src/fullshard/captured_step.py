@@ -11,6 +11,7 @@ so that eager steps, state dicts and graphs share nothing but the shards and the
 
 from __future__ import annotations
 
+import operator
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -104,8 +105,8 @@ class CapturedStep(Generic[P, R]):
     """What `capture` returns: call it like the step that it was made of.
 
     `_hooks` and `_optimizers` are those that took part in eager steps. `_rates` has the learning
-    rates of each optimizer's groups as the tensors that graphs read. `_captured` are the objects
-    whose memory graphs use and that a user may replace.
+    rates of each optimizer's groups as the tensors that graphs read. `_used` are the objects
+    whose memory the last eager step or capture used and that a user may replace.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class CapturedStep(Generic[P, R]):
         self._hooks: dict[ModuleHooks, None] = {}
         self._optimizers: dict[Optimizer, None] = {}
         self._rates: dict[Optimizer, list[torch.Tensor]] = {}
-        self._captured: list[Any] = []
+        self._used: list[Any] = []
         self._stream: Any = None
         self._pool: Any = None
 
@@ -134,9 +135,8 @@ class CapturedStep(Generic[P, R]):
         if self._is_eager:
             return self._step(*args, **kwargs)
         if self._stream is None:
-            problem = None if torch.cuda.is_available() else "a CUDA device is expected, found none"
-            if problem is not None:
-                return self._refuse(problem, None, args, kwargs)
+            if not torch.cuda.is_available():
+                return self._refuse("a CUDA device is expected, found none", None, args, kwargs)
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         if not self._is_current():
             self._graphs.clear()
@@ -148,13 +148,9 @@ class CapturedStep(Generic[P, R]):
                 return self._run_eagerly(args, kwargs)
             error = self._capture(entry, tensors, args, kwargs)
             if error is not None:
-                return self._refuse(
-                    f"a step that never waits for the device is expected, found "
-                    f"{_first_line(error)!r}{_place_of(error)}",
-                    error,
-                    args,
-                    kwargs,
-                )
+                found = f"{_first_line(error)!r}{_place_of(error)}"
+                problem = f"a step that never waits for the device is expected, found {found}"
+                return self._refuse(problem, error, args, kwargs)
         return self._replay(entry, tensors)
 
     def _find(self, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> _Graph:
@@ -186,6 +182,7 @@ class CapturedStep(Generic[P, R]):
         current.wait_stream(self._stream)
         for optimizer in self._optimizers:
             self._make_capturable(optimizer)
+        self._used = self._replaceable()
         return result
 
     @contextmanager
@@ -238,8 +235,8 @@ class CapturedStep(Generic[P, R]):
         found = (hooks.scheduler for hooks in self._hooks)
         return list(dict.fromkeys(each for each in found if each is not None))
 
-    def _facts(self) -> list[Any]:
-        """Objects whose memory graphs use, as far as a user may replace them."""
+    def _replaceable(self) -> list[Any]:
+        """Objects whose memory steps use, as far as a user may replace them."""
         found: list[Any] = [u.shard_buffers for each in self._schedulers for u in each.units]
         for optimizer in self._optimizers:
             groups = optimizer.param_groups
@@ -248,11 +245,11 @@ class CapturedStep(Generic[P, R]):
         return found
 
     def _is_current(self) -> bool:
-        if not self.num_graphs:
+        """Whether what the last step used is there: a graph must not make an optimizer's state."""
+        if not self._graphs:
             return True
-        facts = self._facts()
-        are_same = len(facts) == len(self._captured)
-        return are_same and all(a is b for a, b in zip(facts, self._captured, strict=True))
+        now = self._replaceable()
+        return len(now) == len(self._used) and all(map(operator.is_, now, self._used))
 
     def _capture(
         self, entry: _Graph, tensors: list[torch.Tensor], args: Any, kwargs: Any
@@ -291,7 +288,7 @@ class CapturedStep(Generic[P, R]):
                 self._graphs.clear()  # they would go on with the other one
                 self._pool = torch.cuda.graph_pool_handle()  # the next capture cannot use that one
         if failure is None:
-            self._captured = self._facts()
+            self._used = self._replaceable()
         return failure
 
     def _replay(self, entry: _Graph, tensors: list[torch.Tensor]) -> R:

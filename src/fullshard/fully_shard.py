@@ -282,12 +282,6 @@ class FSDPModule(ShardedModule):
         if require_hooks(self).scheduler is not None:
             self._root_scheduler("reset_iter_state").abort()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, also those that were accumulated without communication."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        for unit in self._units(True):
-            unit.grads.drop_kept(unit.params)
-
     # Settings
 
     @contextmanager

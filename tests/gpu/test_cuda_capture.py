@@ -230,6 +230,20 @@ def test_other_shapes_eager_steps_and_loaded_states_come_between_replays(rank: R
         assert torch.equal(found, expected), losses
 
 
+@pytest.mark.parametrize("num_before", [2, 4])
+@on_ranks(2, backend="nccl")
+def test_an_optimizer_that_lost_its_state_is_warmed_up_again(rank: Rank, num_before: int) -> None:
+    eager, captured = (trained(rank, in_place) for _ in range(2))
+    step, given = capture(captured.step, warmup=2), batches(rank)
+    for run, one in ((eager, eager.step), (captured, step)):
+        for batch in given[:num_before]:  # without a graph yet, or with one
+            one(*batch)
+        run.optimizer.state.clear()
+    expected = [eager.step(*each) for each in given]
+    assert torch.equal(torch.stack([step(*each) for each in given]), torch.stack(expected))
+    assert step.num_graphs == 1
+
+
 @on_ranks(2, backend="nccl")
 def test_a_step_that_cannot_be_captured_is_named_and_leaves_the_model_usable(rank: Rank) -> None:
     eager, captured, fallen = (trained(rank, in_place) for _ in range(3))

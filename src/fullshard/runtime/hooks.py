@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -1048,6 +1048,15 @@ class ShardedModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; if it raises, reset the scheduler."""
         return require_hooks(self).guarded(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, also those that were accumulated without communication."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in units_below(cast(nn.Module, self)):
+            unit.grads.drop_kept(unit.params)
+            for param in (each.param for each in unit.params):  # maybe not what modules have now
+                if param.grad is not None:
+                    param.grad = None if set_to_none else param.grad.zero_()
 
     def set_uneven(self, is_uneven: bool = True) -> None:
         """Set whether ranks may run different units inside of this module, in any order.

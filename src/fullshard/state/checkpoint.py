@@ -833,15 +833,17 @@ def _plan_optimizer(
         )
     groups = optim_params([group["params"] for group in optimizer.param_groups], shards)
     saved = _saved_groups(stored)
+    trained = {name for group in saved or () for name in group["params"]} | set(by_name)
     if strict:
-        _require_same_params(groups, by_name, saved)
+        _require_same_params(groups, trained, are_all=bool(saved))
     options = saved_options(groups, saved or [], CheckpointError)
     params = [each for group in groups for each in group]
     states = _wanted_states(stored, params, match, by_name, wanted)
     values = {} if manifest is None or not manifest.optimizer else manifest.optimizer["values"]
     for each in params:
-        for name, value in values.get(each.names[0] if each.shards else "", {}).items():
-            states.setdefault(each.param, {})[name] = _from_json(value)
+        if not trained.isdisjoint(name for shard in each.shards for name in shard.names):
+            own = states.setdefault(each.param, {})  # stays empty if saved before its first step
+            own |= {n: _from_json(value) for n, value in values.get(each.names[0], {}).items()}
 
     def install() -> None:
         for group, changed in zip(optimizer.param_groups, options, strict=True):
@@ -854,8 +856,10 @@ def _plan_optimizer(
                         states[param][name] = there.copy_(value)
                     elif on_device and isinstance(value, torch.Tensor):
                         states[param][name] = value.to(param.device)
-                if param in states:
+                if states.get(param):
                     optimizer.state[param] = states[param]
+                elif param in states:
+                    optimizer.state.pop(param, None)
 
     return install
 
@@ -905,14 +909,11 @@ def _wanted_states(
 
 
 def _require_same_params(
-    groups: Sequence[Sequence[OptimParam]],
-    by_name: Mapping[str, Any],
-    saved: Sequence[Mapping[str, Any]] | None,
+    groups: Sequence[Sequence[OptimParam]], trained: set[str], *, are_all: bool
 ) -> None:
     shards = [shard for group in groups for each in group for shard in each.shards]
-    trained = {name for group in saved or () for name in group["params"]} | set(by_name)
     removed = sorted(trained - {name for shard in shards for name in shard.names})
-    added = sorted(shard.name for shard in shards if saved and not trained & set(shard.names))
+    added = sorted(shard.name for shard in shards if are_all and not trained & set(shard.names))
     if added or removed:
         raise CheckpointError(
             f"optimizer: it must train the parameters that were saved, found {added} added and "

@@ -244,9 +244,8 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
         _require(len(found) == len(pairs), "names", "there once", "one that is there twice")
         return found
 
-    found = json.loads(text, object_pairs_hook=unique)
-    _require(isinstance(found, dict), "JSON", "an object", found)
-    result: dict[str, Any] = found
+    result: dict[str, Any] = json.loads(text, object_pairs_hook=unique)
+    _require(isinstance(result, dict), "JSON", "an object", result)
     return result
 
 
