@@ -151,10 +151,7 @@ class Sides:
         self.inner = deepcopy(self.unsharded)
         self.model = self._sharded()
         # Those of a sharded model are asked for at once: later ones may be gathered.
-        self.params = {
-            name.replace("_fsdp_wrapped_module.", ""): param
-            for name, param in self.model.named_parameters()
-        }
+        self.params = named_params(self.model)
         self.models: tuple[nn.Module, nn.Module] = (self.unsharded, self.model)
         self.optimizers = [
             torch.optim.SGD(model.parameters(), lr=0.05, momentum=program.momentum)
@@ -267,16 +264,21 @@ class Sides:
     def check_params(self) -> None:
         if self.is_wrapped:
             with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-                found = {
-                    name.replace("_fsdp_wrapped_module.", ""): param.detach().clone()
-                    for name, param in self.model.named_parameters()
-                }
+                summoned = named_params(self.model)
+                found = {name: param.detach().clone() for name, param in summoned.items()}
         else:
             found = {name: full_tensor(param).detach() for name, param in self.params.items()}
         expected = dict(self.unsharded.named_parameters())
         assert found.keys() == expected.keys()
         for name, value in found.items():
             assert_same(name, value, expected[name].detach())
+
+
+def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What modules have at this time, by the names of the unsharded model."""
+    return {
+        name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()
+    }
 
 
 def assert_same(subject: str, found: Tensor, expected: Tensor) -> None:
@@ -398,10 +400,10 @@ def freezing(sides: Sides, action: Action) -> None:
     sides.zero_grad()
     prefix = ("embedding", "head", "blocks.0", "shift", "")[action.choice % 5]
     is_trained = not prefix or action.choice // 5 % 2 == 1
-    for name, param in sides.unsharded.named_parameters():
-        if name.startswith(prefix):
-            param.requires_grad_(is_trained)
-            sides.params[name].requires_grad_(is_trained)
+    for model in sides.models:
+        for name, param in named_params(model).items():
+            if name.startswith(prefix):
+                param.requires_grad_(is_trained)
 
 
 def without_all_reduce(sides: Sides, action: Action) -> None:
