@@ -51,10 +51,15 @@ class Ordered(Device):
 
 @contextmanager
 def ordered_and_small() -> Iterator[None]:
+    with patch("fullshard.runtime.build.device_for", Ordered), small():
+        yield
+
+
+@contextmanager
+def small() -> Iterator[None]:
     """Buckets are large from 1 KiB on, and every parameter has one."""
     lanes, free = "fullshard.unit.grad_buckets", CostModel(0.0, 0.0, 1024)
     with (
-        patch("fullshard.runtime.build.device_for", Ordered),
         patch(f"{lanes}.PIECE_BYTES", 512),
         patch(f"{lanes}.FEW_RANKS_FACTOR", 1),
         patch(f"{lanes}.SMALLEST_PIECE_PART_BYTES", 64),
