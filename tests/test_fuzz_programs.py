@@ -244,7 +244,7 @@ class Sides:
             self.model.set_requires_gradient_sync(True)
 
     def check_grads(self) -> None:
-        """A backward that reduces has ended: gradients are what all ranks have in sum."""
+        """After a backward that reduces: gradients are the mean of those of all ranks."""
         if self.program.api == "flat wrapper":
             return  # has those of flat parameters; what a step does with them is compared
         summoned: AbstractContextManager[None] = nullcontext()
@@ -297,8 +297,7 @@ def step(sides: Sides, action: Action) -> None:
 
 
 def clipped_step(sides: Sides, action: Action) -> None:
-    sides.backward(action.seed)
-    sides.check_grads()
+    backward(sides, action)
     expected = nn.utils.clip_grad_norm_(sides.unsharded.parameters(), 0.1)
     if sides.is_wrapped:
         found = sides.model.clip_grad_norm_(0.1)
