@@ -511,8 +511,8 @@ def check(program: Program, backend: str = "gloo") -> None:
 
 # FUZZ=500 tries that many, other ones each time.
 num_programs = int(os.environ.get("FUZZ", "0"))
-some = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 8)
-few = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 4)
+some = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 6)
+few = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 3)
 
 
 @some

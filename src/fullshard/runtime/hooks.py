@@ -1055,8 +1055,10 @@ class ShardedModule:
         for unit in units_below(cast(nn.Module, self)):
             unit.grads.drop_kept(unit.params)
             for param in (each.param for each in unit.params):  # maybe not what modules have now
-                if param.grad is not None:
-                    param.grad = None if set_to_none else param.grad.zero_()
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.zero_()
 
     def set_uneven(self, is_uneven: bool = True) -> None:
         """Set whether ranks may run different units inside of this module, in any order.

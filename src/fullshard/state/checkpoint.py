@@ -593,10 +593,8 @@ def _packed(state: Mapping[str, Any], checkpoint_id: str) -> bytes:
 def random_state() -> dict[str, Any]:
     """The state of all generators that this process draws from."""
     version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
-        "torch": torch.get_rng_state(),
-    }
+    python = [version, list(internal), gauss]
+    state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")  # torch alone does not need it
     if numpy is not None:
         kind, keys, *others = numpy.random.get_state(legacy=True)
@@ -789,9 +787,8 @@ def _match_model(
                 f"{shard.name}: parameters must have memory to be loaded into, found it on meta; "
                 "call model.to_empty(device=...) first."
             )
-        found = stored.shape(key)
-        is_same = found == tuple(shard.shape)
-        return "" if is_same else f"{list(shard.shape)} is expected, found {list(found)}"
+        found, expected = list(stored.shape(key)), list(shard.shape)
+        return "" if found == expected else f"{expected} is expected, found {found}"
 
     # Programs of others nest their state dicts as they like.
     names = [name for shard in shards for name in shard.names]
