@@ -24,9 +24,10 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
+from fullshard.runtime.names import clean_name
 from fullshard.state import load, save
 from fullshard.testing import Rank, pool
-from tests.test_large_gradients import ordered_and_small, small
+from tests.test_large_gradients import ordered_and_small, small_buckets
 from tests.wrapped import full
 
 VOCABULARY, WIDTH, MAX_BLOCKS = 64, 8, 3
@@ -274,9 +275,7 @@ class Sides:
 
 def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """What modules have at this time, by the names of the unsharded model."""
-    return {
-        name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()
-    }
+    return {clean_name(name): param for name, param in model.named_parameters()}
 
 
 def assert_same(subject: str, found: Tensor, expected: Tensor) -> None:
@@ -452,7 +451,7 @@ KINDS: dict[str, Callable[[Sides, Action], None]] = {
 
 
 def run(rank: Rank, program: Program, folder: Path) -> None:
-    large = ordered_and_small() if rank.device.type == "cpu" else small()
+    large = ordered_and_small() if rank.device.type == "cpu" else small_buckets()
     with large if program.has_large_units else nullcontext():
         sides = Sides(rank, program, folder)
         for action in program.actions:

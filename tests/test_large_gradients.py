@@ -51,12 +51,12 @@ class Ordered(Device):
 
 @contextmanager
 def ordered_and_small() -> Iterator[None]:
-    with patch("fullshard.runtime.build.device_for", Ordered), small():
+    with patch("fullshard.runtime.build.device_for", Ordered), small_buckets():
         yield
 
 
 @contextmanager
-def small() -> Iterator[None]:
+def small_buckets() -> Iterator[None]:
     """Buckets are large from 1 KiB on, and every parameter has one."""
     lanes, free = "fullshard.unit.grad_buckets", CostModel(0.0, 0.0, 1024)
     with (

@@ -230,13 +230,12 @@ def test_other_shapes_eager_steps_and_loaded_states_come_between_replays(rank: R
         assert torch.equal(found, expected), losses
 
 
-@pytest.mark.parametrize("num_before", [2, 4])
 @on_ranks(2, backend="nccl")
-def test_an_optimizer_that_lost_its_state_is_warmed_up_again(rank: Rank, num_before: int) -> None:
+def test_an_optimizer_that_lost_its_state_before_the_capture_is_warmed_up_again(rank: Rank) -> None:
     eager, captured = (trained(rank, in_place) for _ in range(2))
     step, given = capture(captured.step, warmup=2), batches(rank)
     for run, one in ((eager, eager.step), (captured, step)):
-        for batch in given[:num_before]:  # without a graph yet, or with one
+        for batch in given[:2]:  # the next one would be captured
             one(*batch)
         run.optimizer.state.clear()
     expected = [eager.step(*each) for each in given]
