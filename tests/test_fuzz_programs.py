@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
     ShardingStrategy,
+    StateDictType,
+    by_unit,
     fully_shard,
 )
 from fullshard.runtime.names import clean_name
 from fullshard.state import load, save
 from fullshard.testing import Rank, pool
-from tests.test_large_gradients import ordered_and_small, small_buckets
+from tests.test_large_gradients import Ordered, small_buckets
 from tests.wrapped import full
 
 VOCABULARY, WIDTH, MAX_BLOCKS = 64, 8, 3
@@ -60,10 +71,14 @@ class Program:
     mesh: tuple[int, ...]
     num_blocks: int
     reshards: bool
-    momentum: float
-    has_large_units: bool  # as large models have on a device with streams
+    optimizer: str  # "plain", "momentum" or "adam"
+    is_by_unit: bool
+    is_cast: bool  # stored in float32, computed in float64
+    has_large_units: bool  # as large models have on an accelerator
     is_offloaded: bool
     embedding_is_unit: bool
+    head_is_embedding: bool
+    has_nested_units: bool
     actions: tuple[Action, ...]
 
 
@@ -92,14 +107,17 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, head_is_embedding: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.shift = nn.Parameter(torch.ones(WIDTH))
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if head_is_embedding:
+            self.head.weight = self.embedding.weight
         self.way = Way()
+        self.embedded = torch.empty(0)  # by the last forward
         self.failing: tuple[str, int] = ("", 0)  # in which phase, at which block
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -108,6 +126,7 @@ class Model(nn.Module):
             x = checkpoint(self._embedded, tokens, use_reentrant=False)
         else:
             x = self._embedded(tokens)
+        self.embedded = x
         if way.reads_embedding:
             of_rows = x.mean((1, 2), keepdim=True) * self.embedding.weight
             x = x + of_rows.mean((1, 2), keepdim=True)
@@ -147,17 +166,25 @@ class Sides:
 
     def __init__(self, rank: Rank, program: Program, folder: Path) -> None:
         self.rank, self.program, self.folder = rank, program, folder
-        self.unsharded = Model(program.num_blocks).double().to(rank.device)
-        self.inner = deepcopy(self.unsharded)
+        self.inner = Model(program.num_blocks, program.head_is_embedding).to(rank.device)
+        self.unsharded = deepcopy(self.inner).double()
+        if not program.is_cast:
+            self.inner.double()
         self.model = self._sharded()
         # Those of a sharded model are asked for at once: later ones may be gathered.
         self.params = named_params(self.model)
         self.models: tuple[nn.Module, nn.Module] = (self.unsharded, self.model)
         self.optimizers = [
-            torch.optim.SGD(model.parameters(), lr=0.05, momentum=program.momentum)
-            for model in self.models
+            optimizer_of(model.parameters(), program.optimizer) for model in self.models
         ]
+        if program.is_by_unit:
+            by_unit(self.optimizers[1])
         self.num_saves = 0
+
+    def run(self) -> None:
+        for action in self.program.actions:
+            self.follow(action.way)
+            KINDS[action.kind](self, action)
 
     @property
     def is_wrapped(self) -> bool:
@@ -165,6 +192,7 @@ class Sides:
 
     def _sharded(self) -> Any:
         program, model = self.program, self.inner
+        computed = torch.float64 if program.is_cast else None
         names = ("replicate", "shard") if len(program.mesh) == 2 else None
         mesh = self.rank.mesh(program.mesh, names)
         if self.is_wrapped:
@@ -181,15 +209,24 @@ class Sides:
                     device_mesh=mesh,
                     sharding_strategy=strategy,
                     use_orig_params=program.api == "wrapper",
+                    mixed_precision=MixedPrecision(computed, computed),
                 )
 
             for number, block in enumerate(model.blocks):
+                if program.has_nested_units:
+                    block.up = wrapped(block.up)
                 model.blocks[number] = wrapped(block)
             return wrapped(model)
-        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": program.reshards}
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": program.reshards,
+            "mp_policy": MixedPrecisionPolicy(computed, computed),
+        }
         if program.is_offloaded:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         for block in model.blocks:
+            if program.has_nested_units:
+                fully_shard(block.up, **options)
             fully_shard(block, **options)
         if program.embedding_is_unit:
             fully_shard(model.embedding, **options)
@@ -214,7 +251,7 @@ class Sides:
         everyones, own = (
             model(batch) for model, batch in zip(self.models, self.batches(seed), strict=True)
         )
-        assert_same("output", own.detach(), everyones[self.rows].detach())
+        self.assert_same("output", own.detach(), everyones[self.rows].detach())
         return everyones, own
 
     def losses(self, seed: int) -> tuple[Tensor, Tensor]:
@@ -234,6 +271,12 @@ class Sides:
         for model in self.models:
             model.zero_grad()
 
+    def train_sharded_alone(self, seed: int) -> None:
+        """A step that is undone by loading what was saved before."""
+        self.model(self.batches(seed)[1]).square().mean().backward()
+        self.optimizers[1].step()
+        self.zero_grad()
+
     @contextmanager
     def without_reducing(self) -> Iterator[None]:
         if self.is_wrapped:
@@ -243,6 +286,12 @@ class Sides:
             self.model.set_requires_gradient_sync(False)
             yield
             self.model.set_requires_gradient_sync(True)
+
+    def assert_same(self, subject: str, found: Tensor, expected: Tensor) -> None:
+        rtol, atol = (1e-4, 1e-5) if self.program.is_cast else (1e-9, 1e-11)
+        torch.testing.assert_close(
+            found.to(expected), expected, rtol=rtol, atol=atol, msg=lambda m: f"{subject}: {m}"
+        )
 
     def check_grads(self) -> None:
         """After a backward that reduces: gradients are the mean of those of all ranks."""
@@ -258,7 +307,7 @@ class Sides:
                 if param.grad is not None:
                     found = full(param.grad)
                 expected = torch.zeros_like(reference) if reference.grad is None else reference.grad
-                assert_same(f"gradient of {name}", found, expected)
+                self.assert_same(f"gradient of {name}", found, expected)
 
     def check_params(self) -> None:
         if self.is_wrapped:
@@ -270,18 +319,18 @@ class Sides:
         expected = dict(self.unsharded.named_parameters())
         assert found.keys() == expected.keys()
         for name, value in found.items():
-            assert_same(name, value, expected[name].detach())
+            self.assert_same(name, value, expected[name].detach())
+
+
+def optimizer_of(params: Iterator[nn.Parameter], kind: str) -> Optimizer:
+    if kind == "adam":
+        return AdamW(params, lr=0.01, eps=1e-3)
+    return SGD(params, lr=0.05, momentum=0.9 if kind == "momentum" else 0.0)
 
 
 def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """What modules have at this time, by the names of the unsharded model."""
     return {clean_name(name): param for name, param in model.named_parameters()}
-
-
-def assert_same(subject: str, found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(
-        found.to(expected), expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{subject}: {m}"
-    )
 
 
 def backward(sides: Sides, action: Action) -> None:
@@ -302,7 +351,7 @@ def clipped_step(sides: Sides, action: Action) -> None:
         found = sides.model.clip_grad_norm_(0.1)
     else:
         found = nn.utils.clip_grad_norm_(sides.params.values(), 0.1)
-    torch.testing.assert_close(full(found).to(expected), expected, rtol=1e-6, atol=1e-9)
+    sides.assert_same("norm", full(found), expected)
     sides.step()
     sides.check_params()
 
@@ -330,6 +379,30 @@ def two_forwards(sides: Sides, action: Action) -> None:
             for loss in (first, second) if action.choice % 3 == 1 else (second, first):
                 loss.backward()
     sides.check_grads()
+
+
+def zeroed_before_backward(sides: Sides, action: Action) -> None:
+    losses = sides.losses(action.seed)
+    sides.zero_grad()
+    for loss in losses:
+        loss.backward()
+    sides.check_grads()
+
+
+def grad_of_activations(sides: Sides, action: Action) -> None:
+    """Without gradients of parameters, or, every other time, before them."""
+    # What torch's reentrant checkpoints do not allow.
+    sides.follow(replace(action.way, checkpoint=action.way.checkpoint.removeprefix("reentrant")))
+    everyones, own = sides.losses(action.seed)
+    if not everyones.requires_grad or not sides.unsharded.embedded.requires_grad:
+        return
+    (expected,) = torch.autograd.grad(everyones, sides.unsharded.embedded, retain_graph=True)
+    (found,) = torch.autograd.grad(own, sides.inner.embedded, retain_graph=True)
+    sides.assert_same("gradient", found, expected[sides.rows] * sides.rank.size)
+    if action.choice % 2:
+        for loss in (everyones, own):
+            loss.backward()
+        sides.check_grads()
 
 
 def evaluation(sides: Sides, action: Action) -> None:
@@ -379,16 +452,66 @@ def state_dict(sides: Sides, action: Action) -> None:
     sides.check_params()
 
 
+def optimizer_state_dict(sides: Sides, action: Action) -> None:
+    """Through torch's functions for either API, into a model that has been trained since."""
+    sides.zero_grad()
+    model, optimizer = sides.model, sides.optimizers[1]
+    if any(param not in optimizer.state for param in optimizer.param_groups[0]["params"]):
+        return  # torch's functions make what is missing by a step
+    is_full = action.choice % 2 == 0
+    if not sides.is_wrapped:
+        model.set_reshard_after_backward(True)  # they look for shards in the model
+    if sides.is_wrapped:
+        kind = StateDictType.FULL_STATE_DICT if is_full else StateDictType.SHARDED_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            of_model = model.state_dict()
+            of_optimizer = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            sides.train_sharded_alone(action.seed)
+            model.load_state_dict(of_model)
+            optimizer.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, of_optimizer)
+            )
+    else:
+        options = StateDictOptions(full_state_dict=is_full)
+        states = deepcopy(get_state_dict(model, optimizer, options=options))
+        sides.train_sharded_alone(action.seed)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=states[0],
+            optim_state_dict=states[1],
+            options=options,
+        )
+    sides.check_params()
+
+
 def saved_and_loaded(sides: Sides, action: Action) -> None:
     sides.zero_grad()
     sides.num_saves += 1
     path = sides.folder / str(sides.num_saves)
     save(path, sides.model, sides.optimizers[1])
-    sides.model(sides.batches(action.seed)[1]).sum().backward()
-    sides.optimizers[1].step()
-    sides.zero_grad()
+    sides.train_sharded_alone(action.seed)
     load(path, sides.model, sides.optimizers[1])
     sides.check_params()
+
+
+def edited(sides: Sides, action: Action) -> None:
+    """Parameters are changed in place."""
+    summoned: AbstractContextManager[None] = nullcontext()
+    if sides.is_wrapped:
+        summoned = FullyShardedDataParallel.summon_full_params(sides.model)
+    with torch.no_grad(), summoned:
+        of_sharded = sides.model.parameters() if sides.is_wrapped else sides.params.values()
+        for param in (*sides.unsharded.parameters(), *of_sharded):
+            param.mul_(0.9)
+    sides.check_params()
+
+
+def not_the_last_backward(sides: Sides, action: Action) -> None:
+    sides.model.set_is_last_backward(False)
+    sides.backward(action.seed)
+    sides.model.set_is_last_backward(True)
+    backward(sides, action)
 
 
 def freezing(sides: Sides, action: Action) -> None:
@@ -435,34 +558,50 @@ KINDS: dict[str, Callable[[Sides, Action], None]] = {
         backward_twice,
         backward_of_halves,
         two_forwards,
+        zeroed_before_backward,
+        grad_of_activations,
         evaluation,
         evaluation_before_backward,
         forward_alone,
         failure,
         accumulation,
         state_dict,
+        optimizer_state_dict,
         saved_and_loaded,
+        edited,
         freezing,
         unsharding,
         setting,
+        not_the_last_backward,
         without_all_reduce,
     )
 }
 
 
 def run(rank: Rank, program: Program, folder: Path) -> None:
-    large = ordered_and_small() if rank.device.type == "cpu" else small_buckets()
-    with large if program.has_large_units else nullcontext():
-        sides = Sides(rank, program, folder)
-        for action in program.actions:
-            sides.follow(action.way)
-            KINDS[action.kind](sides, action)
+    with ExitStack() as stack:
+        if rank.device.type == "cpu" and (program.has_large_units or program.is_offloaded):
+            stack.enter_context(as_accelerator())
+        if program.has_large_units:
+            stack.enter_context(small_buckets())
+        Sides(rank, program, folder).run()
+
+
+@contextmanager
+def as_accelerator() -> Iterator[None]:
+    """The engine does what it does on a device with streams, of which the host is not part."""
+    with (
+        patch("fullshard.runtime.build.device_for", lambda _: Ordered(torch.device("cpu", 0))),
+        patch("fullshard.unit.all_gather.type_of", lambda _: "cuda"),
+    ):
+        yield
 
 
 @st.composite
 def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> Program:
     is_wrapped, mesh = api != "fully_shard", draw(st.sampled_from(meshes))
     embedding_is_unit = not is_wrapped and draw(st.sampled_from([False, False, True]))
+    is_cast = draw(st.sampled_from([False, False, True]))
     # Nobody may read the weight of another unit.
     shares_embedding = not embedding_is_unit and api != "flat wrapper"
     block_numbers = st.sampled_from([None, None, None, *range(MAX_BLOCKS)])
@@ -477,7 +616,7 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
     )
     kinds = set(KINDS)
     if is_wrapped:
-        kinds -= {"unsharding", "setting"}
+        kinds -= {"unsharding", "setting", "not_the_last_backward"}
     if is_wrapped or len(mesh) == 1:
         kinds -= {"without_all_reduce"}
     if api == "flat wrapper":
@@ -494,10 +633,14 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
         mesh=mesh,
         num_blocks=draw(st.integers(1, MAX_BLOCKS)),
         reshards=draw(st.booleans()),
-        momentum=draw(st.sampled_from([0.0, 0.9])),
+        optimizer=draw(st.sampled_from(["plain", "momentum", *(() if is_cast else ("adam",))])),
+        is_by_unit=draw(st.sampled_from([False, False, True])),
+        is_cast=is_cast,
         has_large_units=draw(st.booleans()),
         is_offloaded=not is_wrapped and draw(st.sampled_from([False, False, False, True])),
         embedding_is_unit=embedding_is_unit,
+        head_is_embedding=not embedding_is_unit and draw(st.sampled_from([False, False, True])),
+        has_nested_units=draw(st.booleans()),
         actions=tuple(draw(st.lists(actions, min_size=4, max_size=12))),
     )
 

@@ -450,3 +450,18 @@ def test_an_optimizer_step_reaches_units_that_stay_unsharded(rank: Rank, reshard
             optimizer.zero_grad()
         for shard_, other in zip(shards, reference.parameters(), strict=True):
             torch.testing.assert_close(full(shard_.detach()), other.detach())
+
+
+@on_ranks(2)
+def test_an_optimizer_step_reaches_what_a_forward_kept_for_its_backward(rank: Rank) -> None:
+    models = two_models()
+    model, reference = models
+    fully_shard(model.first, mesh=rank.mesh(), reshard_after_forward=True)
+    fully_shard(model, mesh=rank.mesh(), reshard_after_forward=True)
+    optimizers = [SGD(each.parameters(), lr=0.1) for each in models]
+    batch = batch_of(1, rank.rank)
+    backward_both(rank, *models, 0)
+    model(batch)  # its backward never comes
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(model(batch), reference(batch))

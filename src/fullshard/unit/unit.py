@@ -303,10 +303,10 @@ class Unit:
         self._require_not_summoned()
         self._is_training_followed = False
         versions = self._shard_versions()
-        if self.state is not SHARDED:
-            if self._versions == versions:
-                return
-            self.reshard_now()
+        if self._versions != versions:
+            self.reshard_now()  # also memory that the last forward kept for a backward
+        elif self.state is not SHARDED:
+            return
         self._versions = versions
         is_current = self._follow_registered()
         if self.flat is not None and self._shard_buffers is not None:
