@@ -193,12 +193,33 @@ def wait_for_return(scenario: Scenario, store: TCPStore, step: int) -> None:
         time.sleep(0.001)
 
 
+def start_store() -> tuple[int, int]:
+    """A store in a process of its own, and its port.
+
+    It has a thread, which may hold a lock of the resolver while a rank is forked, and the rank
+    would wait for that lock forever.
+    """
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        end_with_launcher()
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        os.write(into, str(store.port).encode())
+        os.close(into)
+        while True:
+            signal.pause()
+    os.close(into)
+    with open(out, "rb") as ports:
+        return pid, int(ports.read())
+
+
 class Supervisor:
     """Starts replicas, and again if one of their ranks has ended badly."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.store_pid, self.port = start_store()
+        self.store = TCPStore("localhost", self.port, is_master=False)
         self.pids: dict[int, tuple[int, int]] = {}
         self.out, self.into = os.pipe()
 
@@ -209,7 +230,7 @@ class Supervisor:
                 status = 1
                 try:
                     end_with_launcher()
-                    rank(self.scenario, self.store.port, replica, start, index, self.into)
+                    rank(self.scenario, self.port, replica, start, index, self.into)
                     status = 0
                 except BaseException:
                     traceback.print_exc()
@@ -241,6 +262,8 @@ class Supervisor:
         for replica, start in self.ended():
             fullshard.ReplicaGroup.mark_dead(self.store, replica, start)
             self.start(replica, start + 1)
+        os.kill(self.store_pid, signal.SIGKILL)
+        os.waitpid(self.store_pid, 0)
 
 
 def main() -> None:
