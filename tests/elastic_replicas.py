@@ -196,8 +196,7 @@ def wait_for_return(scenario: Scenario, store: TCPStore, step: int) -> None:
 def start_store() -> tuple[int, int]:
     """A store in a process of its own, and its port.
 
-    It has a thread, which may hold a lock of the resolver while a rank is forked, and the rank
-    would wait for that lock forever.
+    It has a thread: a lock that this holds while a rank is forked would stay locked in the rank.
     """
     out, into = os.pipe()
     pid = os.fork()

@@ -459,8 +459,6 @@ def optimizer_state_dict(sides: Sides, action: Action) -> None:
     if any(param not in optimizer.state for param in optimizer.param_groups[0]["params"]):
         return  # torch's functions make what is missing by a step
     is_full = action.choice % 2 == 0
-    if not sides.is_wrapped:
-        model.set_reshard_after_backward(True)  # they look for shards in the model
     if sides.is_wrapped:
         kind = StateDictType.FULL_STATE_DICT if is_full else StateDictType.SHARDED_STATE_DICT
         with FullyShardedDataParallel.state_dict_type(model, kind):
@@ -472,6 +470,7 @@ def optimizer_state_dict(sides: Sides, action: Action) -> None:
                 FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, of_optimizer)
             )
     else:
+        model.set_reshard_after_backward(True)  # they look for shards in the model
         options = StateDictOptions(full_state_dict=is_full)
         states = deepcopy(get_state_dict(model, optimizer, options=options))
         sides.train_sharded_alone(action.seed)

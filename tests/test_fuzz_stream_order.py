@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from fullshard._torch import to_local
 from fullshard.comm.agreement import Agreement
 from tests.stream_order import emulated_streams
 from tests.test_fuzz_programs import Program, Sides, num_programs, programs
@@ -39,8 +40,7 @@ class Played(Sides):
     def check_grads(self) -> None:
         for param in self.model.parameters():
             if param.grad is not None:
-                local: Any = getattr(param.grad, "_local_tensor", param.grad)
-                local.sum()
+                to_local(param.grad).sum()
 
 
 def check(program: Program) -> None:

@@ -51,6 +51,7 @@ from fullshard.wrap import ModuleWrapPolicy
 from tests.counted import CountedGather, CountedReduce
 from tests.stream_order import StreamOrder, emulated_streams
 from tests.test_extensions import Quantised
+from tests.test_large_gradients import small_buckets
 
 WIDTH = 16
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -172,18 +173,6 @@ def small_pieces() -> Iterator[None]:
         patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 64),
         patch(f"{module}.NUM_PIECES", 5),
         patch(f"{module}.FEWEST_CUT_RANKS", 1),
-    ):
-        yield
-
-
-@contextmanager
-def large_from_1_kib() -> Iterator[None]:
-    lanes = "fullshard.unit.grad_buckets"
-    with (
-        own_buckets(CostModel(0.0, 0.0, 1024)),
-        patch(f"{lanes}.PIECE_BYTES", 512),
-        patch(f"{lanes}.FEW_RANKS_FACTOR", 1),
-        patch(f"{lanes}.SMALLEST_PIECE_PART_BYTES", 64),
     ):
         yield
 
@@ -610,7 +599,7 @@ def failure_in_a_hook_of_a_parameter(order: StreamOrder) -> None:
 
 @scenario(2)
 def large_gradients(order: StreamOrder) -> None:
-    with large_from_1_kib():
+    with small_buckets():
         train(sharded())
 
 
@@ -628,7 +617,7 @@ class WithVocabulary(nn.Module):
 
 @scenario(2)
 def large_parameters_that_backward_does_not_read(order: StreamOrder) -> None:
-    with large_from_1_kib():
+    with small_buckets():
         model = sharded(WithVocabulary(), policy=BF16_COMPUTE)
         optimizer = sgd(model)
         for _ in range(3):
@@ -639,7 +628,7 @@ def large_parameters_that_backward_does_not_read(order: StreamOrder) -> None:
 
 @scenario(2)
 def large_parameters_that_are_read_after_they_were_released(order: StreamOrder) -> None:
-    with large_from_1_kib():
+    with small_buckets():
         model = sharded(WithVocabulary(), policy=BF16_COMPUTE)
         optimizer = sgd(model)
         for step in range(4):
@@ -655,19 +644,19 @@ def large_parameters_that_are_read_after_they_were_released(order: StreamOrder) 
 
 @scenario(2, 1)
 def large_gradients_reduced_in_bfloat16(order: StreamOrder) -> None:
-    with large_from_1_kib():
+    with small_buckets():
         train(sharded(policy=BF16_REDUCE))
 
 
 @scenario(2)
 def large_gradients_sent_in_bfloat16(order: StreamOrder) -> None:
-    with large_from_1_kib():
+    with small_buckets():
         train(sharded(policy=BF16_SENT))
 
 
 @scenario(4, streams=("gather", "reduce", "replicate"))
 def large_gradients_of_replicas(order: StreamOrder) -> None:
-    with large_from_1_kib(), patch("fullshard.unit.context.MAX_EARLY_BYTES", 1 << 12):
+    with small_buckets(), patch("fullshard.unit.context.MAX_EARLY_BYTES", 1 << 12):
         train(sharded(mesh=mesh_of(2, 2), policy=BF16_COMPUTE))
 
 
