@@ -60,56 +60,63 @@ def test_peak_memory_is_not_above_that_of_torchs_door(precision: bool) -> None:
     assert own_peak <= torch_peak
 
 
-def overlap_of_a_step(rank: Rank, model: Transformer) -> dict[str, float]:
-    """Of what could overlap with compute, how much does: gathers, reduces."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    batch = torch.randint(0, 1024, (32, 1024), device=rank.device)
+class Overlap:
+    """Of what could overlap with compute, how much does in a step: gathers, reduces."""
 
-    def step() -> None:
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def __init__(self, rank: Rank, model: Transformer) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        self.batch = torch.randint(0, 1024, (32, 1024), device=rank.device)
+        for _ in range(3):
+            self.step()
 
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities, acc_events=True) as profiled:
-        step()
+    def step(self) -> None:
+        self.model(self.batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def of_a_step(self) -> list[float]:
         torch.cuda.synchronize()
-    names = {event.key for event in profiled.key_averages()}
-    if isinstance(model, FSDPModule):
-        assert "aten::record_stream" not in names
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiled.export_chrome_trace(str(path))
-        compute, gathers, reduces = busy_intervals(path)
-    # As much as there is of the shorter of the two can overlap: over sockets, compute is.
-    return {
-        name: overlap_us(kernels, compute) / min(total_us(kernels), total_us(compute))
-        for name, kernels in {"gather": gathers, "reduce": reduces}.items()
-    }
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities, acc_events=True) as profiled:
+            self.step()
+            torch.cuda.synchronize()
+        if isinstance(self.model, FSDPModule):
+            names = {event.key for event in profiled.key_averages()}
+            assert "aten::record_stream" not in names
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiled.export_chrome_trace(str(path))
+            compute, gathers, reduces = busy_intervals(path)
+        # As much as there is of the shorter of the two can overlap: over sockets, compute is.
+        return [
+            overlap_us(kernels, compute) / min(total_us(kernels), total_us(compute))
+            for kernels in (gathers, reduces)
+        ]
 
 
 @on_ranks(2, backend="nccl")
 def test_gathers_and_reduces_overlap_with_compute_and_record_no_stream(rank: Rank) -> None:
     apis = {
-        "torch": (torch_fully_shard, TorchPrecision(**PRECISION)),
-        "ours": (fully_shard, MixedPrecisionPolicy(**PRECISION)),
+        torch_fully_shard: TorchPrecision(**PRECISION),
+        fully_shard: MixedPrecisionPolicy(**PRECISION),
     }
-    shares = {}
-    for name, (api, policy) in apis.items():
+    overlaps = []
+    for api, policy in apis.items():
         torch.manual_seed(0)
         model = Transformer(num_blocks=8, width=1024, vocabulary=1024).to(rank.device)
         shard_blocks(model, api, mesh=rank.mesh(), mp_policy=policy)
-        shares[name] = overlap_of_a_step(rank, model)
-    print(shares)
-    # The mean over ranks: they share one device, of which either may get more.
-    mean = torch.tensor([list(shares[name].values()) for name in apis], device=rank.device)
-    dist.all_reduce(mean, dist.ReduceOp.AVG)
-    torchs, ours = mean
-    assert (ours > 0.15).all()
-    assert (ours > 0.75 * torchs).all()
+        overlaps.append(Overlap(rank, model))
+    shares = torch.tensor(
+        [[overlap.of_a_step() for overlap in overlaps] for _ in range(5)], device=rank.device
+    )
+    # The mean over ranks: they share one device, of which either may get more. Then the best
+    # step: others may use the device, too, but where streams wait for each other none overlaps.
+    dist.all_reduce(shares, dist.ReduceOp.AVG)
+    torchs, ours = shares.amax(0)
+    print(shares.tolist())
+    assert (ours > 0.15).all(), shares
+    assert (ours > 0.75 * torchs).all(), shares
 
 
 def test_a_long_run_on_a_busy_gpu_reads_no_memory_that_was_given_away() -> None:
