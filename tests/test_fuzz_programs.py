@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,10 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor import Shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import (
+    BackwardPrefetch,
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -70,7 +73,9 @@ class Program:
     api: str
     mesh: tuple[int, ...]
     num_blocks: int
-    reshards: bool
+    reshards: bool | int
+    prefetches: BackwardPrefetch | None  # of a wrapper
+    splits_columns: bool
     optimizer: str  # "plain", "momentum" or "adam"
     is_by_unit: bool
     is_cast: bool  # stored in float32, computed in float64
@@ -79,6 +84,7 @@ class Program:
     embedding_is_unit: bool
     head_is_embedding: bool
     has_nested_units: bool
+    norm_goes_with_head: bool  # in one unit
     actions: tuple[Action, ...]
 
 
@@ -174,12 +180,16 @@ class Sides:
         # Those of a sharded model are asked for at once: later ones may be gathered.
         self.params = named_params(self.model)
         self.models: tuple[nn.Module, nn.Module] = (self.unsharded, self.model)
-        self.optimizers = [
-            optimizer_of(model.parameters(), program.optimizer) for model in self.models
-        ]
-        if program.is_by_unit:
-            by_unit(self.optimizers[1])
+        self.make_optimizers()
         self.num_saves = 0
+
+    def make_optimizers(self) -> None:
+        self.optimizers = [
+            optimizer_of(list(params), self.program.optimizer)
+            for params in (self.unsharded.parameters(), self.params.values())
+        ]
+        if self.program.is_by_unit:
+            by_unit(self.optimizers[1])
 
     def run(self) -> None:
         for action in self.program.actions:
@@ -201,7 +211,7 @@ class Sides:
                 (1, False): ShardingStrategy.SHARD_GRAD_OP,
                 (2, True): ShardingStrategy.HYBRID_SHARD,
                 (2, False): ShardingStrategy._HYBRID_SHARD_ZERO2,
-            }[len(program.mesh), program.reshards]
+            }[len(program.mesh), bool(program.reshards)]
 
             def wrapped(module: nn.Module) -> FullyShardedDataParallel:
                 return FullyShardedDataParallel(
@@ -210,6 +220,7 @@ class Sides:
                     sharding_strategy=strategy,
                     use_orig_params=program.api == "wrapper",
                     mixed_precision=MixedPrecision(computed, computed),
+                    backward_prefetch=program.prefetches,
                 )
 
             for number, block in enumerate(model.blocks):
@@ -224,12 +235,16 @@ class Sides:
         }
         if program.is_offloaded:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        if program.splits_columns:
+            options["shard_placement_fn"] = lambda param: Shard(param.ndim - 1)
         for block in model.blocks:
             if program.has_nested_units:
                 fully_shard(block.up, **options)
             fully_shard(block, **options)
         if program.embedding_is_unit:
             fully_shard(model.embedding, **options)
+        if program.norm_goes_with_head:
+            fully_shard([model.norm, model.head], **options)
         return fully_shard(model, **options)
 
     def follow(self, way: Way) -> None:
@@ -267,9 +282,14 @@ class Sides:
             optimizer.step()
         self.zero_grad()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
         for model in self.models:
-            model.zero_grad()
+            model.zero_grad(set_to_none)
+
+    @property
+    def all_params(self) -> list[nn.Parameter]:
+        """The parameters of both, as optimizers see them."""
+        return [*self.unsharded.parameters(), *self.params.values()]
 
     def train_sharded_alone(self, seed: int) -> None:
         """A step that is undone by loading what was saved before."""
@@ -322,7 +342,7 @@ class Sides:
             self.assert_same(name, value, expected[name].detach())
 
 
-def optimizer_of(params: Iterator[nn.Parameter], kind: str) -> Optimizer:
+def optimizer_of(params: list[nn.Parameter], kind: str) -> Optimizer:
     if kind == "adam":
         return AdamW(params, lr=0.01, eps=1e-3)
     return SGD(params, lr=0.05, momentum=0.9 if kind == "momentum" else 0.0)
@@ -346,11 +366,12 @@ def step(sides: Sides, action: Action) -> None:
 
 def clipped_step(sides: Sides, action: Action) -> None:
     backward(sides, action)
-    expected = nn.utils.clip_grad_norm_(sides.unsharded.parameters(), 0.1)
+    kind = (2.0, 1.0, inf)[action.choice % 3]
+    expected = nn.utils.clip_grad_norm_(sides.unsharded.parameters(), 0.1, kind)
     if sides.is_wrapped:
-        found = sides.model.clip_grad_norm_(0.1)
+        found = sides.model.clip_grad_norm_(0.1, kind)
     else:
-        found = nn.utils.clip_grad_norm_(sides.params.values(), 0.1)
+        found = nn.utils.clip_grad_norm_(sides.params.values(), 0.1, kind)
     sides.assert_same("norm", full(found), expected)
     sides.step()
     sides.check_params()
@@ -383,7 +404,7 @@ def two_forwards(sides: Sides, action: Action) -> None:
 
 def zeroed_before_backward(sides: Sides, action: Action) -> None:
     losses = sides.losses(action.seed)
-    sides.zero_grad()
+    sides.zero_grad(set_to_none=action.choice % 2 == 0)
     for loss in losses:
         loss.backward()
     sides.check_grads()
@@ -494,6 +515,46 @@ def saved_and_loaded(sides: Sides, action: Action) -> None:
     sides.check_params()
 
 
+def edited_grads(sides: Sides, action: Action) -> None:
+    """Gradients are changed in place, and the next backward adds to them."""
+    backward(sides, action)
+    for param in sides.all_params:
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+    backward(sides, action)
+
+
+def hooked_step(sides: Sides, action: Action) -> None:
+    """A hook changes every gradient, or does the step, when the gradient is complete."""
+    sides.zero_grad()
+    sides.follow(replace(action.way, checkpoint=action.way.checkpoint.removeprefix("reentrant")))
+
+    def change(param: Tensor) -> None:
+        assert param.grad is not None
+        if action.choice % 2:
+            param.grad.mul_(2.0)
+        else:
+            with torch.no_grad():
+                param.add_(param.grad, alpha=-0.05)
+
+    handles = [
+        param.register_post_accumulate_grad_hook(change)
+        for param in sides.all_params
+        if param.requires_grad
+    ]
+    backward(sides, action)
+    for handle in handles:
+        handle.remove()
+    if action.choice % 2:
+        sides.step()
+    sides.zero_grad()
+    sides.check_params()
+
+
+def new_optimizer(sides: Sides, action: Action) -> None:
+    sides.make_optimizers()
+
+
 def edited(sides: Sides, action: Action) -> None:
     """Parameters are changed in place."""
     summoned: AbstractContextManager[None] = nullcontext()
@@ -521,6 +582,26 @@ def freezing(sides: Sides, action: Action) -> None:
         for name, param in named_params(model).items():
             if name.startswith(prefix):
                 param.requires_grad_(is_trained)
+
+
+def finalized_by_hand(sides: Sides, action: Action) -> None:
+    sides.model.set_manual_backward_finalization(True)
+    for _ in range(1 + action.choice % 2):
+        sides.backward(action.seed)
+    handle = sides.model.finalize_backward(async_op=action.choice // 2 % 2 == 1)
+    if handle is not None:
+        handle.wait()
+    sides.model.set_manual_backward_finalization(False)
+    sides.check_grads()
+
+
+def accumulation_of_a_block(sides: Sides, action: Action) -> None:
+    """One block accumulates without communication while the others reduce."""
+    block = sides.inner.blocks[action.choice % len(sides.inner.blocks)]
+    block.set_requires_gradient_sync(False)
+    sides.backward(action.seed)
+    block.set_requires_gradient_sync(True)
+    backward(sides, action)
 
 
 def without_all_reduce(sides: Sides, action: Action) -> None:
@@ -568,7 +649,12 @@ KINDS: dict[str, Callable[[Sides, Action], None]] = {
         optimizer_state_dict,
         saved_and_loaded,
         edited,
+        edited_grads,
+        hooked_step,
+        new_optimizer,
         freezing,
+        finalized_by_hand,
+        accumulation_of_a_block,
         unsharding,
         setting,
         not_the_last_backward,
@@ -601,6 +687,7 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
     is_wrapped, mesh = api != "fully_shard", draw(st.sampled_from(meshes))
     embedding_is_unit = not is_wrapped and draw(st.sampled_from([False, False, True]))
     is_cast = draw(st.sampled_from([False, False, True]))
+    head_is_embedding = not embedding_is_unit and draw(st.sampled_from([False, False, True]))
     # Nobody may read the weight of another unit.
     shares_embedding = not embedding_is_unit and api != "flat wrapper"
     block_numbers = st.sampled_from([None, None, None, *range(MAX_BLOCKS)])
@@ -615,11 +702,12 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
     )
     kinds = set(KINDS)
     if is_wrapped:
-        kinds -= {"unsharding", "setting", "not_the_last_backward"}
+        kinds -= {"unsharding", "setting", "not_the_last_backward", "finalized_by_hand"}
+        kinds -= {"accumulation_of_a_block"}
     if is_wrapped or len(mesh) == 1:
         kinds -= {"without_all_reduce"}
     if api == "flat wrapper":
-        kinds -= {"freezing"}
+        kinds -= {"freezing", "hooked_step"}
     actions = st.builds(
         Action,
         kind=st.sampled_from([kind for kind in KINDS if kind in kinds]),
@@ -631,14 +719,17 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
         api=api,
         mesh=mesh,
         num_blocks=draw(st.integers(1, MAX_BLOCKS)),
-        reshards=draw(st.booleans()),
+        reshards=draw(st.sampled_from([True, False, *([] if is_wrapped or mesh != (4,) else [2])])),
+        prefetches=draw(st.sampled_from([*BackwardPrefetch, None])),
+        splits_columns=not is_wrapped and draw(st.booleans()),
         optimizer=draw(st.sampled_from(["plain", "momentum", *(() if is_cast else ("adam",))])),
         is_by_unit=draw(st.sampled_from([False, False, True])),
         is_cast=is_cast,
         has_large_units=draw(st.booleans()),
         is_offloaded=not is_wrapped and draw(st.sampled_from([False, False, False, True])),
         embedding_is_unit=embedding_is_unit,
-        head_is_embedding=not embedding_is_unit and draw(st.sampled_from([False, False, True])),
+        head_is_embedding=head_is_embedding,
+        norm_goes_with_head=not is_wrapped and not head_is_embedding and draw(st.booleans()),
         has_nested_units=draw(st.booleans()),
         actions=tuple(draw(st.lists(actions, min_size=4, max_size=12))),
     )

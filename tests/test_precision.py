@@ -464,7 +464,7 @@ def test_torchs_policies_mean_for_the_wrapper_what_ours_do(rank: Rank) -> None:
         atol=0.0,
     )
     assert trained.sharded.mixed_precision == MixedPrecision(**settings)
-    assert hooks_of(trained.sharded.module[1]).policy == MixedPrecisionPolicy(
+    assert hooks_of(trained.sharded.module[1]).request.policy == MixedPrecisionPolicy(
         cast_forward_inputs=False
     )
     with pytest.raises(ConfigError, match="a MixedPrecision is expected, found a dict without"):

@@ -230,9 +230,11 @@ class MarkedNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[str] = []
+        self.scale = nn.Parameter(torch.ones(WIDTH))
         self.blocks = nn.ModuleList(MarkedBlock(self.log, number) for number in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
         for number, block in enumerate(self.blocks):
             x = Mark.apply(block(x), self.log, f"after {number}")
         return x
@@ -265,14 +267,14 @@ FORWARDS = {
     False: "gather 0, forward 0, gather 1, forward 1, gather 2, forward 2",
     True: "gather 0, gather 1, forward 0, gather 2, forward 1, forward 2",
 }
-# What forward gathered last is still there.
+# What forward gathered last is still there; the root ends backward, and gathers nothing more.
 BACKWARDS = {
     "BACKWARD_PRE": "after 2, gather 1, backward 2, done 2, after 1, gather 0, "
-    "backward 1, done 1, after 0, backward 0",
+    "backward 1, done 1, after 0, backward 0, done 0",
     "BACKWARD_POST": "after 2, backward 2, done 2, gather 1, after 1, backward 1, "
-    "done 1, gather 0, after 0, backward 0",
+    "done 1, gather 0, after 0, backward 0, done 0",
     None: "after 2, backward 2, done 2, after 1, gather 1, backward 1, done 1, after 0, "
-    "gather 0, backward 0",
+    "gather 0, backward 0, done 0",
 }
 
 

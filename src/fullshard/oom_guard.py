@@ -89,7 +89,7 @@ class oom_guard:  # noqa: N801 (used like a function)
     def __enter__(self) -> oom_guard:
         self._members = hooks_below(self._model)
         self._require_usable()
-        self._device = self._members[0].device
+        self._device = self._members[0].request.device
         self._history = _histories.setdefault(self._model, _History())
         collectives.issued = []
         watcher.on_failure = self._can_finish

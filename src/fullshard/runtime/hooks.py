@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Any, NoReturn, cast
 
@@ -205,8 +206,6 @@ class ModuleHooks:
         self.name = units[0].name
         self.modules = request.modules
         self.request = request
-        self.policy = request.policy
-        self.device = request.device
         self.units = list(units)
         self.lenders: list[Unit] = []
         self.forward_prefetch: Sequence[ModuleHooks] = ()
@@ -235,6 +234,11 @@ class ModuleHooks:
             )
         _managers.update((module, weakref.ref(self)) for module in managed)
         explain_uncaught(hooks_managing)
+
+    @cached_property
+    def inner(self) -> list[ModuleHooks]:
+        """The hooks of modules inside of these."""
+        return [hooks for hooks in hooks_below(*self.modules) if hooks is not self]
 
     @property
     def reads(self) -> list[Unit]:
@@ -304,10 +308,11 @@ class ModuleHooks:
             if not self.is_uneven:
                 scheduler.start(self, (args, kwargs))
         call = ModuleCall(self, scheduler.finished, opens_forward, self.is_uneven)
-        device = self.device if opens_forward and self.device.type != "cpu" else None
-        dtype = self.policy.param_dtype
-        if dtype is not None and not self.policy.cast_forward_inputs:
-            dtype = dtype if self.is_root and self.request.casts_root_inputs else None
+        request = self.request
+        device = request.device if opens_forward and request.device.type != "cpu" else None
+        dtype = request.policy.param_dtype
+        if dtype is not None and not request.policy.cast_forward_inputs:
+            dtype = dtype if self.is_root and request.casts_root_inputs else None
         args, kwargs = call.take_inputs(args, kwargs, device, dtype)
         if self.scope is not None:
             args, kwargs = self.scope.enter(call.input_arrived, (args, kwargs))
@@ -359,7 +364,7 @@ class ModuleHooks:
                 self._reshard_after_forward()
             if call.opens_forward:
                 scheduler.end_forward()
-        dtype = self.policy.output_dtype
+        dtype = self.request.policy.output_dtype
         if dtype is not None:
             output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
         return output
@@ -506,7 +511,8 @@ class ModuleHooks:
                 scheduler.reduce_scatter(unit, self)
         if self.request.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             for call in calls:
-                scheduler.prefetch_backward(call)
+                if call.previous not in self.inner:  # whose backward is over
+                    scheduler.prefetch_backward(call)
 
     def end_backward(self) -> None:
         """Reduce and reshard what a backward left open."""
@@ -569,10 +575,9 @@ class ModuleHooks:
                 unit.comm_ctx.all_gathers_follow_compute()
                 unit.unshard()
         handle = UnshardHandle(self.reads)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        if not async_op:
+            handle.wait()
+        return handle if async_op else None
 
 
 class UnshardHandle:
@@ -687,18 +692,17 @@ class Scheduler:
         for member in self.members:
             if not member.is_scope or member.within is not None:
                 continue
-            inside = [each for each in hooks_below(*member.modules) if each is not member]
-            for each in (member, *inside):
+            for each in (member, *member.inner):
                 if each.lenders or each.within is not None:
                     found = "tied parameters" if each.lenders else "it inside of two such modules"
                     raise ConfigError(
                         f"{each.name}: an uneven unit must have its parameters for itself, found "
                         f"{found}; leave them to the unit that set_uneven is called on."
                     )
-            groups = [each.units for each in inside]
+            groups = [each.units for each in member.inner]
             member.scope = UnevenScope(member.name, groups, member.units)
             self._scopes.append((member, member.scope))
-            for each in inside:
+            for each in member.inner:
                 each.within = member.scope
 
     # For the watcher, which asks from its own thread
@@ -708,10 +712,9 @@ class Scheduler:
         unit = computing[-1].name if computing else ""
         is_behind = float(self.comm_ctx.is_behind)
         phase = self.phase if self.reduction is None else "finalize_backward"
-        num_collectives = self.comm_ctx.num_collectives
         meshes = {unit.mesh_info for unit in self.units}
         limit_s = min((mesh.timeout_s for mesh in meshes), default=inf)
-        where = (self._num_forwards, phase, unit, num_collectives)
+        where = (self._num_forwards, phase, unit, self.comm_ctx.num_collectives)
         return Place(0, *where, waited_s=is_behind, limit_s=limit_s)
 
     # Forward
@@ -723,8 +726,7 @@ class Scheduler:
         self.end_failed_backward()
         self._num_forwards += 1
         self.owner = owner
-        self.started = []
-        self.finished = []
+        self.started, self.finished = [], []
         self._order = self._orders.get(owner, [])
         self.comm_ctx.all_gathers_follow_compute(self.post_optim_event)
         # Compute gets the memory of gradients back, which an optimizer elsewhere may still read.
@@ -797,8 +799,7 @@ class Scheduler:
         """Issue the all-gather of what comes next: as the user said, or as in the last forward."""
         others = member.forward_prefetch
         if not others and member.request.prefetches_forward:
-            expected = self._expected_next()
-            others = [] if expected is None else [expected]
+            others = self._order[len(self.started) : len(self.started) + 1]
         for other in others:
             if other.within is None:
                 self.unshard(other)
