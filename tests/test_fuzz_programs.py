@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import (
     BackwardPrefetch,
+    CPUOffload,
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -221,6 +222,7 @@ class Sides:
                     use_orig_params=program.api == "wrapper",
                     mixed_precision=MixedPrecision(computed, computed),
                     backward_prefetch=program.prefetches,
+                    cpu_offload=CPUOffload(offload_params=program.is_offloaded),
                 )
 
             for number, block in enumerate(model.blocks):
@@ -726,7 +728,7 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
         is_by_unit=draw(st.sampled_from([False, False, True])),
         is_cast=is_cast,
         has_large_units=draw(st.booleans()),
-        is_offloaded=not is_wrapped and draw(st.sampled_from([False, False, False, True])),
+        is_offloaded=draw(st.sampled_from([False, False, False, True])),
         embedding_is_unit=embedding_is_unit,
         head_is_embedding=head_is_embedding,
         norm_goes_with_head=not is_wrapped and not head_is_embedding and draw(st.booleans()),

@@ -61,8 +61,8 @@ def capture(
 
     Optimizers that take part become `capturable`, and their learning rates tensors: a scheduler,
     or an assignment to a group's `"lr"`, still takes effect. Eager steps, state dicts and
-    checkpoints may come between replays. When parameters or optimizer state get other memory, as by
-    `optimizer.load_state_dict`, the step is captured again.
+    checkpoints may come between replays. The step is captured again when parameters or optimizer
+    state get other memory, are frozen or unfrozen, or an option of a group is changed.
 
     Args:
         train_step: Forward, backward and update, over modules that are sharded by either API.
@@ -105,8 +105,8 @@ class CapturedStep(Generic[P, R]):
     """What `capture` returns: call it like the step that it was made of.
 
     `_hooks` and `_optimizers` are those that took part in eager steps. `_rates` has the learning
-    rates of each optimizer's groups as the tensors that graphs read. `_used` are the objects
-    whose memory the last eager step or capture used and that a user may replace.
+    rates of each optimizer's groups as the tensors that graphs read. `_used` is what the last
+    eager step or capture used and a user may replace.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class CapturedStep(Generic[P, R]):
                 return self._run_eagerly(args, kwargs)
             error = self._capture(entry, tensors, args, kwargs)
             if error is not None:
-                found = f"{_first_line(error)!r}{_place_of(error)}"
+                found = _described(error)
                 problem = f"a step that never waits for the device is expected, found {found}"
                 return self._refuse(problem, error, args, kwargs)
         return self._replay(entry, tensors)
@@ -236,12 +236,15 @@ class CapturedStep(Generic[P, R]):
         return list(dict.fromkeys(each for each in found if each is not None))
 
     def _replaceable(self) -> list[Any]:
-        """Objects whose memory steps use, as far as a user may replace them."""
-        found: list[Any] = [u.shard_buffers for each in self._schedulers for u in each.units]
+        """What a graph has fixed and a user may replace: memory, what is trained, options."""
+        units = [unit for scheduler in self._schedulers for unit in scheduler.units]
+        found: list[Any] = [unit.shard_buffers for unit in units]
+        found += [param.is_trainable for unit in units for param in unit.params]
         for optimizer in self._optimizers:
-            groups = optimizer.param_groups
-            firsts = [group["params"][0] for group in groups if group["params"]]
-            found += [each for p in firsts for each in optimizer.state.get(p, {}).values()]
+            for group in optimizer.param_groups:
+                found += [value for name, value in group.items() if name not in ("params", "lr")]
+                for param in group["params"][:1]:
+                    found += optimizer.state.get(param, {}).values()
         return found
 
     def _is_current(self) -> bool:
@@ -299,31 +302,28 @@ class CapturedStep(Generic[P, R]):
             static.copy_(tensor, non_blocking=True)
         entry.graph.replay()
         for scheduler in self._schedulers:
+            scheduler.comm_ctx.free_pending()  # what an eager forward has kept is stale now
             for unit in scheduler.units:
-                if unit.state is not SHARDED:  # an eager forward has left it so: it is stale now
+                if unit.state is not SHARDED:
                     torch.autograd.graph.increment_version([each.param for each in unit.params])
         result: R = map_tensors(lambda tensor: tensor.detach().clone(), entry.output)
         return result
 
     def _refuse(self, problem: str, error: Exception | None, args: Any, kwargs: Any) -> R:
-        message = f"capture: {problem}"
         if not self._fallback:
             raise UnsupportedError(
-                f"{message}; change that, or pass fallback=True for eager steps."
+                f"capture: {problem}; change that, or pass fallback=True for eager steps."
             ) from error
-        warnings.warn(f"{message}; steps are eager from now on.", stacklevel=3)
+        warnings.warn(f"capture: {problem}; steps are eager from now on.", stacklevel=3)
         self._is_eager = True
         self._graphs.clear()
         return self._step(*args, **kwargs)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _place_of(error: Exception) -> str:
-    """The line of the user's program that raised an error."""
+def _described(error: Exception) -> str:
+    """What an error says, and the line of the user's program that raised it."""
+    said = repr((str(error).strip().splitlines() or [type(error).__name__])[0])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(package in Path(frame.filename).parents for package in _PACKAGES):
-            return f" at {frame.filename}:{frame.lineno} ({frame.line})"
-    return ""
+            return f"{said} at {frame.filename}:{frame.lineno} ({frame.line})"
+    return said

@@ -231,6 +231,26 @@ def test_other_shapes_eager_steps_and_loaded_states_come_between_replays(rank: R
 
 
 @on_ranks(2, backend="nccl")
+def test_what_is_trained_and_how_may_change_between_replays(rank: Rank) -> None:
+    shard = partial(in_place, reshard_after_forward=True)
+    eager, captured = (trained(rank, shard) for _ in range(2))
+    step = capture(captured.step, warmup=1)
+    losses = []
+    for number, batch in enumerate(batches(rank)):
+        for run in (eager, captured):
+            if number == 3:
+                run.model.head.requires_grad_(False)
+            if number == 5:
+                run.optimizer.param_groups[0]["weight_decay"] = 0.5
+        losses.append((eager.step(*batch), step(*batch)))
+        # A forward that keeps what its backward would begin with: the next replay changes it.
+        losses.append((eager.model(batch[0]).detach(), captured.model(batch[0]).detach()))
+        assert step.num_graphs == (number not in (0, 3, 5)), number
+    for expected, found in losses:
+        assert torch.equal(found, expected), losses
+
+
+@on_ranks(2, backend="nccl")
 def test_an_optimizer_that_lost_its_state_before_the_capture_is_warmed_up_again(rank: Rank) -> None:
     eager, captured = (trained(rank, in_place) for _ in range(2))
     step, given = capture(captured.step, warmup=2), batches(rank)
