@@ -150,6 +150,7 @@ def test_a_rank_that_dies_without_restarts_left_ends_the_run(text: str, tmp_path
         os.kill(ranks[0], signal.SIGKILL)
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
+    errors, *_ = errors.partition("nanobind: leaked")  # Triton 3.9 says so when a process ends
     assert "rank 0 failed (SIGKILL); its output is above" in errors.splitlines()[-1]
     assert all(has_ended(pid, within_s=20) for pid in ranks)
 
