@@ -174,10 +174,10 @@ def test_collectives_take_the_slower_of_links_and_network():
 
 def test_memory_on_a_cpu_is_what_the_engine_holds(tmp_path):
     result = tmp_path / "plan.json"
-    small = ("--model", "tiny", "--sequence", "64", "--configs", "6")
+    small = ("--model", "tiny", "--sequence", "64", "--configs", "4")
     bench_plan.main([*small, "--json", str(result)])
     (table,) = json.loads(result.read_text())["tables"]
-    assert len(table["rows"]) == 6
+    assert len(table["rows"]) == 4
     for name, planned_mib, measured, _ in table["rows"]:
         assert planned_mib == pytest.approx(measured, rel=0.03), name
 
