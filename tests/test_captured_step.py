@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from fullshard import capture, fully_shard
+from fullshard.device import with_own_storage
 from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.runtime.hooks import require_hooks
 from fullshard.testing import Rank, on_ranks
 
 
@@ -42,6 +44,21 @@ def test_with_fallback_steps_are_eager_after_one_warning(rank: Rank) -> None:
         first = step(batch)
     assert step(batch) < first  # without another warning, which would be an error
     assert step.num_graphs == 0
+
+
+@on_ranks(2)
+def test_a_forward_after_a_replay_reads_what_the_graph_has_written(rank: Rank) -> None:
+    for reshards in (True, False):
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=rank.mesh(), reshard_after_forward=reshards)
+        hooks, batch = require_hooks(model), torch.ones(1, 4)
+        for _ in range(2):  # the first is what the second goes by
+            model(batch).sum().backward()
+        assert model(batch).any()  # keeps what its backward would begin with
+        for param in hooks.units[0].params:
+            with_own_storage(param.current_local.detach()).zero_()  # no version tells of it
+        hooks.ensure_scheduler().end_replay()
+        assert not model(batch).any(), reshards
 
 
 @pytest.mark.parametrize("wrong", [{"warmup": 0}, {"max_graphs": 0}])

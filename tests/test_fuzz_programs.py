@@ -212,7 +212,7 @@ class Sides:
                 (1, False): ShardingStrategy.SHARD_GRAD_OP,
                 (2, True): ShardingStrategy.HYBRID_SHARD,
                 (2, False): ShardingStrategy._HYBRID_SHARD_ZERO2,
-            }[len(program.mesh), bool(program.reshards)]
+            }[len(program.mesh), program.reshards]
 
             def wrapped(module: nn.Module) -> FullyShardedDataParallel:
                 return FullyShardedDataParallel(
@@ -722,7 +722,7 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
         mesh=mesh,
         num_blocks=draw(st.integers(1, MAX_BLOCKS)),
         reshards=draw(st.sampled_from([True, False, *([] if is_wrapped or mesh != (4,) else [2])])),
-        prefetches=draw(st.sampled_from([*BackwardPrefetch, None])),
+        prefetches=draw(st.sampled_from([*BackwardPrefetch, None])) if is_wrapped else None,
         splits_columns=not is_wrapped and draw(st.booleans()),
         optimizer=draw(st.sampled_from(["plain", "momentum", *(() if is_cast else ("adam",))])),
         is_by_unit=draw(st.sampled_from([False, False, True])),

@@ -31,7 +31,6 @@ from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.runtime.hooks import ModuleHooks, Scheduler, hooks_of
 from fullshard.runtime.trees import map_tensors
 from fullshard.trace import seam
-from fullshard.unit.unit import SHARDED
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -148,9 +147,8 @@ class CapturedStep(Generic[P, R]):
                 return self._run_eagerly(args, kwargs)
             error = self._capture(entry, tensors, args, kwargs)
             if error is not None:
-                found = _described(error)
-                problem = f"a step that never waits for the device is expected, found {found}"
-                return self._refuse(problem, error, args, kwargs)
+                problem = "a step that never waits for the device is expected, found "
+                return self._refuse(problem + _described(error), error, args, kwargs)
         return self._replay(entry, tensors)
 
     def _find(self, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> _Graph:
@@ -302,10 +300,7 @@ class CapturedStep(Generic[P, R]):
             static.copy_(tensor, non_blocking=True)
         entry.graph.replay()
         for scheduler in self._schedulers:
-            scheduler.comm_ctx.free_pending()  # what an eager forward has kept is stale now
-            for unit in scheduler.units:
-                if unit.state is not SHARDED:
-                    torch.autograd.graph.increment_version([each.param for each in unit.params])
+            scheduler.end_replay()
         result: R = map_tensors(lambda tensor: tensor.detach().clone(), entry.output)
         return result
 

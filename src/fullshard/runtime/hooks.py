@@ -940,6 +940,11 @@ class Scheduler:
             unit.forget_full()
         self.comm_ctx.end_capture()
 
+    def end_replay(self) -> None:
+        """Drop what eager forwards have gathered: a graph has changed the shards."""
+        for unit in self.units:
+            unit.reshard_now()
+
     # Failure
 
     def abort(self) -> None:
