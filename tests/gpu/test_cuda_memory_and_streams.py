@@ -110,12 +110,12 @@ def test_gathers_and_reduces_overlap_with_compute_and_record_no_stream(rank: Ran
     shares = torch.tensor(
         [[overlap.of_a_step() for overlap in overlaps] for _ in range(5)], device=rank.device
     )
-    # The mean over ranks: they share one device, of which either may get more. Then the best
-    # step: others may use the device, too, but where streams wait for each other none overlaps.
+    # They share one device, of which either may get more, and so may others: the mean over ranks,
+    # then the median step. Where streams wait for each other, nothing overlaps.
     dist.all_reduce(shares, dist.ReduceOp.AVG)
-    torchs, ours = shares.amax(0)
+    torchs, ours = shares.median(0).values
     assert (ours > 0.15).all(), shares
-    assert (ours > 0.75 * torchs).all(), shares
+    assert (ours > 0.6 * torchs).all(), shares
 
 
 def test_a_long_run_on_a_busy_gpu_reads_no_memory_that_was_given_away() -> None:
