@@ -4,6 +4,7 @@ import json
 import sys
 import tomllib
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, auto_shard
@@ -147,13 +150,16 @@ def test_streams_wait_for_events_and_not_for_each_other():
     assert simulator.host_s == 5.0
 
 
-def test_links_send_one_message_at_a_time():
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5))))
+def test_a_link_sends_one_message_at_a_time_each_as_soon_as_it_is_free(
+    messages: list[tuple[int, int]],
+) -> None:
     taken: list[tuple[float, float]] = []
-    assert _free_from(taken, 1.0, 2.0, 0.0) == 1.0
-    assert _free_from(taken, 0.0, 1.0, 0.0) == 0.0  # there is time before
-    assert _free_from(taken, 0.5, 1.0, 0.0) == 3.0
-    assert _free_from(taken, 3.5, 1.0, 3.2) == 4.0
-    assert taken == [(3.0, 4.0), (4.0, 5.0)]  # what is over does not count any more
+    busy: set[int] = set()
+    for earliest, length in messages:
+        start = next(t for t in count(earliest) if busy.isdisjoint(range(t, t + length)))
+        assert _free_from(taken, earliest, length) == start
+        busy.update(range(start, start + length))
 
 
 def test_collectives_take_the_slower_of_links_and_network():
@@ -396,7 +402,7 @@ def test_selective_recomputation_is_chosen_where_it_fits_and_is_faster():
         best, *_ = choose_settings(config, architecture, machine, limit, given)
         assert best.config.sharding.selective_checkpointing is is_chosen
         assert best.config.sharding.activation_checkpointing is not is_chosen
-        # What was passed stays.
+        # Settings that were passed stay.
         for name in ("selective_checkpointing", "activation_checkpointing"):
             own = config_of(batch=4, **{name: True})
             kept = {*given, ("sharding", name)}

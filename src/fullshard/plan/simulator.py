@@ -1,20 +1,21 @@
-"""A device in numbers: virtual streams, and time for every operation of torch.
+"""A simulated device: virtual streams, and a time for every operation of torch.
 
-While a `Simulator` is entered, the engine runs as ever, on tensors on meta. Its streams are
-`VirtualStream`s, whose time is when they will have done what they were given. An operation starts
-when its stream is free and the host has issued it, and takes as long as the profile of the device
-says. The ledger follows the memory of every storage.
+While a `Simulator` is entered, the engine runs as usual, on meta tensors. Its streams are
+`VirtualStream`s, whose time is when they will have finished their work. An operation starts when
+its stream is free and the host has issued it, and takes as long as the profile of the device says.
+The ledger tracks the memory of every storage.
 """
 
 from __future__ import annotations
 
 import warnings
-from bisect import insort
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ _MATH, _FLASH, _EFFICIENT = 0, 1, 2  # numbers of torch.nn.attention.SDPBackend
 
 
 class VirtualStream:
-    """A queue of work, as the time at which it will be done."""
+    """A queue of work, represented by the time at which it will be done."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -68,7 +69,7 @@ class VirtualEvent:
 
 
 class SimulatedDevice(Device):
-    """What the engine asks for streams; a CPU has none."""
+    """The device that the engine asks for streams; a CPU has none."""
 
     def __init__(self, simulator: Simulator) -> None:
         super().__init__(_META)
@@ -134,7 +135,7 @@ class Fabric:
         self._shapes: dict[Any, tuple[int, int]] = {}
 
     def seconds(self, name: str, num_bytes: int, group: Any) -> float:
-        """Of a collective over `num_bytes` in all; an all-reduce moves them twice."""
+        """The time of a collective over `num_bytes` in all; an all-reduce moves them twice."""
         return self.seconds_of(num_bytes * (1 + (name == "all-reduce")), *self.shape_of(group))
 
     def shape_of(self, group: Any) -> tuple[int, int]:
@@ -162,22 +163,22 @@ class Fabric:
 _Interval = tuple[float, float]
 
 
-def _free_from(taken: list[_Interval], start_s: float, seconds: float, now_s: float) -> float:
+def _free_from(taken: list[_Interval], start_s: float, seconds: float) -> float:
     """Take the first moment from `start_s` on for which nothing else is sent for so long."""
-    taken[:] = [each for each in taken if each[1] > now_s]
-    for begun_s, ended_s in taken:
-        if start_s + seconds <= begun_s:
-            break
-        start_s = max(start_s, ended_s)
-    insort(taken, (start_s, start_s + seconds))
+    # In order and without overlaps: all before the last one that begins by then have ended.
+    index = max(0, bisect_right(taken, start_s, key=itemgetter(0)) - 1)
+    while index < len(taken) and taken[index][0] < start_s + seconds:
+        start_s = max(start_s, taken[index][1])
+        index += 1
+    taken.insert(index, (start_s, start_s + seconds))
     return start_s
 
 
 class Simulator(TorchDispatchMode):
     """Time and memory of one rank, while it is entered with `running`.
 
-    `phase` is what the step does: "forward", "backward" or "optimizer". `_units` are the units at
-    work, the innermost last. It is an observer of the engine: what that tells becomes spans.
+    `phase` is what the step does: "forward", "backward" or "optimizer". `_units` are the units that
+    are running, the innermost last. As an observer, it turns what the engine tells into spans.
     """
 
     def __init__(self, profile: DeviceProfile, fabric: Fabric, *, is_offloaded: bool) -> None:
@@ -193,7 +194,7 @@ class Simulator(TorchDispatchMode):
         self._transfers: tuple[list[_Interval], list[_Interval]] = ([], [])
         self.device = SimulatedDevice(self)
         self.collectives = SimulatedCollectives(self)
-        # On a CPU their times are known when they are issued.
+        # On a CPU, the times of collectives are known when they are issued.
         self.wants_collective_ends = self.device.has_streams
         self.ledger = Ledger()
         self.phase = "forward"
@@ -227,7 +228,7 @@ class Simulator(TorchDispatchMode):
         return max(self.compute.time_s, self.host_s, self._network.time_s)
 
     def run(self, seconds: float) -> None:
-        """Do something on the current stream; without streams the host does it."""
+        """Run something on the current stream, or on the host if there are no streams."""
         self._issue()
         if self.device.has_streams:
             self.current.time_s = max(self.current.time_s, self.host_s) + seconds
@@ -248,7 +249,7 @@ class Simulator(TorchDispatchMode):
         if self.device.has_streams:
             self._issue()
             transfers = self._transfers[self._fabric.shape_of(group)[0] > 1]
-            start_s = _free_from(transfers, self.now_s, seconds, self.host_s)
+            start_s = _free_from(transfers, self.now_s, seconds)
             self.current.time_s = start_s + seconds
             return CollectiveWork()
         network = self._network
@@ -286,10 +287,10 @@ class Simulator(TorchDispatchMode):
             self._spans.append(Span(activity, unit, begun.pop(0), self.now_s - self._began_s))
 
     def hold(self, unit: str, num_bytes: int) -> None:
-        pass  # the ledger knows
+        pass  # the ledger tracks this
 
     def begin_step(self) -> None:
-        """Start the clock anew, with everything done."""
+        """Restart the clock, with everything done."""
         self._began_s = self.host_s = self.compute.time_s = self.all_done_s
         self._spans.clear()
         self._open.clear()
@@ -342,14 +343,14 @@ class Simulator(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled under it, and to say so of every operation takes time
+        return False  # nothing is compiled under it, and True would cost time in every operation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if any(map(has_own_dispatch, types)):
-            return NotImplemented  # the tensors that it is made of come by here
+            return NotImplemented  # the tensors that it is made of are dispatched here
         traits = _traits(func)
         if traits.is_view:
             if traits.is_aten and self.current is self.compute:
@@ -358,7 +359,7 @@ class Simulator(TorchDispatchMode):
         inputs: list[torch.Tensor] = []
         key = (func, _described(args, inputs), _described(tuple(kwargs.items()), inputs))
         if not (any(map(_is_simulated, inputs)) if inputs else self._is_made_here(kwargs)):
-            return func(*args, **kwargs)  # numbers of the host's, such as a mesh
+            return func(*args, **kwargs)  # numbers on the host, such as a mesh
         if traits.is_read:
             # The host waits, and reads what most conditions hope for: one, or true.
             self.host_s = max(self.host_s, self.current.time_s)
@@ -368,7 +369,7 @@ class Simulator(TorchDispatchMode):
             self._note_time()
             self._enter(found)
             return found
-        # What an operation makes and takes depends on shapes alone, and on meta it takes long.
+        # Results and costs depend on shapes alone. Keep them: running an operation on meta is slow.
         known = self._known.get(key)
         if known is None:
             found = self._run(traits, func, args, kwargs)
@@ -387,14 +388,14 @@ class Simulator(TorchDispatchMode):
         return found
 
     def _is_made_here(self, kwargs: Any) -> bool:
-        """Whether a new tensor is one of the device's, or in memory that is offloaded to."""
+        """Whether a new tensor is on the device, or in the memory that is offloaded to."""
         device, dtype = kwargs.get("device"), kwargs.get("dtype") or torch.get_default_dtype()
         if device is not None and device.type == "meta":
             return True
         return self._fake is not None and dtype.is_floating_point
 
     def _run(self, traits: _Traits, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation returns. One that only writes has nothing to do on meta."""
+        """Return the result of an operation. One that only writes has nothing to do on meta."""
         if traits.is_in_place:
             return traits.written(args, kwargs)
         device = kwargs.get("device")
@@ -408,7 +409,7 @@ class Simulator(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _made(self, described: Any) -> Any:
-        """Tensors without values of the shapes that were described."""
+        """Make tensors without values, of the shapes that were described."""
         if isinstance(described, _TensorShape):
             shape, stride, dtype, device = described
             if device.type == "meta" or self._fake is None:
@@ -422,7 +423,7 @@ class Simulator(TorchDispatchMode):
     def _cost(
         self, traits: _Traits, inputs: list[torch.Tensor], args: Any, kwargs: Any, found: Any
     ) -> _Cost:
-        """What an operation takes: the time for its bytes or for its FLOPs, whichever is longer."""
+        """The cost of an operation: the time for its bytes or its FLOPs, whichever is longer."""
         profile, tensors = self.profile, list(inputs)
         made = _described(found, tensors)
         num_bytes = sum(map(_bytes_of, tensors))
@@ -433,7 +434,7 @@ class Simulator(TorchDispatchMode):
                 return _Cost(made, largest / (profile.host_gbs * 1e9), copied_bytes=largest)
             return _Cost(made, num_bytes / (_HOST_MEMORY_GBS * 1e9), is_by_host=True)
         if traits.is_fused_step:
-            num_bytes += num_bytes * 3 // 4  # three of four are written, too
+            num_bytes += num_bytes * 3 // 4  # three of the four are written, too
         seconds = num_bytes / (profile.memory_gbs * profile.memory_efficiency * 1e9)
         flops = 0
         if traits.flops is not None:
@@ -448,7 +449,7 @@ class Simulator(TorchDispatchMode):
         return _Cost(made, profile.kernel_s + seconds, flops)
 
 
-# What the host needs for the all-gather or reduce-scatter of a unit, and for an operation that is
+# The host time of the all-gather or reduce-scatter of a unit, and of an operation that is
 # recomputed, as a number of operations. Fitted together with `launch_s` (docs/planning.md).
 _COLLECTIVE, _RECOMPUTED = 22.0, 1.7
 _SMALL_BYTES = 1 << 10
@@ -457,7 +458,7 @@ _HOST_MEMORY_GBS = 24.0
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """What an operation makes, as `_described` says it, and what it takes."""
+    """The result of an operation, as `_described` returns it, and its cost."""
 
     found: Any
     seconds: float
@@ -497,7 +498,7 @@ class _Traits:
         self.is_in_place = bool(written) and None not in self._returned
 
     def written(self, args: Any, kwargs: Any) -> Any:
-        """The arguments that an operation in place returns."""
+        """The arguments that an in-place operation returns."""
         places = [place for place in self._returned if place is not None]
         found = [kwargs[name] if name in kwargs else args[index] for index, name in places]
         return None if not found else found[0] if len(found) == 1 else tuple(found)
@@ -510,7 +511,7 @@ class _Traits:
 
 
 def _attention_flops(is_backward: bool, *args: Any, **_: Any) -> int:
-    """Of the matmuls of attention; torch before 2.13 cannot count those of grouped heads."""
+    """The FLOPs of attention's matmuls; torch before 2.13 cannot count those of grouped heads."""
     query, key, value = args[is_backward : is_backward + 3]
     scores = query.shape[:-1].numel() * key.shape[-2]
     width, value_width = query.shape[-1], value.shape[-1]
@@ -535,7 +536,7 @@ class _TensorShape(NamedTuple):
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A value with shapes in the place of tensors, to be compared; 1, 1.0 and True differ.
+    """A value with shapes in place of tensors, for comparison; 1, 1.0 and True differ.
 
     The tensors are added to `tensors`.
     """
@@ -565,14 +566,14 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def _fused_kernels(played: str) -> Iterator[None]:
-    """Make attention and norms on meta the operations that they are on the device.
+    """Replace attention and norms on meta by the operations that the device runs.
 
     Models find them in `torch.nn.functional`. A mode would not see what backward recomputes.
     """
     attention, norm, functional = F.scaled_dot_product_attention, F.rms_norm, vars(F)
     functional["scaled_dot_product_attention"] = partial(_attention, played, attention)
     if played != "cpu":
-        # It saves what layer norm saves, and on meta it would be many operations.
+        # RMS norm saves what layer norm saves, and on meta it would be many operations.
         functional["rms_norm"] = lambda input, normalized_shape, weight=None, eps=None: (
             F.layer_norm(input, normalized_shape, weight, None, eps or 1e-5)
         )
