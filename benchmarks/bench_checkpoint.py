@@ -1,7 +1,7 @@
 """Peak host memory and time of a checkpoint, per rank: ours, and torch's ways to a full state dict.
 
-A wrapped model of 600 MB on 4 gloo ranks with AdamW. Each way runs in ranks of its own; what is
-reported is the most memory that a rank held beyond what it had before, over the size of its shards
+A wrapped model of 600 MB on 4 gloo ranks with AdamW. Each way runs in its own ranks and reports the
+largest memory that a rank held beyond what it had before, over the size of its shards
 (parameters and moments). `full` gathers the model on every rank, `rank0_only` on the first.
 
     python benchmarks/bench_checkpoint.py [--ranks 4] [--blocks 54] [--width 1700]
@@ -63,7 +63,7 @@ def run(rank: Rank, way: str, folder: str, num_blocks: int, width: int) -> tuple
         model = wrapper(build(num_blocks, width), auto_wrap_policy=policy, **options)
         optimizer = stepped(model, width)
         rank0_only = way.endswith("rank0_only")
-        # On a CPU, torch's class hands out memory that it has freed if asked to offload.
+        # With offload on a CPU, torch's class returns memory that it has already freed.
         config = torch_fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
         optim_config = torch_fsdp.FullOptimStateDictConfig(False, rank0_only=rank0_only)
 

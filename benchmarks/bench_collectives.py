@@ -1,11 +1,11 @@
-"""What a message costs: its size, several in one call, and who moves it.
+"""The cost of a message by its size, by the number per call, and by what moves it.
 
-Gathers and reduces of 64 KB to 256 MB (the full message, over all ranks), as one message or eight
-of the same bytes together: as gloo brings them (native), composed of what gloo does well, and
-through memory that ranks on one host share. With `--backend nccl`, native on ranks that share one
-GPU. Every way must deliver the right values before it is timed. Medians, in milliseconds.
+Gathers and reduces 64 KB to 256 MB (the full message, over all ranks), as one message or as eight
+with the same bytes together: with gloo's own collectives (native), composed of what gloo does well,
+and through memory that ranks on one host share. With `--backend nccl`, native on ranks that share
+one GPU. Every way must deliver the right values before it is timed. Medians, in milliseconds.
 
-The last table says from which size on a parameter is worth a bucket of its own on this machine, as
+The last table gives the size from which a parameter is worth its own bucket on this machine, as
 `FULLSHARD_OWN_BUCKET_MB` takes it.
 
     python benchmarks/bench_collectives.py [--ranks 2 4] [--backend nccl] [--sizes-kb 64 1024]
@@ -110,15 +110,15 @@ def measure(rank: Rank, sizes_kb: list[int], num_rounds: int) -> list[tuple[str,
 
 
 def constants(rows: Sequence[tuple[str, int, int, float]], way: str) -> list[Any]:
-    """What one more message costs, how fast memory is copied, and when both take as long."""
+    """The cost of one more message, the copy speed, and the size at which both take as long."""
     seconds = {(what, size, count): spent for what, size, count, spent in rows}
     sizes = sorted({size for _, size, _, _ in rows})
     few, many = NUM_MESSAGES
     more = seconds[f"gather, {way}", sizes[0], many] - seconds[f"gather, {way}", sizes[0], few]
-    middle = sizes[len(sizes) // 2]  # the smallest are in caches
+    middle = sizes[len(sizes) // 2]  # the smallest fit in caches
     copied = 2 * middle * 1024 / seconds[COPY, middle, 1]
     message_s = max(more, 0.0) / (many - few)
-    # Whoever shares a bucket is copied out of it: read and written once.
+    # A parameter that shares a bucket is copied out of it: read and written once.
     return [message_s * 1e6, copied / 1e9, message_s * copied / 2 / 1e6]
 
 

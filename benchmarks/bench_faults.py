@@ -5,9 +5,9 @@
     python benchmarks/bench_faults.py --store     what the watchers of many ranks ask of the store
 
 A fault happens on rank 1 of 3, in the third step of a small model, whose process group has a
-timeout of `--timeout` seconds. A rank may also be ended by torch, without an error that its program
-could see: NCCL's watchdog does that by default. The store is a real one; a few threads, each with
-its own connection, send what the watchers of 1,024 and of 8,192 ranks send in a period.
+timeout of `--timeout` seconds. torch may also end a rank without an error that its program can see,
+as NCCL's watchdog does by default. The store is a real one; a few threads, each with its own
+connection, send what the watchers of 1,024 and of 8,192 ranks send in a period.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def has_ended(folder: Path, rank: int) -> bool:
 
 
 def note_ends(folder: Path, is_over: threading.Event) -> None:
-    """Write when a rank has ended without an error of its own; then end the one that is stopped."""
+    """Record when a rank has ended without an error of its own, then end the stopped rank."""
     while not is_over.wait(0.1) and not all(is_known(folder, rank) for rank in OTHERS):
         continue
     for rank in OTHERS:

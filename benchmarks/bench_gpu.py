@@ -11,14 +11,14 @@ Four modes, each a command of its own:
                                              by the host; and whole steps as CUDA graphs
 
 The unsharded model keeps its parameters and moments in bf16, the sharded ones keep float32 and
-cast. `world1` has two unsharded ones that do as well, and floors: the first one's time and that of
-moving the bytes which float32 parameters cost over bf16 ones, at the speed of a copy. Variants
+cast. `world1` also has two unsharded models that keep float32 and cast, and floors: the time of the
+bf16 model plus the time to copy the bytes that float32 parameters cost over bf16 ones. Variants
 are interleaved, except for `played`, where each runs in a process of its own so that its memory is
 its own. Before times are taken, losses are compared: of the variants themselves in `world1` and
 `ranks`, of a small model on one rank in `played` and `narrow`.
 
-Megatron-FSDP and DeepSpeed are measured in `world1` and `ranks` where they can be imported; all of
-`world1` together do not fit on one GPU, so leave some of it out with `--without`.
+Megatron-FSDP and DeepSpeed are measured in `world1` and `ranks` where they can be imported; all
+variants of `world1` together do not fit on one GPU, so leave some out with `--without`.
 
 `--device cpu --tiny` goes through the same code with gloo and a tiny model.
 """
@@ -90,12 +90,12 @@ def variants(*, with_wrapper_of_torch: bool = False) -> list[str]:
 
 
 def without_peers(losses: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Other libraries round elsewhere: their losses are kept with the results, not checked."""
+    """Drop other libraries, which round elsewhere: their losses are recorded, not checked."""
     return {name: found for name, found in losses.items() if name not in PEERS}
 
 
 def check_on_one_rank(device: torch.device) -> None:
-    """Small models of every variant have the losses of torch's."""
+    """Check that small models of every variant have the losses of torch's."""
     with one_rank(device) as rank:
         names = [BASE, *(name for name in variants(with_wrapper_of_torch=True) if name != BASE)]
         losses = {name: CHECKED.stepping(name, rank).losses() for name in names}
@@ -144,9 +144,9 @@ def run_world1(options: argparse.Namespace, result: Result) -> None:
     result.add(Table("One rank: milliseconds", TIME_COLUMNS, rows))
 
 
-# What float32 parameters cost over bf16 ones, in bytes for each: cast for forward, gradients cast
-# to float32, and an optimizer that reads four and writes three numbers of twice the size. Whoever
-# reshards after forward, as all variants do, casts for backward again.
+# The bytes that a float32 parameter costs over a bf16 one: cast for forward, gradient cast to
+# float32, and an optimizer that reads four and writes three numbers of twice the size. Variants
+# that reshard after forward, as all do, cast for backward again.
 FLOORS = {
     "floor": (4 + 2) + (2 + 4) + 7 * 2,
     "floor, parameters cast twice": 2 * (4 + 2) + (2 + 4) + 7 * 2,
@@ -154,7 +154,7 @@ FLOORS = {
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """How fast memory is read and written, by a copy."""
+    """The speed at which a copy reads and writes memory."""
     source = torch.empty(2**30 if device.type == "cuda" else 2**20, dtype=torch.uint8).to(device)
     target = torch.empty_like(source)
 
@@ -240,7 +240,7 @@ def play_one(options: argparse.Namespace) -> dict[str, float]:
     with quiet_world(options.worlds[0], device=device) as rank, undisturbed():
         stepping = task.stepping(options.one, rank)
         if is_cuda:
-            torch.cuda.empty_cache()  # what building the model took does not count
+            torch.cuda.empty_cache()  # do not count the memory of building the model
         for _ in range(task.num_warm):
             stepping.step()
         gc.collect()

@@ -8,7 +8,7 @@ and must have the losses of the unsharded model in a world of one before anythin
     python benchmarks/bench_host_time.py [--worlds 8 64] [--device cuda] [--json PATH]
     python benchmarks/bench_host_time.py --profile "fullshard fully_shard"
 
-On CUDA a time ends when the call returns; the device is waited for before and after.
+On CUDA a time ends when the call returns; the device is synchronized before and after.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OURS_ONLY = "fullshard"
 
 
 def optimizers_of(variant: str, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """The ways to step that are timed. Without a call of `by_unit`, it may apply by itself."""
+    """The optimizers that are timed. Without a call of `by_unit`, it may apply automatically."""
     made: dict[str, torch.optim.Optimizer] = {
         FUSED: torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True),
         FOREACH: torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=True),
@@ -103,7 +103,7 @@ class Stepping:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Every variant trains like the unsharded model where there is one rank."""
+    """Check that every variant trains like the unsharded model in a world of one rank."""
     small = argparse.Namespace(**{**vars(options), "units": 2})
     with one_rank(options.device) as rank, without_known_warnings():
         check_losses(

@@ -1,16 +1,16 @@
-"""Bytes copied in a step beyond casts, and memory that is there only for a while.
+"""Bytes copied in a step beyond casts, and transient memory.
 
 One process plays a rank; the model is a row of units of 8 Linears and little else, on a batch of a
-few rows, so that memory is parameters.
+few rows, so that parameters make up the memory.
 
-Copied: what operators write only to move it (copies, concatenations, copy-outs of gathers), as a
-multiple of the parameters in the dtype that they compute in. A copy that casts is not counted, nor
-what the unsharded model copies. Forward gathers once, backward gathers once and reduces.
+Copied: what operators write only to move data (copies, concatenations, copy-outs of gathers), as a
+multiple of the parameters in their compute dtype. Copies that cast are not counted, nor copies of
+the unsharded model. Forward gathers once, backward gathers once and reduces.
 
-Transient: the most that was allocated at once in a step, minus what was there before it (shards),
-minus the gradients' shards, minus the activations (of the unsharded model's forward), in units of
-the largest unit; and the same of a forward alone, under `no_grad`. In backward a unit's full
-gradients, and what they are reduced from, are part of it.
+Transient: the peak allocation of a step, minus what was there before it (shards), minus the
+gradients' shards, minus the activations (of the unsharded model's forward), in units of the
+largest unit; and the same for a forward alone, under `no_grad`. In backward it includes a unit's
+full gradients and the memory that they are reduced from.
 
     python benchmarks/bench_memory.py [--device cuda] [--units 8] [--width 256]
 """
@@ -67,7 +67,7 @@ class Step:
         self.forward()
 
     def gradient_bytes(self) -> int:
-        """What is left of the gradients on this rank."""
+        """The bytes of the gradients that this rank keeps."""
         self.forward().backward()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         found = sum(g.to_local().nbytes if isinstance(g, DTensor) else g.nbytes for g in grads)
@@ -87,7 +87,7 @@ class Step:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Every variant trains like the unsharded model where there is one rank."""
+    """Check that every variant trains like the unsharded model in a world of one rank."""
     small = argparse.Namespace(**{**vars(options), "units": 2, "width": 32})
     with one_rank(options.device) as rank:
         losses = {
@@ -97,7 +97,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def copied_bytes(step: Step) -> tuple[int, int]:
-    """In forward and in backward."""
+    """The bytes copied in forward and in backward."""
     step.run()
     with CopiedBytes() as forward:
         loss = step.forward()

@@ -1,8 +1,8 @@
-"""What a plan says of memory and time, against what a step takes.
+"""Compares the memory and time that a plan predicts with those of a step.
 
 On a CPU each configuration runs as rank 0 of a simulated world (its collectives send nothing), and
-torch's profiler tells what tensors took at most. With `--times`, two ranks run the steps of one job
-with all settings that plans choose from. On a GPU the steps were measured before, by
+torch's profiler gives the peak memory of tensors. With `--times`, two ranks run the steps of one
+job with all settings that plans choose from. On a GPU the steps were measured before, by
 `plan_measurements.py`, without communication.
 
     python benchmarks/bench_plan.py [--model 10m] [--world 8]
@@ -137,7 +137,7 @@ def named(given: dict[str, Any]) -> str:
 
 
 def machine_of(name: str, num_ranks: int, **changes: float) -> Machine:
-    """Without time for communication, of which there is none."""
+    """A machine without time for communication: there is none."""
     alone = replace(profile_named(name), link_gbs=1e9, latency_s=0.0, hop_s=0.0, **changes)
     return Machine(profile=alone, ranks_per_host=num_ranks)
 
@@ -148,7 +148,7 @@ def planned(config: TrainConfig, num_ranks: int, **changes: float) -> StepPlan:
 
 
 def measured_bytes(config: TrainConfig, num_ranks: int) -> int:
-    """What tensors took at most in a step, after two others."""
+    """The peak memory of tensors in a step, after two others."""
     steps: list[Step] = []
 
     def prepare() -> None:
@@ -157,7 +157,7 @@ def measured_bytes(config: TrainConfig, num_ranks: int) -> int:
             steps[0]()
         gc.collect()
 
-    gc.collect()  # what was made before would be freed in the step
+    gc.collect()  # earlier objects would be freed in the step
     with quiet_world(num_ranks):
         found = held_peak_bytes(lambda: steps[0](), before=prepare)
         steps.clear()
@@ -197,7 +197,7 @@ def settings_of_a_job() -> list[dict[str, Any]]:
 
 
 def measured_times(rank: Rank, configs: list[TrainConfig], num_rounds: int) -> list[float]:
-    """On one of the ranks, which all run at once: the median seconds of a step."""
+    """The median seconds of a step on one of the ranks, which all run at once."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.size))  # as the launcher does
     steps = {str(number): Step(config, rank.size) for number, config in enumerate(configs)}
 
@@ -238,7 +238,7 @@ def compare_with(found: dict[str, Any]) -> list[Table]:
     runs: list[dict[str, Any]] = found["runs"]
     for number, run in enumerate(runs):
         given, num_ranks = run["config"], run["config"]["world"]
-        # The first run has the workspace of matmuls allocated, which then stays.
+        # The first run allocates the workspace of matmuls, which then stays.
         kept = profile_named("H200").workspace_bytes if number == 0 else 0
         plan = planned(config_of(given, "", 0, 0), num_ranks, workspace_bytes=kept)
         name = f"{given['model']} on {num_ranks}, {named(given)}"
@@ -269,7 +269,7 @@ def chosen_among(
     machine: Machine,
     budgets: Sequence[int],
 ) -> Table:
-    """What is chosen for a budget, against the fastest of the measured runs that fit into it."""
+    """The choice for a budget, against the fastest of the measured runs that fit into it."""
     rows: list[list[Any]] = []
     unmeasured = ("offload", "prefetch", "reshard_to", "units")
     given = {("sharding", name) for name in unmeasured}

@@ -138,7 +138,7 @@ def loss_of(model: nn.Module, rank: Rank) -> float:
 
 
 def play(world: int, variant: str, source: str, shape: tuple[int, int]) -> dict[str, Any]:
-    """In a process of its own."""
+    """Measure in a process of its own."""
     # A played world gathers nothing, so it cannot compute.
     with quiet_world(world) as rank:
         return measure(rank, variant, source, shape, computes=False)

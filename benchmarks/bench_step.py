@@ -4,10 +4,10 @@ A byte-level GPT of 10 M and of 150 M parameters on 2 and on 4 ranks of this mac
 in bf16 (parameters and gathers; sums in float32), trained with SGD. All ranks have the same batch,
 so all variants, the unsharded model too, must have the same losses before any time is printed.
 
-The floor is the compute of the unsharded model and the collectives that no sharding can do without,
-as gloo brings them: two gathers of the parameters and one reduce of the gradients, unit by unit,
-and an optimizer step on a rank's share. A library can beat it by moving bytes in a better way than
-gloo, or while it computes. "over gloo" are our APIs with shared memory switched off.
+The floor is the compute of the unsharded model, the collectives that no sharding can do without, by
+gloo (two gathers of the parameters and one reduce of the gradients, unit by unit), and an optimizer
+step on a rank's share. A library can beat it by moving bytes in a better way than gloo, or during
+compute. "over gloo" are our APIs with shared memory switched off.
 
     python benchmarks/bench_step.py [--ranks 2 4] [--sizes 10m 150m] [--dtypes float32 bf16]
 
@@ -153,7 +153,7 @@ def shared_memory_off() -> Iterator[None]:
 
 
 def sharding_over(rank: Rank, name: str, dtype: torch.dtype) -> Sharding:
-    """Variants over gloo have a group of their own: the switch counts when one is first used."""
+    """Give variants over gloo their own group: a group reads the switch when it is first used."""
     mesh = rank.mesh()
     if name.endswith(OVER_GLOO):
         mesh = DeviceMesh.from_group(dist.new_group(), rank.device.type)
@@ -183,7 +183,7 @@ def build(name: str, rank: Rank, numbers: dict[str, Any], made: dict[str, nn.Mod
 
 def measure(rank: Rank, numbers: dict[str, Any]) -> dict[str, Any]:
     """On one rank: the losses of the first steps, and the median seconds of later ones."""
-    gc.collect()  # what was measured before goes first
+    gc.collect()  # free earlier measurements first
     made: dict[str, nn.Module] = {}
     variants: dict[str, Variant] = {}
     losses: dict[str, list[float]] = {}

@@ -1,8 +1,8 @@
-"""What it costs that ranks may run different units: `set_uneven` beside units that all ranks run.
+"""The cost of letting ranks run different units: `set_uneven` beside units that all ranks run.
 
 A model of blocks with experts, each a unit, on gloo ranks that share a host. All experts run, or
 half of them. Without `set_uneven`, all ranks run the same ones in the same order; with it, they do
-that, too (what rounds cost by themselves), or each rank draws its own, in an order of its own. The
+the same (the cost of the rounds alone), or each rank draws its own experts and their order. The
 same experts must give the same losses. Medians of interleaved steps without an optimizer.
 
     python benchmarks/bench_uneven.py [--ranks 2] [--widths 64 512] [--experts 8]

@@ -1,4 +1,4 @@
-"""When a GPU was busy with what, from a trace of torch's profiler."""
+"""Reads from a trace of torch's profiler when a GPU was busy, and with what."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def busy_in(events: list[dict[str, object]]) -> Busy:
 
 
 def _total(intervals: list[Interval]) -> float:
-    """How long at least one of them lasted."""
+    """The time during which at least one of them ran."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(end - max(start, reached), 0.0)

@@ -1,4 +1,4 @@
-"""How the benchmarks measure and what they say: interleaved runs, medians, tables, JSON."""
+"""Measuring and reporting for the benchmarks: interleaved runs, medians, tables, JSON."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
 def result_for(
     benchmark: str, arguments: Sequence[str] | None, device: str | torch.device = "cpu"
 ) -> Result:
-    """An empty result that says how to get it again, and on what it was measured."""
+    """An empty result with the command that repeats it and what it was measured on."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--json" in given:
         place = given.index("--json")
@@ -129,9 +129,9 @@ def _processor() -> str:
 def interleaved(
     runs: Mapping[str, Callable[[], T]], num_rounds: int, num_warm: int = 2
 ) -> dict[str, list[T]]:
-    """Run each once a round, in an order that turns, and return what the rounds after warm-up gave.
+    """Run each once per round, in rotating order, and return the results after warm-up.
 
-    What disturbs the machine for a while then disturbs all variants alike.
+    A temporary disturbance of the machine then affects all variants alike.
     """
     names = list(runs)
     found: dict[str, list[T]] = {name: [] for name in names}
@@ -156,9 +156,9 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def undisturbed(num_threads: int | None = None) -> Iterator[None]:
-    """No garbage collection, no slow denormal numbers, and if asked for a number of threads.
+    """Disable garbage collection and slow denormal numbers, and set the number of threads if given.
 
-    A played world computes with whatever is in memory; denormal numbers among it would take a
+    A simulated world computes with whatever is in memory; denormal numbers among it would take a
     hundred times as long as others.
     """
     before = torch.get_num_threads()
@@ -177,7 +177,7 @@ def undisturbed(num_threads: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """What torch says about one rank, slow bf16, views and old names is known here."""
+    """Ignore torch's known warnings about one rank, slow bf16, views and old names."""
     with warnings.catch_warnings():
         for text in (
             "FSDP is switching to use `NO_SHARD`",

@@ -1,4 +1,4 @@
-"""How much memory something takes: of torch's allocators, of a process, and copied about."""
+"""Measures memory: of torch's allocators, of a process, and the bytes that are copied."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MARK = "what is measured"
 def allocated_peak_bytes(
     run: Callable[[], object], device: torch.device, before: Callable[[], object]
 ) -> int:
-    """The most that tensors took at once while `run` ran, beyond what they took after `before`.
+    """The peak memory of tensors while `run` ran, beyond what they took after `before`.
 
-    On a CPU memory that was taken before `before` is not seen to be freed.
+    On a CPU, freeing memory that was allocated before `before` is not seen.
     """
     if device.type == "cuda":
         before()
@@ -37,7 +37,7 @@ def allocated_peak_bytes(
 
 
 def held_peak_bytes(run: Callable[[], object], before: Callable[[], object]) -> int:
-    """The most that tensors on the CPU took while `run` ran, with what `before` left."""
+    """The peak memory of CPU tensors while `run` ran, with what `before` left."""
     return _held_and_peak(run, before)[1]
 
 
@@ -62,12 +62,12 @@ def _held_and_peak(run: Callable[[], object], before: Callable[[], object]) -> t
 
 
 class ProcessMemory:
-    """The most that this process held beyond what it held at first."""
+    """The peak memory of this process beyond what it held at first."""
 
     def __init__(self) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         self._before = _status_bytes("VmRSS")
 
     def peak_bytes(self) -> int:

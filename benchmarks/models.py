@@ -40,12 +40,12 @@ GPT_SIZES = {
 
 
 def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for it; without, it takes 250 times as long as float32."""
+    """Whether this CPU has bf16 instructions; without, bf16 takes 250 times as long as float32."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Linear(nn.Linear):
-    """Multiplies in float32 where the CPU cannot in bf16; its parameters stay what they are."""
+    """Multiplies in float32 where the CPU cannot in bf16; its parameters keep their dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dtype == torch.float32 or x.is_cuda or multiplies_bf16():

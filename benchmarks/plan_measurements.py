@@ -194,7 +194,7 @@ def main() -> None:
     for config in SWEEP if options.sweep else CONFIGS:
         try:
             run = measured(config)
-        except Exception as error:  # the others are worth their time
+        except Exception as error:  # the other measurements are still worth their time
             run = {"config": config, "error": repr(error)}
         found["runs"].append(run)
         print({key: value for key, value in run.items() if key != "top_kernels_s"}, flush=True)

@@ -56,7 +56,7 @@ def text(x: float, y: float, words: str, anchor: str = "start") -> str:
 
 
 def memory_picture(plan: StepPlan, title: str) -> str:
-    """Kinds of memory, one on another, over the time of the step."""
+    """Kinds of memory, stacked, over the time of the step."""
     right, top = WIDTH - 150, 30
     highest, end_s = 1.05 * plan.peak_bytes, plan.step_s
 
@@ -66,7 +66,7 @@ def memory_picture(plan: StepPlan, title: str) -> str:
     def y(size: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - top) * size / highest
 
-    # The most of every stretch of time.
+    # The maximum of every interval of time.
     samples: dict[int, dict[Kind, int]] = {}
     for at_s, held in plan.memory:
         place = int(400 * at_s / end_s)

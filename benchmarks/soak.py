@@ -1,9 +1,9 @@
-"""Kills ranks of `fullshard train` at random moments; its losses must be those without.
+"""Kills ranks of `fullshard train` at random moments; the losses must be those without faults.
 
     python benchmarks/soak.py --kills 100
 
 A rank is killed, or stopped so that the others have to notice, at any time after its start:
-while it loads, connects, computes, saves, or restarts because of the one before. The run goes on
+while it loads, connects, computes, saves, or restarts after the previous fault. The run goes on
 by itself. In the end no step may be missing or counted twice, and every loss must be equal to the
 last bit.
 """
@@ -59,7 +59,7 @@ def disturb(
     signals: Sequence[signal.Signals] = SIGNALS,
     longest_s: float = LONGEST_S,
 ) -> Iterator[str]:
-    """Kill or stop a rank again and again, while there is one; yields what was done."""
+    """Kill or stop ranks again and again while there are any; yields what was done."""
     moments = random.Random(seed)
     for _ in range(num_faults):
         with suppress(subprocess.TimeoutExpired):

@@ -19,9 +19,9 @@ from variants import CAPTURED, Sharding, optimizer_for, shard
 class Stepping:
     """A sharded model with its optimizer. `step` trains on the same tokens again and times it.
 
-    Times, in seconds: `step` is the whole, `compute` forward and backward, `optimizer` the rest; on
-    CUDA they are of the device, and `host` is when the calls had returned. On a CPU `host` is
-    `step`. Of a captured step, all is `compute`.
+    Times, in seconds: `step` is the whole, `compute` forward and backward, `optimizer` the rest. On
+    CUDA they are device times, and `host` is the time until the calls returned. On a CPU `host` is
+    `step`. All of a captured step is `compute`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Stepping:
 class Task:
     """A model like Llama, or a GPT, in bf16: its shape, its batch, how often it is trained.
 
-    Of a frozen one only vectors are trained, as in a fine-tuning that leaves matrices alone.
+    A frozen one trains only vectors, as in fine-tuning that leaves matrices alone.
     """
 
     num_blocks: int

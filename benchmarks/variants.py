@@ -49,12 +49,12 @@ CAPTURED = ", captured"
 
 SHARDED = (TORCH_FSDP2, TORCH_FSDP1, OURS, WRAPPER, FLAT_WRAPPER)
 BASE = TORCH_FSDP2
-"""What ratios are relative to."""
+"""The variant that ratios are relative to."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is to be sharded, whoever does it. `dtype` is computed in; float32 is reduced."""
+    """How any variant shards a model: it computes in `dtype` and reduces in float32."""
 
     unit_class: type[nn.Module]
     mesh: DeviceMesh
@@ -123,7 +123,7 @@ def optimizer_for(variant: str, model: nn.Module, learning_rate: float) -> torch
 
 
 def shard(variant: str, model: nn.Module, how: Sharding) -> nn.Module:
-    """Shard `model` in the way that `variant` names; what is called in its place is returned."""
+    """Shard `model` as `variant` names it, and return the module to call in its place."""
     return _WAYS[variant.removesuffix(CAPTURED)](model, how)
 
 

@@ -14,7 +14,7 @@ from fullshard.testing import Rank
 
 
 def device_of(name: str) -> torch.device:
-    """A device with its number: libraries disagree about what one without it means."""
+    """A device with its index: libraries disagree about the meaning of a device without one."""
     device = torch.device(name)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -24,7 +24,7 @@ def device_of(name: str) -> torch.device:
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[Rank]:
-    """Its collectives deliver what they were given, so losses do not depend on who shards."""
+    """One rank, whose collectives return their input, so losses do not depend on the variant."""
     is_cuda = device.type == "cuda"
     options: dict[str, Any] = {"device_id": device} if is_cuda else {}
     dist.init_process_group(

@@ -29,9 +29,9 @@ _forbidden_skips: list[str] = []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests come first in the part of each worker, so that none of them runs alone at the end.
+    """Put long tests first for each worker, so that none of them runs alone at the end.
 
-    xdist deals the tests out in equal parts, in their order.
+    xdist splits the tests into equal parts, in their order.
     """
     num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
     size = len(items) // num_workers
@@ -45,9 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Spare the tests the collection of what stays, and stack traces at every seed.
+    """Spare the tests the garbage collection of permanent objects, and stack traces at every seed.
 
-    Where there is no accelerator, `torch.manual_seed` takes down where it was called.
+    Without an accelerator, `torch.manual_seed` records where it was called.
     """
     gc.freeze()
     gc.enable()

@@ -1,4 +1,4 @@
-"""Collectives of a user's own that count what goes through them."""
+"""Custom collectives that count what goes through them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fullshard import AllGather, ReduceScatter
 
 
 class Counted:
-    """Counts calls, by the elements of one rank's segment, and the buffers that it lent."""
+    """Records the elements of one rank's segment per call, and counts the buffers it allocated."""
 
     def __init__(self) -> None:
         self.numels: list[int] = []
@@ -40,7 +40,7 @@ class CountedGather(Counted, AllGather):
 
 
 class CountedReduce(Counted, ReduceScatter):
-    """Reduces through the process group; keeps the operations that it was asked for."""
+    """Reduces through the process group; records the operations that it was asked for."""
 
     def __init__(self) -> None:
         super().__init__()

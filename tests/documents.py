@@ -1,7 +1,7 @@
 """The fenced blocks of a page, what its comments say about them, and how they are run.
 
-A comment of its own on the line above a block says how the block is tested. It is seen in the
-source of a page and not when it is rendered:
+A comment on its own line above a block says how the block is tested. It is visible in the source
+of a page and not when the page is rendered:
 
     <!-- test: continues -->    goes on with the names of the block before it on the page
     <!-- test: given            runs these lines first, which a reader would have already
@@ -75,14 +75,14 @@ class Program:
 
 
 def programs_of(blocks: list[Block]) -> list[Program]:
-    """Programs in the order of a page; each begins at a Python block that continues none."""
+    """The programs of a page, in order; each begins at a Python block that continues no other."""
     found: list[Program] = []
     for block in blocks:
         if block.language == "python" and block.kind != "tests":
             source = block.given + block.text
             if block.kind == "continues":
                 before = found.pop()
-                # What was printed before is not compared again.
+                # Earlier output is not compared again.
                 source = f"{before.source}print({SEPARATOR!r})\n{source}"
                 found.append(Program(before.where, source, None))
                 if before.output is not None:
@@ -99,7 +99,7 @@ SEPARATOR = "---- the next block ----"
 
 
 def run_on_rank(rank: Rank, source: str, where: str, folder: str) -> str:
-    """Run a program in a module and a folder of its own; what it prints after the separator."""
+    """Run a program in its own module and folder; return what it prints after the separator."""
     module = types.ModuleType("program_of_a_page")
     sys.modules[module.__name__] = module  # dataclasses and pickles look for it
     printed, before = io.StringIO(), Path.cwd()

@@ -1,7 +1,7 @@
 """Replicas that kill themselves: `python -m tests.elastic_replicas` with `Scenario`s as JSON.
 
-A process of its own, so that nothing but one thread is forked. It forks the ranks, is what the
-others learn from who is dead, starts those again, and prints what the ranks say of every step.
+Runs in its own process, so that only a single thread is forked. It forks the ranks, tells the
+others which ranks are dead, restarts those, and prints what the ranks say of every step.
 """
 
 import json
@@ -30,8 +30,8 @@ from fullshard.training.control import end_with_launcher
 class Scenario:
     """Kills by step: which replica, and in which of its phases.
 
-    Before a step that is in `asked`, replicas wait until others have asked so often to be let in;
-    by default once after each kill. Starts in `early_kills` die before they have done a step.
+    Before a step in `asked`, replicas wait until others have asked that many times to be let in; by
+    default once after each kill. Starts in `early_kills` die before they have done a step.
     """
 
     num_replicas: int
@@ -45,7 +45,7 @@ class Scenario:
 
 
 class Net(nn.Module):
-    """A model of which every second part of a batch leaves out a layer."""
+    """A model that leaves out a layer for every second part of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def die_in(phase: str, replicas: fullshard.ReplicaGroup) -> None:
     elif phase in ("before", "stopped"):
         replicas._connected = killed  # type: ignore[method-assign]
     elif phase == "reducing":
-        # The others wait for who has only started.
+        # The others wait for this one, which has only started.
         replicas._wait_for = lambda start: (start(), killed()) and wait_for(start)  # type: ignore
     elif phase == "reduced":
         ballot.vote = killed
@@ -196,7 +196,7 @@ def wait_for_return(scenario: Scenario, store: TCPStore, step: int) -> None:
 def start_store() -> tuple[int, int]:
     """A store in a process of its own, and its port.
 
-    It has a thread: a lock that this holds while a rank is forked would stay locked in the rank.
+    It has a thread: a lock that the thread holds during a fork would stay locked in the rank.
     """
     out, into = os.pipe()
     pid = os.fork()
@@ -213,7 +213,7 @@ def start_store() -> tuple[int, int]:
 
 
 class Supervisor:
-    """Starts replicas, and again if one of their ranks has ended badly."""
+    """Starts replicas, and restarts those of which a rank ended badly."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -239,7 +239,7 @@ class Supervisor:
             self.pids[pid] = (replica, start)
 
     def ended(self) -> Iterator[tuple[int, int]]:
-        """Replicas of which a rank has been killed or stopped, with the others killed."""
+        """Yield replicas of which a rank was killed or stopped, and kill their other ranks."""
         while self.pids:
             pid, status = os.waitpid(-1, os.WUNTRACED)
             member = self.pids[pid]

@@ -1,6 +1,6 @@
-"""Saves that die: `python -m tests.killed` forks a process per way to die, and says how it ended.
+"""Saves that die: `python -m tests.killed` forks a process per way to die, and reports the end.
 
-A process of its own, so that nothing but one thread is forked.
+Runs in its own process, so that only a single thread is forked.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 
 from tests.stored import write
 
-# What changes a disk, or has it changed, as Python calls it.
+# Python's names for calls that change a disk, or have it changed.
 CALLS = {
     "write", "flush", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "open", "close",
 }  # fmt: skip
@@ -65,7 +65,7 @@ def saved_within(path: Path, num_bytes: int) -> None:
 
 
 def ends_of(folder: Path, name: str) -> dict[str, int]:
-    """Save `name` beside or over step_1 in a folder per way to die; how each ended."""
+    """Save `name` beside or over step_1 in a folder per way to die, and return how each ended."""
     write(folder / "before" / "step_1", seed=-1, step=1, num_files=1)
     ends: dict[str, int] = {}
 

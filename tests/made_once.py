@@ -1,4 +1,4 @@
-"""What several tests read, made by one of the processes that run tests side by side."""
+"""Data that several tests read, made by one of the processes that run tests side by side."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ import pytest
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder of this name, which the first that asks for it fills."""
+    """A folder of this name, filled by the first process that asks for it."""
     base = factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder, mark = base / name, base / f"{name}.made"

@@ -1,4 +1,4 @@
-"""A run that nobody did: metrics and time lines of any size, the same at every call."""
+"""An invented run: metrics and time lines of any size, the same at every call."""
 
 import math
 import random

@@ -23,13 +23,13 @@ def printed_by_ranks(path: Path, num_ranks: int, *arguments: str) -> str:
 
 
 def printed_by_each(paths: Sequence[Path], num_ranks: int, *arguments: str) -> list[str]:
-    """The same of programs that run one after another in the same processes."""
+    """The same for programs that run one after another in the same processes."""
     with RankPool(num_ranks, timeout_s=240) as ranks:
         return ["".join(ranks.run(_run, str(path), arguments, free_port())) for path in paths]
 
 
 def _run(rank: Rank, path: str, arguments: tuple[str, ...], port: int) -> str:
-    """Leave the pool's world, and be a rank of the program's, as a launcher would have it."""
+    """Leave the pool's world and become a rank of the program's, as a launcher would have it."""
     if dist.is_initialized():
         dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
@@ -41,9 +41,9 @@ def _run(rank: Rank, path: str, arguments: tuple[str, ...], port: int) -> str:
 
 
 def outcome_of_forks(before: str, *programs: str) -> str:
-    """What programs print that are run one after another, each in a fork of one new process.
+    """The output of programs that run one after another, each in a fork of one new process.
 
-    `before` is run first, once: what all of them import.
+    `before` runs once, first: the imports that all of them share.
     """
     source = f"import json, os, sys\n{before}\n" + (
         "for program in json.loads(sys.argv[1]):\n"

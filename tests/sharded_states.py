@@ -236,7 +236,7 @@ FULLY_SHARD_KINDS = [
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch says about calls that it makes itself."""
+    """Ignore torch's warnings about calls that it makes itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`_get_pg_default_device` will be deprecated")
         warnings.filterwarnings("ignore", "Multiple backends are registered with this")
@@ -293,7 +293,7 @@ class Trainee:
         return cls(model, make(model), form, api)
 
     def train(self, rank: Rank, steps: Iterable[int] = (0, 1)) -> Trainee:
-        """On the batch of this rank; a model that is not sharded on the batches of all."""
+        """Train on the batch of this rank; an unsharded model trains on the batches of all."""
         if self.form is None:
             train_whole(self.model, self.optimizer, rank.size, steps)
         else:
@@ -372,7 +372,7 @@ def train(model: nn.Module, optimizer: Any, rank: Rank, steps: Iterable[int] = (
 def train_whole(
     model: nn.Module, optimizer: Any, num_ranks: int, steps: Iterable[int] = (0, 1)
 ) -> None:
-    """What `train` on all ranks does, on one model that is not sharded."""
+    """Do what `train` on all ranks does, on one unsharded model."""
     for step in steps:
         for rank in range(num_ranks):
             (model(batch(step, rank)).square().mean() / num_ranks).backward()
@@ -384,7 +384,7 @@ def train_whole(
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict of an optimizer of a model that is not sharded, by name."""
+    """The optimizer state dict of an unsharded model, by name."""
     names: dict[Any, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, name)
@@ -399,13 +399,13 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def by_set(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Without the order of the parameters in their groups, which follows the wrapping."""
+    """Drop the order of the parameters in their groups, which follows the wrapping."""
     groups = [{**g, "params": sorted(g["params"])} for g in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}
 
 
 def gathered(value: Any) -> Any:
-    """With the values of all ranks in every tensor."""
+    """Gather the values of all ranks into every tensor."""
     if isinstance(value, dict):
         return {key: gathered(inner) for key, inner in value.items()}
     if isinstance(value, DTensor):
@@ -424,7 +424,7 @@ def snapshot(state: Any) -> Any:
 
 
 def assert_same(actual: Any, expected: Any, what: str = "state", *, ordered: bool = False) -> None:
-    """The same keys, the same kinds of values, the same pieces on this rank, close values."""
+    """Check for the same keys, kinds of values and pieces on this rank, and for close values."""
     if isinstance(expected, dict):
         assert isinstance(actual, dict), what
         keys, others = list(actual), list(expected)
@@ -454,7 +454,7 @@ def assert_same(actual: Any, expected: Any, what: str = "state", *, ordered: boo
             actual, expected = actual.to_local(), expected.to_local()
         if not are_close(actual, expected):
             torch.testing.assert_close(actual, expected, msg=lambda m: f"{what}: {m}")
-    elif isinstance(expected, tuple):  # of which torch's functions make a list
+    elif isinstance(expected, tuple):  # torch's functions make a list of it
         assert tuple(actual) == expected, what
     else:
         assert type(actual) is type(expected), what

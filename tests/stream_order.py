@@ -3,34 +3,33 @@
 Theory of operation
 ===================
 
-`emulated_streams` gives the engine a device with streams (`has_streams`) whose work is done by the
-CPU at once. What is kept of a stream is not its work but what it has seen: a vector clock. So a
-race is found whether or not it would have happened this time.
+`emulated_streams` gives the engine a device with streams (`has_streams`) whose work the CPU does at
+once. A stream keeps no work, only what it has seen: a vector clock. So a race is found whether or
+not it would have happened this time.
 
-**Order.** Every stream counts what is done on it, and so does the host. A stream's clock says up to
-which count it comes after every other. `record` takes a copy of the current stream's clock, `wait`
-joins it to another's, `synchronize` to the host's; whatever is enqueued comes after what the host
-has seen by then. An event has passed (`query`) if the host is known to have seen it, and not
-otherwise: the engine is told nothing that a fast host would not be told. Reading a value on the
-host (`item`) synchronizes with the current stream.
+**Order.** Every stream counts what is done on it, and so does the host. A stream's clock gives, for
+every other stream, the count up to which it comes after it. `record` takes a copy of the current
+stream's clock, `wait` joins it to another's, `synchronize` to the host's; whatever is enqueued
+comes after what the host has seen by then. An event has passed (`query`) only if the host is known
+to have seen it: the engine is told nothing that a fast host would not be told. Reading a value on
+the host (`item`) synchronizes with the current stream.
 
 **Accesses.** Every operation that reaches torch's dispatcher is an access on the current stream: to
-the bytes that its tensors span, as a write or a read by its schema. Views are none. Collectives
-run on the stream that calls if they are asked to be synchronous, as NCCL does, and otherwise on a
-stream of their own, for which the one that calls `Work.wait` waits (for all that were issued by
-then). Two accesses that overlap, of which one writes, and of which neither comes before the
-other, are a race.
+the bytes that its tensors span, as a write or a read by its schema. Views are not accesses. A
+collective runs on the calling stream if it is asked to be synchronous, as with NCCL, and otherwise
+on its own stream, for which the stream that calls `Work.wait` waits (for all that were issued by
+then). Two overlapping accesses race if one of them writes and neither comes before the other.
 
 **Memory.** A block belongs to the pool of the stream that was current when it was allocated, and
-goes back there when its storage dies or is resized to nothing, whoever used it: the host does not
-wait for streams to free memory. What the pool gives out next may be the same memory. So the
-accesses of a freed block are remembered with its pool, and whoever touches a block that is given
-out later must come after them, else that is a race, too. Which block comes back depends on sizes
-that a model chooses: any may, except on the gather stream. There the engine goes by addresses
-(rule 2), and so does the pool: it has an address space of its own, of which it gives out the free
-range that fits best, and joins neighbours. `ResizableBuffer.address_range` tells these addresses.
-Resizing a storage that has memory moves it: new memory, a copy on the current stream, a free.
-Storages that share memory (through dlpack) share a block.
+goes back there when its storage dies or is resized to nothing, whichever streams used it: the host
+does not wait for streams to free memory. The pool may give out the same memory next. So it
+remembers the accesses of a freed block, and an access to a block that is given out later must come
+after them, else that is a race, too. Which block comes back depends on sizes that a model chooses:
+it may be any, except on the gather stream. There the engine goes by addresses (rule 2), and so does
+the pool: it has its own address space, gives out the free range that fits best, and joins
+neighbours. `ResizableBuffer.address_range` tells these addresses. Resizing a storage that has
+memory moves it: new memory, a copy on the current stream, a free. Storages that share memory
+(through dlpack) share a block.
 
 **Host memory.** With `is_offloading`, tensors made for `cpu` are the host's and those for `cpu:0`
 the device's: torch takes both for the same, the engine does not. Operations on host tensors alone
@@ -178,7 +177,7 @@ class Block:
 
 
 class _Known(NamedTuple):
-    """A storage that was seen. Several may share a block, and tell of one another nothing."""
+    """A storage that was seen. Several may share a block without knowing of one another."""
 
     block: Block
     storage: weakref.ref[torch.UntypedStorage]
@@ -220,7 +219,7 @@ class Pool:
             self._freed = [(0, 0, dict(history))]
             return history
         self._freed = [freed for freed in self._freed if freed not in over]
-        # What is given out carries its history; what is left of a range stays.
+        # A range that is given out carries its history; the rest of it stays.
         for lo, hi, freed in over:
             self._freed += [(a, b, freed) for a, b in ((lo, start), (end, hi)) if a < b]
         return history
@@ -288,7 +287,7 @@ class StreamOrder(TorchDispatchMode):
     # Memory
 
     def block_of(self, storage: torch.UntypedStorage) -> Block:
-        """The block of a storage; one that was made out of sight is the current stream's."""
+        """The block of a storage; one that was made unseen belongs to the current stream."""
         known = self._known.get(storage._cdata)
         if known is not None:
             return known.block
@@ -348,7 +347,7 @@ class StreamOrder(TorchDispatchMode):
         operation: str,
         stream: Stream | None = None,
     ) -> None:
-        """Something is done to memory, by default on the current stream."""
+        """Record an access to memory, by default on the current stream."""
         stream = self.current if stream is None else stream
         stream.see(self.host.clock)
         number = stream.number
@@ -392,7 +391,7 @@ class StreamOrder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled under it, and to say so of every operation takes time
+        return False  # nothing is compiled under it, and answering for every operation takes time
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -401,7 +400,7 @@ class StreamOrder(TorchDispatchMode):
         if FakeTensor in types:
             return func(*args, **kwargs)
         if not all(map(_is_plain, types)):
-            return NotImplemented  # the tensors that it is made of come by here
+            return NotImplemented  # its inner tensors arrive here themselves
         found = func(*args, **kwargs)
         self._note(_traits(func), args, kwargs, found)
         return found
@@ -582,12 +581,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _caller() -> str:
-    """The function that called the one that asks."""
+    """The name of the function that called the caller."""
     return sys._getframe(2).f_code.co_qualname
 
 
 def _site(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
-    """The innermost lines of the engine, or else of whoever called torch."""
+    """The innermost lines of the engine, or else of the code that called torch."""
     found: list[tuple[CodeType, int]] = []
     outside: tuple[tuple[CodeType, int], ...] = ()
     while frame is not None and len(found) < _NUM_SITES:

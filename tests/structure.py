@@ -48,10 +48,10 @@ SEES_ONLY = {"trace": {"trace", "_torch", "api", "errors", "formatting", "layout
 SEES_ONLY["report"] = {"report", "_torch", "api", "errors", "formatting", "trace", "runtime"}
 SEES_ONLY["__main__"] = {"cli"}
 SEEN_BY_NOBODY = {"testing"}
-# Users of the package like any other: they may take what the package itself offers.
+# They use the package as any user does: they may import what the package itself offers.
 SEES_PUBLIC_NAMES = {"cli", "testing"}
-# Engine, APIs, state, optim, plan and trace: what the limit on lines counts. It is lowered with
-# every cut; the aim is 12,000.
+# The limit on lines counts engine, APIs, state, optim, plan and trace. It is lowered with every
+# cut; the aim is 12,000.
 NOT_CORE = {"report", "models", "training", "testing", "dropin", "cli", "__main__"}
 MAX_CORE_LINES = 21_537
 # It replaces names of torch, so it has to name them.

@@ -77,7 +77,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 def assert_accumulates(
     form: dict[str, dict[str, int]], kind: str, mesh: Any, max_buffers: int = 1
 ) -> None:
-    """Against the unsharded model, which sums micro batches, and against torch."""
+    """Compare with the unsharded model, which sums micro batches, and with torch."""
 
     def shard_all(package: Package, model: nn.Sequential) -> nn.Sequential:
         sharder = unit_sharder(package, "fully_shard", mesh=mesh, mixed_precision=POLICIES[kind])
@@ -179,7 +179,7 @@ def test_gradients_are_zeroed_with_the_model_while_it_is_gathered(
         loss = model(batch_of(0, rank.rank)).square().mean()
         model.zero_grad(set_to_none)
         loss.backward()
-        params = model.parameters()  # of a wrapper, some are on other ranks alone
+        params = model.parameters()  # some of a wrapper's are on other ranks alone
         grads.append([full(param.grad) for param in params if param.grad is not None])
     assert grads[0]
     for grad, expected in zip(*grads, strict=True):

@@ -1,4 +1,4 @@
-"""`auto_shard` and `explain`: the blocks of a model become units, by themselves or by a policy."""
+"""`auto_shard` and `explain`: the blocks of a model become units, automatically or by a policy."""
 
 from dataclasses import FrozenInstanceError
 from functools import partial

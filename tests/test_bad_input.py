@@ -1,4 +1,4 @@
-"""What cannot be done is refused, in words, by an error that torch's callers catch too.
+"""Invalid requests are refused with a message, by an error that torch's callers catch too.
 
 One process simulates a rank of four: nothing here gets as far as a collective.
 """
@@ -46,7 +46,7 @@ def rank() -> Iterator[Rank]:
 
 
 def refused(call: Callable[[], object], kind: type[FullshardError], *words: str) -> FullshardError:
-    """The error, after a look at its form: subject: expected, found ...; remedy."""
+    """The error, after a check of its form: subject: expected, found ...; remedy."""
     with pytest.raises(kind) as caught:
         call()
     error = caught.value
@@ -100,7 +100,7 @@ def shard_on_another_root(shard: Sharder, mesh: DeviceMesh) -> None:
 
 
 Case = tuple[Callable[[Sharder, DeviceMesh], object], type[FullshardError], tuple[str, ...]]
-# Refused by torch too, with an exception of which ours is an instance.
+# torch refuses these too, with an exception class that ours derives from.
 LIKE_TORCH: dict[str, Case] = {
     "a module list": (
         lambda shard, mesh: shard(nn.ModuleList([linear()]), mesh=mesh),
@@ -476,7 +476,7 @@ def test_a_submodule_that_is_called_outside_forward_is_named(
         inside.during = inside.state_dict
         assert "call state_dict(), reshard() and the like after" in noted(lambda: model(x))
         inside.during = int
-    # What goes wrong while parameters are gathered, or elsewhere, has other reasons.
+    # Errors while parameters are gathered, or elsewhere, have other reasons.
     assert noted(lambda: fails_with(inside.inner)) == ""
     assert noted(lambda: model(torch.ones(2, WIDTH + 1))) == ""
     assert model(x).shape == x.shape

@@ -108,7 +108,7 @@ def sharded(rank: Rank, form: str, build: Callable[[], nn.Module] = Net, **optio
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """What decays and what does not, where parameters have names; otherwise every second."""
+    """Groups that decay and that do not, by name; without names, every second parameter."""
     params = list(model.named_parameters())
     is_flat = any("_flat_param" in name for name, _ in params)
     chosen = [n % 2 == 0 if is_flat else "weight" in name for n, (name, _) in enumerate(params)]
@@ -126,7 +126,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 class Twins:
-    """Two models alike, one with an optimizer as it is and one with it by unit."""
+    """Two equal models, one with a plain optimizer and one with it by unit."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 # Alike
 
-# What torch cannot step on `DTensor`s: no fused kernel, or no way to write to their elements.
+# Optimizers that torch cannot step on `DTensor`s: no fused kernel, or no way to write to elements.
 NOT_ON_DTENSORS = ("sgd_fused", "adagrad_fused", "rprop")
 
 
@@ -249,7 +249,7 @@ def test_what_torch_cannot_step_on_dtensors_steps_as_on_their_shards(rank: Rank)
 
 
 class Seeing(Optimizer):
-    """Of a user's own: subtracts signs, keeps a python number and a mean, sees what it steps."""
+    """A user's optimizer: subtracts signs, keeps a python number and a mean, sees what it steps."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -307,7 +307,7 @@ def test_an_optimizer_of_a_users_own_steps_as_it_would_by_itself(rank: Rank, for
 
 
 class Signs(Optimizer):
-    """Of a user's own: looks for state, and makes none."""
+    """A user's optimizer: looks for state, and makes none."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -347,7 +347,7 @@ def test_tied_parameters_and_a_model_from_meta_are_in_spans(rank: Rank) -> None:
         optimizer.zero_grad()
         model(batch(step, rank.rank)).square().mean().backward()
         optimizer.step()
-    # One for the tied parameter, and two for each block, on both sides of what has no gradient.
+    # One for the tied parameter, and two for each block, around the part without gradient.
     assert optimizer.seen == [5] * 3
     assert len(optimizer.state) == sum(param.grad is not None for param in model.parameters())
     for param, old in zip(model.parameters(), before, strict=True):
@@ -413,7 +413,7 @@ def test_a_step_holds_no_gradient_and_a_dropped_optimizer_is_freed_at_once(rank:
         gc.enable()
 
 
-# What others do to an optimizer
+# Changes that others make to an optimizer
 
 
 @on_ranks(2)
@@ -462,11 +462,11 @@ def test_hooks_see_the_parameters_and_their_state(rank: Rank) -> None:
     twins.step(2)
     assert counts[1] == counts[0]
     assert [max(each) for each in counts[1]] == [1.0, 2.0, 3.0]
-    assert min(counts[1][-1]) == 1.0  # what had a gradient in one step
+    assert min(counts[1][-1]) == 1.0  # those that had a gradient in one step
 
 
 class Decaying(AdamW):
-    """Of a user's own: calls the step of its base class, writes to its groups and to itself."""
+    """A user's optimizer: calls the step of its base class, writes to its groups and to itself."""
 
     num_steps = 0
 
@@ -707,7 +707,7 @@ def test_torchs_own_functions_read_and_write_the_state(rank: Rank) -> None:
         set_optimizer_state_dict(model, optimizer, other)
     twins.assert_same()
     twins.step(3)
-    # An optimizer without state is given some by a step in which nothing changes.
+    # A step that changes nothing gives an optimizer without state its state.
     fresh = sharded(rank, "rows")
     set_optimizer_state_dict(fresh, by_unit(AdamW(groups(fresh), lr=0.1, fused=True)), taken[0])
 

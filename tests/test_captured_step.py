@@ -52,7 +52,7 @@ def test_a_forward_after_a_replay_reads_what_the_graph_has_written(rank: Rank) -
         model = nn.Linear(4, 4)
         fully_shard(model, mesh=rank.mesh(), reshard_after_forward=reshards)
         hooks, batch = require_hooks(model), torch.ones(1, 4)
-        for _ in range(2):  # the first is what the second goes by
+        for _ in range(2):  # the second follows what the first recorded
             model(batch).sum().backward()
         assert model(batch).any()  # keeps what its backward would begin with
         for param in hooks.units[0].params:

@@ -59,12 +59,12 @@ def of_process(staging: Path, pid: int | None = None, started: str | None = None
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What is beside the whole checkpoints of a folder."""
+    """What a folder holds beside whole checkpoints."""
     return sorted(set(folder.iterdir()) - set(checkpoints(folder)))
 
 
 def dead_pid() -> int:
-    """Of a process that was, and is no more."""
+    """The pid of a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     return process.pid
@@ -107,7 +107,7 @@ def test_a_save_killed_at_any_call_leaves_a_whole_checkpoint(deaths: Any) -> Non
         is_new = holds(newest, seed=-2)
         assert is_new or holds(newest, seed=-1)
         seen.append(is_new)
-        # What has the name is whole, or the name is free and the one put aside is found.
+        # The folder of that name is whole, or the name is free and the one put aside is found.
         assert verify(located(folder / "step_1")) == []
         assert not (folder / name).exists() or whole_manifest(folder / name)
     assert seen == sorted(seen)  # once a save has the name, it keeps it

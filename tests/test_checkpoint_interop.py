@@ -91,7 +91,7 @@ def save_with_torchs_wrapper(path: Path) -> None:
     model = wrapper(whole(), use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
     optimizer = trained(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # its own call of what it deprecates
+        warnings.simplefilter("ignore", FutureWarning)  # torch calls its own deprecated function
         wrapper.set_state_dict_type(
             model,
             torch_fsdp.StateDictType.SHARDED_STATE_DICT,

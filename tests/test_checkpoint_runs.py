@@ -1,4 +1,4 @@
-"""Runs that are saved and resumed: what is beside tensors, parts, names, the background."""
+"""Runs that are saved and resumed: state beside tensors, parts, names, the background."""
 
 import gc
 import os
@@ -176,7 +176,7 @@ def test_a_program_may_end_while_several_files_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(8, 8)
-    # As the interpreter does before it waits for threads: it takes no new ones from here on.
+    # The interpreter does this before it waits for threads: it takes no new ones from here on.
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
     save_async(tmp_path / "last", model, shards=3).wait()
     assert verify(tmp_path / "last") == []
@@ -208,7 +208,7 @@ def test_a_failure_that_one_rank_knows_first_is_raised_on_all(
     (tmp_path / "file").write_text("in the way")
     slow = threading.Event()
     if rank.rank == 1:
-        # The thread of this rank learns later than that of the other that the save failed.
+        # This rank's thread learns later than the other's that the save failed.
         actual = RankGroup.run_first
 
         def run_first(self: RankGroup, *args: Any) -> Any:
@@ -252,7 +252,7 @@ def test_nothing_of_a_save_outlives_the_process_group(tmp_path: Path) -> None:
 
 
 def save_alone(rank: Rank, folder: str) -> str:
-    """In a world whose collectives may take three seconds: what one rank that saves alone gets."""
+    """What a rank that saves alone gets, in a world whose collectives may take three seconds."""
     dist.destroy_process_group()
     where, limit = f"file://{folder}/store", timedelta(seconds=3)
     dist.init_process_group("gloo", where, timeout=limit, world_size=rank.size, rank=rank.rank)
@@ -321,7 +321,7 @@ def full_params(model: nn.Module) -> list[Tensor]:
 
 @on_ranks(2)
 def test_parts_that_do_not_cover_a_tensor_once_are_not_saved(rank: Rank, tmp_path: Path) -> None:
-    # Each rank has a whole model of its own; only one of them could be what is meant.
+    # Each rank has its own whole model; only one of them could be meant.
     groups = [dist.new_group([each]) for each in range(rank.size)]
     alone = FullyShardedDataParallel(
         nn.Linear(WIDTH, 3), process_group=groups[rank.rank], device_id=torch.device("cpu")

@@ -121,7 +121,7 @@ def shard_stack(shard: FullyShard, model: Stack) -> None:
 # Activation checkpointing
 
 
-# A reentrant checkpoint says so of the checkpoints inside it, which run without gradients first.
+# A reentrant checkpoint warns about checkpoints inside it, which run without gradients first.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @on_ranks(2)
@@ -314,6 +314,6 @@ def test_autocast_trains_alike(rank: Rank) -> None:
     for outside in (None, False, True):
         build = functools.partial(Stack, outside=outside)
         assert_same(rank, build, shard_stack, Training(make_batch, loss=loss, steps=2), **near)
-    # torch keeps what autocast cast without gradients, and then trains nothing.
+    # torch caches what autocast cast without gradients, and then trains nothing.
     training = Training(make_batch, loss=spanning, steps=2)
     assert_same(rank, Stack, shard_stack, training, torch_too=False, **near)

@@ -128,7 +128,7 @@ def load_and_go_on(rank: Rank, path: str, kind: str, again: str) -> list[float]:
     loaded = load(path, model, optimizer)
     assert loaded.step == 2
     assert loaded.missing == loaded.unexpected == ()
-    # What is saved again at once has the same content, to the last bit.
+    # Saving again at once writes the same content, to the last bit.
     save(again, model, optimizer, step=2)
     return train(model, optimizer, range(2, 4))
 

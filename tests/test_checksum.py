@@ -21,7 +21,7 @@ SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
 def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor of random bits: all kinds of numbers, and what is none."""
+    """A tensor of random bits: all kinds of numbers, and NaNs."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()

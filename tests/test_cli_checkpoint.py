@@ -31,7 +31,7 @@ from fullshard.state.checkpoint import TensorSource, load, save, write_checkpoin
 from fullshard.state.store import open_checkpoint, read_manifest
 from fullshard.testing import Rank, pool
 
-# torch says so of every use without a process group, which is what is meant here.
+# torch warns about every use without a process group, which is intended here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 SHAPES = {
@@ -512,7 +512,7 @@ def test_on_a_terminal_there_is_a_bar(saved):
 
 
 def on_terminal(*args: Any) -> tuple[str, int]:
-    """What the installed command shows there, and its exit code."""
+    """What the installed command shows on a terminal, and its exit code."""
     ours, its = pty.openpty()
     process = subprocess.Popen(
         [COMMAND, *map(str, args)],
@@ -541,7 +541,7 @@ def test_on_a_terminal_a_table_is_not_wider_than_it(made):
 
 
 def test_the_library_needs_no_extra_and_no_command_holds_more_than_a_few_tensors(tmp_path):
-    """Of 32 tensors, 2 MB each: 64 MB. A process of its own, which begins without what it needs."""
+    """On 32 tensors, 2 MB each: 64 MB. In its own process, which starts without what it needs."""
     program = """
         import os, resource, sys, torch
         import fullshard, fullshard.report, fullshard.state

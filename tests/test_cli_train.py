@@ -1,4 +1,4 @@
-"""`fullshard train` and `fullshard generate`: what is typed, what becomes of it, how it fails."""
+"""`fullshard train` and `fullshard generate`: their options, the effect of these, and failures."""
 
 import os
 from pathlib import Path
@@ -45,7 +45,7 @@ def run(*args: Any, expected: int = 0, **options: Any) -> Result:
 
 
 def refused(*args: Any) -> str:
-    """The one line that is said, with exit code 2."""
+    """The single line of the error, with exit code 2."""
     result = run(*args, expected=2)
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
@@ -54,7 +54,7 @@ def refused(*args: Any) -> str:
 
 
 def printed(tmp_path: Path, *args: Any) -> TrainConfig:
-    """The configuration that comes of these options."""
+    """The configuration that results from these options."""
     file = tmp_path / "printed.toml"
     file.write_text(run("train", "--print-config", *args).stdout, encoding="utf-8")
     return config_of(file, {})
@@ -276,7 +276,7 @@ def test_the_command_prints_the_prompt_and_what_follows(made):
 
 def test_adapters_are_put_on_what_they_were_trained_on(made, tmp_path):
     pool(2).run(saved_run, tmp_path, 4)
-    # Adapters add nothing at first: the text is that of the weights under them, of the run's seed.
+    # Adapters add nothing at first: the text is that of the base weights, from the run's seed.
     assert generated(tmp_path) == generated(made / "checkpoints" / "step_1")
 
 

@@ -1,4 +1,4 @@
-"""Clipping by the norm of gradients that lie in parts: as if they lay on one rank."""
+"""Clipping by the norm of gradients that are in parts, as if they were on one rank."""
 
 import itertools
 import math
@@ -123,7 +123,7 @@ def test_without_any_gradients_the_norm_is_zero(rank: Rank) -> None:
         with pytest.warns(UserWarning, match="no gradients"):
             norm = clip_grads([([with_grad(None)], (dist.group.WORLD,))], [], 1.0, order, CPU)
         assert norm.item() == 0.0
-        # An empty gradient is one: nothing is unusual about a rank whose part is empty.
+        # An empty gradient counts as a gradient: a rank may well have an empty part.
         norm = clip_grads([([with_grad(torch.empty(0))], (dist.group.WORLD,))], [], 1.0, order, CPU)
         assert norm.item() == 0.0
 
@@ -165,7 +165,7 @@ def test_a_parameter_that_is_named_twice_counts_and_shrinks_once(rank: Rank) -> 
 
 
 def wrapped(api: Any, use_orig_params: bool, inner: str) -> Any:
-    """A model after backward; its last layer is ignored, the one before has another strategy."""
+    """A model after backward; its last layer is ignored, the one before has its own strategy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 1))
     model[2] = api(model[2], sharding_strategy=inner, use_orig_params=use_orig_params)
@@ -211,7 +211,7 @@ def test_whole_gradients_need_no_process_group():
         expected_norm, expected = expected_of(grads, max_norm, order)
         torch.testing.assert_close(norm, expected_norm)
         torch.testing.assert_close([param.grad for param in params[:-1]], expected)
-    # No warning, with which torch's wrapper tells of dtypes that ranks may differ in.
+    # No warning, unlike torch's wrapper, which warns of dtypes that ranks may differ in.
     assert clip_grads([], [with_grad(None)], 1.0, 2.0, CPU).item() == 0.0
     assert clip_grads([([with_grad(None)], ())], [], 1.0, 2.0, CPU).item() == 0.0
 

@@ -96,7 +96,7 @@ def pod(job: dict[str, Any], endpoint: str, **variables: str) -> subprocess.Pope
 
 
 def written(config: TrainConfig, folder: Path, steps: int) -> str:
-    """A file without the folder of the run, which the commands give."""
+    """Write a config file without the folder of the run, which the commands give."""
     config = replace(config, optimizer=replace(config.optimizer, steps=steps))
     file = folder / f"{steps}.toml"
     file.write_text(config_as_toml(replace(config, run=replace(config.run, out=""))))

@@ -1,4 +1,4 @@
-"""Collectives in flight, process groups that go, what ranks compare, and full tensors."""
+"""Collectives in flight, destroyed process groups, what ranks compare, and full tensors."""
 
 import gc
 import os
@@ -75,7 +75,7 @@ def test_works_that_were_started_are_waited_for_when_the_next_one_cannot_be() ->
     assert first.num_waits == 1
 
 
-# Groups that go
+# Destroyed groups
 
 
 def num_threads_and_files() -> tuple[int, int]:
@@ -125,7 +125,7 @@ def test_groups_that_were_made_for_a_mesh_go_with_the_default_group() -> None:
 
 
 def train_in_worlds_of_its_own(rank: Rank, folder: str) -> dict[str, list[tuple[int, int]]]:
-    """What threads and files are left after each of several worlds in which a model trained."""
+    """The threads and files left after each of several worlds in which a model trained."""
     dist.destroy_process_group()
     shard: dict[str, Callable[[nn.Module], nn.Module]] = {
         "torch": torch_fully_shard,

@@ -1,4 +1,4 @@
-"""Ranks that do not run the same program hear of it: an error on every rank, never a hang."""
+"""Ranks that do not run the same program learn of it: an error on every rank, never a hang."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from fullshard import DisagreementError, MixedPrecisionPolicy, fully_shard
 from fullshard.testing import Rank, pool
 
 WIDTH = 8
-LIMIT_S = 30.0  # of which starting the ranks and a loaded machine take the most
+LIMIT_S = 30.0  # mostly for starting the ranks and for a loaded machine
 
 
 class PlannedError(Exception):
@@ -151,7 +151,7 @@ CHANGES: dict[str, Change] = {
 def train_with_one_odd_rank(
     rank: Rank, change: str, odd: int, shape: tuple[int, ...], names: tuple[str, ...] | None
 ) -> tuple[str, str, float]:
-    """One step, in which rank `odd` has another program; what was raised here, and how fast."""
+    """Run one step, in which rank `odd` has another program; what it raised, and how fast."""
     mesh = rank.mesh(shape, names)
     model = Model()
     (CHANGES[change] if rank.rank == odd else shard_all)(model, mesh)

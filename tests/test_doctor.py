@@ -1,4 +1,4 @@
-"""`fullshard doctor`: what it makes of facts, and what it finds here."""
+"""`fullshard doctor`: what it concludes from facts, and what it finds here."""
 
 import re
 import tomllib
@@ -190,7 +190,7 @@ def test_a_version_is_within_a_range_as_its_numbers_say(version):
 def test_this_machine_is_seen(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    found = environment()  # what a report is told
+    found = environment()  # as a report gets it
     assert {"fullshard", "torch", "python", "processor", "memory", "system"} <= found.keys()
     assert found["hosts"] == "2"
     assert all(isinstance(value, str) and value for value in found.values())

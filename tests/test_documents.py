@@ -1,4 +1,4 @@
-"""What the pages say is so: programs run, commands exist, links lead somewhere."""
+"""What the pages say is true: programs run, commands exist, links lead somewhere."""
 
 import ast
 import importlib.util
@@ -219,7 +219,7 @@ def parse_as_click(group: Command, arguments: list[str]) -> None:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """What a link to a page may end with: its headings, and the entries of a reference page."""
+    """The anchors that a link to a page may have: its headings, and entries of a reference page."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}

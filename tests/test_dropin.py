@@ -57,7 +57,7 @@ def outcome(*command: str) -> str:
 
 
 def run_command(rank: Rank, port: int, *arguments: str) -> str:
-    """What `fullshard run` prints, in a process that has loaded torch and ours."""
+    """The output of `fullshard run`, in a process that has loaded torch and ours."""
     dist.destroy_process_group()
     if rank.size > 1:
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))

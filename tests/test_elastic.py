@@ -36,7 +36,7 @@ class DeadlyStore:
 
 
 class VotingRun:
-    """Ranks that only vote, in turns that are drawn; any of them may be killed at any message."""
+    """Ranks that only vote, in random turns; any of them may be killed at any message."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -81,7 +81,7 @@ class VotingRun:
         self.ended[own] = self.ended.get(own, 0) + 1
 
     def turn(self) -> None:
-        """Let a rank go on; of a replica in which one is killed, all are, and it starts again."""
+        """Let a rank go on; if it is killed, so is all of its replica, which then starts again."""
         own = self.random.choice([*self.ranks])
         rank = self.random.choice(self.ranks[own])
         is_needed = self.with_state == {own}
@@ -109,7 +109,7 @@ def test_all_ranks_follow_one_decision_whoever_is_killed_between_two_messages(se
         run.turn()
     assert NUM_SHARDS in run.ended.values()
     assert [*run.members] == [*range(1, NUM_STEPS + 1)]
-    # The keys of two decisions, four of each replica, and what who decides has no time to delete.
+    # The keys of two decisions, four per replica, and those that a decider has no time to delete.
     assert run.store.num_keys() <= 20 + 2 * (len(run.stores) - NUM_REPLICAS)
 
 
@@ -160,7 +160,7 @@ def said_by(scenarios: list[Scenario]) -> list[list[dict[str, Any]]]:
 
 
 def unsharded(steps: list[Any], num_shards: int) -> tuple[list[float], torch.Tensor]:
-    """The losses and parameters of steps, given who was present in each, and who was not lost."""
+    """The losses and parameters of steps, given which replicas were present in each, and kept."""
     model = build()
     optimizer, losses = optimizer_of(model), []
     for step, (present, kept) in enumerate(steps, 1):
@@ -180,20 +180,20 @@ def test_replicas_killed_in_any_phase_leave_the_losses_of_those_that_are_left():
 
 
 def check(scenario: Scenario, lines: list[dict[str, Any]]) -> None:
-    """Every step is said once by each rank, of the same replicas, with the loss of their parts."""
+    """Each rank reports every step once, with the same replicas and the loss of their parts."""
     everyone = [*range(scenario.num_replicas)]
     steps, losses = [], []
     for step in range(1, scenario.num_steps + 1):
         own = [line for line in lines if line.get("step") == step]
         (present,) = {tuple(line["present"]) for line in own}
         (kept,) = {tuple(line["replicas"]) for line in own}
-        assert len({tuple(line["rank"]) for line in own}) == len(own)  # each says it once
+        assert len({tuple(line["rank"]) for line in own}) == len(own)  # each reports it once
         found = {(line["rank"][1], line["loss"]) for line in own}
         assert len(found) == scenario.num_shards  # the same in all replicas
         steps.append((present, kept))
         losses.append(sum(loss for _, loss in found) / len(found))
         victim, phase = scenario.kills.get(str(step), (None, ""))
-        if phase != "voted":  # where it is a matter of who is faster
+        if phase != "voted":  # where it depends on timing
             assert (victim in kept) is (phase in ("averaged", "giving"))
         # Back in the second step after, and at the end.
         is_back = str(step - 2) in scenario.kills and not scenario.asked

@@ -48,7 +48,7 @@ def wait_until_back(process: subprocess.Popen[str], folder: Path, step: int) -> 
 
 
 def expected_losses(config: TrainConfig, lines: list[dict[str, Any]], cache: Path) -> list[float]:
-    """Those of one process without sharding that takes the parts of the replicas of each step."""
+    """The losses of one unsharded process that takes the parts of the replicas of each step."""
     architecture, device = architecture_for(config.model), torch.device("cpu")
     model = architecture.build()
     give_memory(model)

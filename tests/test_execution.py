@@ -56,7 +56,7 @@ def one_loss(model: Any, batch: Tensor, scale: float) -> Tensor:
 
 
 def shard_list(*names: str) -> Callable[[ShardUnit, Any], Any]:
-    """Every module of these lists is a unit, and the root."""
+    """Make every module of these lists a unit, and then the root."""
 
     def shard(shard_unit: ShardUnit, model: nn.Module) -> Any:
         parts = [
@@ -137,7 +137,7 @@ def gradient_by_autograd_grad(model: Any, batches: list[Any], scale: float) -> l
 
 
 def gradient_penalty(model: Any, batches: list[Any], scale: float) -> Tensor:
-    """On the gradient of the input, which is differentiated again."""
+    """Penalize the gradient of the input, which is differentiated again."""
     batch = batches[0].requires_grad_()
     output = model(batch)
     (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
@@ -147,7 +147,7 @@ def gradient_penalty(model: Any, batches: list[Any], scale: float) -> Tensor:
 
 
 def a_part_alone(model: Any, batches: list[Any], scale: float) -> list[Tensor]:
-    """Before and after the whole model runs."""
+    """Run a part before and after the whole model."""
     part = model.blocks[1]
     before = one_loss(part, batches[0], scale)
     whole = one_loss(model, batches[0], scale)
@@ -266,7 +266,7 @@ def resting() -> nn.Module:
 
 
 def branching() -> nn.Module:
-    """And a parameter is never used, whose gradient is zeros in a wrapper and None elsewhere."""
+    """Also has an unused parameter, whose gradient is zeros in a wrapper and None elsewhere."""
     model = resting()
     model.unused = vector()
     return model
@@ -323,7 +323,7 @@ def routed(dtype: torch.dtype) -> nn.Module:
 
 
 def to_one_expert(generator: torch.Generator) -> Tensor:
-    """Every rank to another one."""
+    """Send every rank to another expert."""
     batch = make_batch(generator)
     batch[0, 0] = 1.0 if generator.initial_seed() % 20 < 10 else -1.0
     return batch
@@ -611,7 +611,7 @@ def test_tensors_in_containers_are_cast(rank: Rank) -> None:
 
 
 class Hidden:
-    """Something that nobody knows how to look into."""
+    """An object that nothing knows how to look into."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -812,7 +812,7 @@ def test_an_input_that_many_units_share_does_not_keep_them_all_unsharded(rank: R
 
 
 def passing() -> nn.Module:
-    """Returns what it was given beside what it made of it."""
+    """Returns its input beside what it made of it."""
     return Model(lambda self, x, memory: (self.block(x) + memory, memory), block=Block())
 
 

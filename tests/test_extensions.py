@@ -34,7 +34,7 @@ KEEPS_CLASS = {
 
 
 class Wrapped(torch.Tensor):
-    """A float32 tensor that looks like itself in compute and otherwise as its class says.
+    """A float32 tensor whose class only views and copies keep; other operations return plain ones.
 
     `calls` counts what the engine asked for: gathers, first results, results written in place.
     """

@@ -32,7 +32,7 @@ class PlannedError(Exception):
 
 
 class FailingWork(CollectiveWork):
-    """Done, but its `wait` raises."""
+    """A finished work whose `wait` raises."""
 
     def __init__(self, work: CollectiveWork) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class FailingWork(CollectiveWork):
 
 
 class Failing(Collectives):
-    """The collectives of a unit, of which one fails: the `turn`-th, when issued or at `wait`."""
+    """The collectives of a unit; the `turn`-th one fails, when issued or at `wait`."""
 
     def __init__(self, inner: Collectives, op: str, turn: int, at: str) -> None:
         self._inner = inner

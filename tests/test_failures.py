@@ -268,7 +268,7 @@ def test_an_error_in_a_forward_hook(rank: Rank) -> None:
             for number in range(2):
                 with fuse.lit("hook"), pytest.raises(PlannedError):
                     pair.run(pair.model, rank.rank, number)
-                if (place, hook) != ("root", "post"):  # there the forward had come to its end
+                if (place, hook) != ("root", "post"):  # there the forward had ended
                     assert_everything_sharded(pair.model)
                 pair.step(number)
 
@@ -372,8 +372,8 @@ def test_after_an_error_in_backward_the_next_forward_begins_with_nothing_held(ra
     pair.step(0)
     with fuse.lit("block 0 backward"), pytest.raises(PlannedError):
         pair.run(pair.model, rank.rank, 1)
-    # The first thing that the next forward does at the root is an error: nothing was gathered yet
-    # but the root itself, and the abort lets go of that too.
+    # The next forward fails first of all at the root: only the root was gathered by then, and the
+    # abort releases that, too.
     with fuse.lit("root before"), pytest.raises(PlannedError):
         pair.run(pair.model, rank.rank, 2)
     assert_everything_sharded(pair.model)

@@ -52,7 +52,7 @@ def test_gradients_are_those_of_backwards_that_end_by_themselves(
                 model.set_requires_gradient_sync(not is_kept)
                 loss_of(model, rank, micro_batch).backward()
                 if not is_kept and shard is not fully_shard:
-                    model.finalize_backward()  # torch's wants one for each
+                    model.finalize_backward()  # torch's needs a call for each
             model.set_requires_gradient_sync(True)
             handle = model.finalize_backward(async_op=async_op)
             if async_op:

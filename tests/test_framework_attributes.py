@@ -195,7 +195,7 @@ def shaped(package: Package, use_orig_params: bool, **options: Any) -> Any:
     net.blocks.append(nn.Tanh())
     precision = {"param_dtype": torch.bfloat16}
     options |= {"use_orig_params": use_orig_params, "mixed_precision": precision}
-    options["limit_all_gathers"] = False  # torch wants it alike everywhere
+    options["limit_all_gathers"] = False  # torch requires it to be the same everywhere
     net.blocks[2] = package(net.blocks[2], **options)
     net.blocks[0] = package(net.blocks[0], **options)
     return package(net, backward_prefetch="BACKWARD_POST", forward_prefetch=True, **options)
@@ -532,7 +532,7 @@ def test_ranks_that_are_threads_train_as_with_torch(api: str) -> None:
 
 
 class Managed(dist.ProcessGroup):
-    """A group in Python around another one, with what the functions of `dist` call."""
+    """A group in Python around another one, with the methods that the functions of `dist` call."""
 
     def __init__(self, inside: dist.ProcessGroup) -> None:
         super().__init__(inside.rank(), inside.size())

@@ -51,7 +51,7 @@ ROWS = 2  # of each rank's batch
 
 @dataclass(frozen=True)
 class Way:
-    """How a forward runs. Blocks are numbers, of which the model takes the rest."""
+    """How a forward runs. The model takes block numbers modulo the number of its blocks."""
 
     recomputes_embedding: bool = False
     reads_embedding: bool = False  # its weight, in a way that autograd saves
@@ -166,7 +166,7 @@ class Model(nn.Module):
 
 
 class Sides:
-    """A sharded model and the unsharded one, which do the same and must have the same.
+    """A sharded model and the unsharded one, which do the same and must agree.
 
     The unsharded one computes on the batches of all ranks.
     """
@@ -178,7 +178,7 @@ class Sides:
         if not program.is_cast:
             self.inner.double()
         self.model = self._sharded()
-        # Those of a sharded model are asked for at once: later ones may be gathered.
+        # Take the parameters of a sharded model at once: later they may be gathered.
         self.params = named_params(self.model)
         self.models: tuple[nn.Module, nn.Module] = (self.unsharded, self.model)
         self.make_optimizers()
@@ -318,7 +318,7 @@ class Sides:
     def check_grads(self) -> None:
         """After a backward that reduces: gradients are the mean of those of all ranks."""
         if self.program.api == "flat wrapper":
-            return  # has those of flat parameters; what a step does with them is compared
+            return  # flat parameters have the gradients; what a step does with them is compared
         summoned: AbstractContextManager[None] = nullcontext()
         if self.is_wrapped:
             summoned = FullyShardedDataParallel.summon_full_params(self.model, with_grads=True)
@@ -413,8 +413,8 @@ def zeroed_before_backward(sides: Sides, action: Action) -> None:
 
 
 def grad_of_activations(sides: Sides, action: Action) -> None:
-    """Without gradients of parameters, or, every other time, before them."""
-    # What torch's reentrant checkpoints do not allow.
+    """Take it without gradients of parameters, or, every other time, before them."""
+    # torch's reentrant checkpoints do not allow this.
     sides.follow(replace(action.way, checkpoint=action.way.checkpoint.removeprefix("reentrant")))
     everyones, own = sides.losses(action.seed)
     if not everyones.requires_grad or not sides.unsharded.embedded.requires_grad:
@@ -476,11 +476,11 @@ def state_dict(sides: Sides, action: Action) -> None:
 
 
 def optimizer_state_dict(sides: Sides, action: Action) -> None:
-    """Through torch's functions for either API, into a model that has been trained since."""
+    """Save through torch's functions for either API, and load into a model trained since."""
     sides.zero_grad()
     model, optimizer = sides.model, sides.optimizers[1]
     if any(param not in optimizer.state for param in optimizer.param_groups[0]["params"]):
-        return  # torch's functions make what is missing by a step
+        return  # torch's functions create missing state by a step
     is_full = action.choice % 2 == 0
     if sides.is_wrapped:
         kind = StateDictType.FULL_STATE_DICT if is_full else StateDictType.SHARDED_STATE_DICT
@@ -493,7 +493,7 @@ def optimizer_state_dict(sides: Sides, action: Action) -> None:
                 FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, of_optimizer)
             )
     else:
-        model.set_reshard_after_backward(True)  # they look for shards in the model
+        model.set_reshard_after_backward(True)  # torch's functions look for shards in the model
         options = StateDictOptions(full_state_dict=is_full)
         states = deepcopy(get_state_dict(model, optimizer, options=options))
         sides.train_sharded_alone(action.seed)
@@ -676,7 +676,7 @@ def run(rank: Rank, program: Program, folder: Path) -> None:
 
 @contextmanager
 def as_accelerator() -> Iterator[None]:
-    """The engine does what it does on a device with streams, of which the host is not part."""
+    """Make the engine treat the CPU as a device with streams, apart from the host."""
     with (
         patch("fullshard.runtime.build.device_for", lambda _: Ordered(torch.device("cpu", 0))),
         patch("fullshard.unit.all_gather.type_of", lambda _: "cuda"),
@@ -690,7 +690,7 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
     embedding_is_unit = not is_wrapped and draw(st.sampled_from([False, False, True]))
     is_cast = draw(st.sampled_from([False, False, True]))
     head_is_embedding = not embedding_is_unit and draw(st.sampled_from([False, False, True]))
-    # Nobody may read the weight of another unit.
+    # No unit may read the weight of another unit.
     shares_embedding = not embedding_is_unit and api != "flat wrapper"
     block_numbers = st.sampled_from([None, None, None, *range(MAX_BLOCKS)])
     ways = st.builds(
@@ -743,7 +743,7 @@ def check(program: Program, backend: str = "gloo") -> None:
         ranks.run(run, program, Path(folder), timeout_s=60.0, expect_failure=True)
 
 
-# FUZZ=500 tries that many, other ones each time.
+# FUZZ=500 tries that many programs, other ones each time.
 num_programs = int(os.environ.get("FUZZ", "0"))
 some = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 6)
 few = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 3)

@@ -21,17 +21,17 @@ from tests.test_fuzz_programs import Program, Sides, num_programs, programs
 from tests.test_large_gradients import small_buckets
 
 MESHES = ((2,), (2, 2))
-# Needs what other ranks answer.
+# These need answers from other ranks.
 LEFT_OUT = {"saved_and_loaded", "optimizer_state_dict", "clipped_step"}
-# Writes shards that an all-gather may read, which a failed backward, or `unshard(async_op=True)`,
-# has left under way. What that gathers is dropped: the next forward sees that shards have changed.
+# This writes shards that an all-gather may read, left under way by a failed backward or by
+# `unshard(async_op=True)`. Its result is dropped: the next forward sees that shards have changed.
 LEFT_OUT |= {"edited"}
 
 some = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 10)
 
 
 class Played(Sides):
-    """The sharded model of one rank, whose collectives bring nothing: values mean nothing."""
+    """The sharded model of one rank, whose collectives move no data: values mean nothing."""
 
     def assert_same(self, subject: str, found: Tensor, expected: Tensor) -> None: ...
 

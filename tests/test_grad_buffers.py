@@ -74,7 +74,7 @@ def as_a_view(grad: Tensor) -> Tensor:
 
 
 def as_another_ones_gradient(grad: Tensor) -> nn.Parameter:
-    """Nothing in Python refers to what this keeps."""
+    """Keep the gradient so that nothing in Python refers to it."""
     other = nn.Parameter(torch.empty_like(local(grad)))
     other.grad = local(grad)
     return other
@@ -120,7 +120,7 @@ def test_dropped_gradients_take_no_memory_while_the_next_pass_computes(
 
 
 def test_memory_that_is_there_stays_where_it_is() -> None:
-    """A buffer that moved would be where the gather has waited for nobody."""
+    """A buffer that moved would be in memory that the gather has not waited for."""
     buffer = ResizableBuffer(1 << 16, torch.device("cpu"))
     buffer.free()
     buffer.allocate()

@@ -21,7 +21,7 @@ from fullshard.errors import ConfigError, TopologyError, UnsupportedError
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from fullshard.testing import Rank, on_ranks
 
-# What is planted into the gradients of a step: (rank, value). Growth takes two steps.
+# The value planted into the gradients of each step: (rank, value). Growth takes two steps.
 SCRIPT = [None, None, (0, math.inf), None, (1, math.nan), (1, -math.inf), None, None, None, None]
 
 
@@ -138,7 +138,7 @@ def test_ranks_with_fewer_gradients_or_none_take_part(rank: Rank) -> None:
         scaler.update()
         assert scaler.get_scale() == expected
     assert scaler.state_dict()["_growth_tracker"] == 1
-    # Of three steps, the one with the nan was skipped by all.
+    # Of three steps, all ranks skipped the one with the nan.
     assert params[0].tolist() == [1.0 if rank.rank == 0 else -1.0] * 4
 
 

@@ -1,4 +1,4 @@
-"""What a device with streams does with large gradients, on a CPU that does all at once."""
+"""Large gradients on a device with streams, played by a CPU that does everything at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Passed:
 
 
 class Ordered(Device):
-    """A CPU as one stream: whoever issues a collective waits for it right away."""
+    """A CPU as one stream: a collective is waited for as soon as it is issued."""
 
     has_streams = True
 
@@ -103,7 +103,7 @@ def test_large_gradients_that_are_reduced_early_and_by_pieces_train_alike(
     is_low = reduced is torch.bfloat16
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if is_low else {"rtol": 1e-4, "atol": 1e-5}
     with ordered_and_small():
-        # torch's `fully_shard` cannot reduce in more than it keeps.
+        # torch's `fully_shard` cannot reduce in a wider dtype than it keeps.
         oracle = None if reduced is torch.float64 else torchs
         assert_same_training(build, shard, Training(batch, steps=3), oracle=oracle, **tolerance)
 
@@ -168,7 +168,7 @@ BF16, BY_PIECES = torch.bfloat16, [[WEIGHT // 2]] * 4
         ({}, [[WEIGHT]] * 2),
         ({"param_dtype": BF16, "reduce_dtype": torch.float32}, [[WEIGHT // 4]] * 8),
         ({"wire_dtype": BF16}, BY_PIECES),
-        # What arrives of it would be as large once more.
+        # Its received data would be as large once more.
         ({"param_dtype": BF16, "reduce_dtype": torch.float32, "wire_dtype": BF16}, BY_PIECES),
     ],
     ids=["in_place", "cast", "cast_to_travel", "added_up_on_arrival"],
@@ -193,7 +193,7 @@ def test_a_large_gradient_does_not_wait_for_its_unit_and_if_cast_goes_by_pieces(
 def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
     rank: Rank, precision: dict[str, torch.dtype], most_runs: int
 ) -> None:
-    """Of a pair of matrices that do not divide evenly, and of biases."""
+    """The gradients of a pair of matrices that do not divide evenly, and of biases."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 33), nn.Linear(33, WIDTH), nn.Linear(WIDTH, WIDTH))

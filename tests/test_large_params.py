@@ -35,7 +35,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def logits(self, x: Tensor) -> Tensor:
-        """With weights of both, from where a graph may not show them."""
+        """Read both weights where a graph may not show it."""
         return F.linear(x, self.embed.weight) + self.head(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Model(nn.Module):
 
 
 def built(way: str, *, is_frozen: bool = False) -> Model:
-    """A model that is called in one of the ways, and whose embedding may not be trained."""
+    """A model that is called in one of the ways; its embedding may be frozen."""
     model = Model()
     model.way = way
     model.embed.weight.requires_grad_(not is_frozen)
@@ -123,7 +123,7 @@ def test_whoever_reads_a_large_parameter_finds_it(rank: Rank, way: str, is_froze
 
 
 def assert_same_if_large(grads: Callable[[], list[Tensor]]) -> None:
-    """What is computed does not depend on which parameters are units for themselves."""
+    """The result does not depend on which parameters are units by themselves."""
     expected = grads()
     with ordered_and_small():
         for found, wanted in zip(grads(), expected, strict=True):

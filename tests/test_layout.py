@@ -354,7 +354,7 @@ def test_a_landing_fits_the_split_that_it_is_for(layout: UnitLayout) -> None:
 @many
 @given(plans())
 def test_the_cost_model_decides_who_gets_a_bucket_of_its_own(layout: UnitLayout) -> None:
-    """Of two plans that differ in the cost model only, dear buckets give the fewer of them."""
+    """If two plans differ in the cost model only, the one with dear buckets has fewer of them."""
     frugal = plan_layout(layout.params, layout.num_ranks, SHARES)
     lavish = plan_layout(layout.params, layout.num_ranks, OWNS)
 
@@ -378,7 +378,7 @@ def test_on_an_accelerator_matrices_share_a_bucket_and_embeddings_have_their_own
     embedding, matrix = 2 * 128_000 * 4096, 2 * 4096 * 4096
     assert not cost.deserves_bucket(matrix, num_ranks=2)
     assert cost.deserves_bucket(embedding, num_ranks=256)
-    # Each rank's part has become small: latency would count.
+    # Each rank's part is small here: latency would count.
     assert not cost.deserves_bucket(embedding, num_ranks=1024)
     assert cost.deserves_unit(embedding, num_ranks=256)
     assert not cost.deserves_unit(embedding, num_ranks=1024)
@@ -404,7 +404,7 @@ def test_the_cost_model_follows_the_environment(monkeypatch: pytest.MonkeyPatch)
 def test_an_index_of_words_copies_a_split_bucket_out_and_in(
     sizes: list[tuple[int, int]], num_ranks: int, dtype: torch.dtype
 ) -> None:
-    """Whatever is copied: words of integers stand for those of parameters and gradients."""
+    """Integers stand for words of parameters and gradients, whatever these hold."""
     stages = DtypePlan.of(dtype, None, None, None)
     params = [
         ParamSpec(str(index), Split((num_ranks * rows, inner), 0, num_ranks), stages, True)
@@ -444,7 +444,7 @@ def test_columns_of_a_bucket_have_all_of_its_parameters(
         is_flat, size = bucket.kind is BucketKind.FLAT, bucket.segment_numel
         splits = [layout.params[slot.param_index].split for slot in bucket.slots]
         numels = [prod(split.shape) if split.shape or is_flat else num_ranks for split in splits]
-        # Every element by slot and place in its tensor; what belongs to none by another slot.
+        # Every element by slot and place in its tensor; padding has a slot of its own.
         slots, elements = (torch.full((num_ranks, size), EMPTY) for _ in range(2))
         width = data.draw(st.integers(1, size))
         for start in range(0, size, width):

@@ -1,4 +1,4 @@
-"""Meshes: what is sharded, replicated, tensor parallel or on a mesh of its own trains the same.
+"""Meshes: sharded, replicated and tensor parallel models, or parts on their own mesh, train alike.
 
 Two oracles: the unsharded model, and torch's `fully_shard` on the same mesh.
 """
@@ -96,7 +96,7 @@ def assert_trains_like_both(
     shard: Callable[[Sharder, nn.Module], object],
     training: Training,
 ) -> Trained:
-    """Compare with the unsharded model, then with torch's; what came of the first."""
+    """Compare with the unsharded model, then with torch's; return the result of the first."""
     trained = assert_same_training(build, lambda m: shard(fully_shard, m), training)
     beside_torchs = assert_same_training(
         build,

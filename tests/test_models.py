@@ -266,7 +266,7 @@ def test_every_linear_layer_but_the_head_gets_an_adapter() -> None:
         assert all(param.is_meta for param in model.parameters())
     plain, architecture = BuiltinArchitecture(SMALL), BuiltinArchitecture(SMALL, LORA)
     tokens = torch.arange(12)[None]
-    found = architecture.logits(filled(architecture), tokens)  # to which it adds nothing at first
+    found = architecture.logits(filled(architecture), tokens)  # adapters add nothing at first
     assert torch.equal(found, plain.logits(filled(plain), tokens))
 
 

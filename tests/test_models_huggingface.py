@@ -474,7 +474,7 @@ def test_an_exported_run_opens_in_transformers_and_generates_what_we_do(
 
     settings = json.loads((with_tokenizer / "config.json").read_text())
     settings.pop("dtype", None)
-    # What the files had; an export in float32 is not to be opened in it.
+    # The dtype of the files; an export in float32 must not be opened in it.
     (with_tokenizer / "config.json").write_text(json.dumps({**settings, "torch_dtype": "bfloat16"}))
     runs = {
         "tied": ({"name": "tiny"}, "fully_shard"),

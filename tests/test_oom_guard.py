@@ -1,4 +1,4 @@
-"""Ranks that run out of memory in a guarded step: all of them leave it out, and none hangs."""
+"""If a rank runs out of memory in a guarded step, all ranks leave the step out, and none hangs."""
 
 from __future__ import annotations
 

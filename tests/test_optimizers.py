@@ -208,7 +208,7 @@ def test_zero_grad_of_an_old_optimizer_clears_the_gradients_of_shards(rank: Rank
     for model in models:
         model(batch_of(9, 0)).sum().backward()
     shard(rank, models[0])
-    # Gradients of the originals are not those of the step to come.
+    # Gradients of the original parameters do not belong to the next step.
     optimizers[0].zero_grad()
     optimizers[1].zero_grad()
     backward_both(rank, *models, 0)

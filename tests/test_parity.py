@@ -1,4 +1,4 @@
-"""What is trained does not depend on how a model is sharded.
+"""The result of training does not depend on how a model is sharded.
 
 Every value of an option meets every value of every other option in a cell of the matrix. A cell is
 compared with the unsharded model and with torch's `fully_shard` or wrapper under the same options.

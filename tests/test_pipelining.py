@@ -82,7 +82,7 @@ def train(package: Package, kind: Any, reshard_after_forward: bool) -> tuple[lis
     return all_losses, values
 
 
-# Schedules that split backward look for the gradients of the parameters that are registered then:
+# Schedules that split backward look for the gradients of the parameters registered at that time:
 # with either library, units have to stay unsharded.
 SPLITTING = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
 

@@ -1,4 +1,4 @@
-"""What a run is said to need, against what it holds."""
+"""Compares what a plan says a run needs with what the run holds."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -40,7 +40,7 @@ from tests.wrapped import (
     unit_sharder,
 )
 
-# Those that the matrix in test_parity.py does not have.
+# Policies that the matrix in test_parity.py does not have.
 POLICIES: dict[str, dict[str, Any]] = {
     "params_bf16_output_fp32": {"param_dtype": torch.bfloat16, "output_dtype": torch.float32},
     "only_reduced_in_fp16": {"reduce_dtype": torch.float16},
@@ -233,7 +233,7 @@ def test_a_reduction_in_fp16_over_shards_and_replicas_divides_as_torch_does(rank
 
 
 class Mixed(nn.Module):
-    """Parameters of several dtypes, of which none is cast for another."""
+    """Parameters of several dtypes, none of which is cast for another."""
 
     def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def test_dtypes_mixed_in_a_unit_are_each_trained_in_their_own(
             lambda package, model, s=strategy: unit_sharder(
                 package, api, s, mixed_precision=precision
             )(model),
-            torch_shard=None,  # which refuses
+            torch_shard=None,  # torch refuses
             near=ROUNDED if precision else near,
         )
         assert learner.model.seen == ({torch.bfloat16} if precision else set(dtypes))

@@ -80,7 +80,7 @@ def sharded(rank: Rank, **settings: Any) -> Model:
 
 
 def logged(model: Model) -> Log:
-    """What happens from now on: gathers, and forwards and backwards of blocks."""
+    """A log of what happens from now on: gathers, and forwards and backwards of blocks."""
     log: Log = []
     model.set_custom_all_gather(LoggingGather("root", log))
     for index, block in enumerate(model.blocks):
@@ -327,7 +327,7 @@ class CountingGather(LoggingGather):
 
 @on_ranks(2)
 def test_no_more_than_two_units_are_held_at_the_moment_of_a_gather(rank: Rank) -> None:
-    """The one that is gathered, and the one that computes or is about to be released."""
+    """The unit being gathered, and the one that computes or is about to be released."""
     model = sharded(rank)
     counts: list[int] = []
     for block in model.blocks:

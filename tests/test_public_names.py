@@ -29,7 +29,7 @@ def test_a_public_name_exists_and_says_what_it_is(name):
     found = getattr(fullshard, name)
     docstring = vars(found).get("__doc__") if inspect.isclass(found) else inspect.getdoc(found)
     assert docstring
-    # What dataclasses write by themselves says nothing.
+    # Docstrings that dataclasses generate say nothing.
     assert not docstring.startswith(f"{name}(")
 
 

@@ -325,7 +325,7 @@ def test_runs_are_compared_on_one_page():
             assert fact.name in page.text
     settings = page.text.partition("Different settings")[2]
     cells = [line.strip() for line in settings.splitlines() if line.strip()]
-    # Of the configuration, the steps and the learning rate differ, and nothing else.
+    # In the configuration, only the steps and the learning rate differ.
     assert cells == [
         *("Key", "10m-stdlib", "10m-other"),
         *("optimizer.steps", "120", "90"),

@@ -1,4 +1,4 @@
-"""The page in the browser that a reader has: drawn, readable, and alone with itself."""
+"""The page in a reader's browser: drawn, readable, and without other resources."""
 
 import json
 import re
@@ -93,7 +93,7 @@ def show(driver: webdriver.Chrome, scheme: str, width: int) -> None:
 
 
 def wait_for_colours(driver: webdriver.Chrome, scheme: str) -> None:
-    """Until the figures have the colours of a scheme."""
+    """Wait until the figures have the colours of a scheme."""
     ink = PALETTES[scheme]["muted"]
     asked = "rgb({}, {}, {})".format(*(int(ink[start : start + 2], 16) for start in (1, 3, 5)))
     last = "return getComputedStyle(document.querySelector('#memory .y-axis text')).fill"
@@ -153,7 +153,7 @@ def assert_readable(driver: webdriver.Chrome, scheme: str, width: int) -> None:
 
 
 def assert_hover_tells(driver: webdriver.Chrome, record: RunRecord) -> None:
-    """Of the unit whose name would like to be a tag, and of what is under the pointer elsewhere."""
+    """Hovering shows the unit whose name would like to be a tag, and what is under the pointer."""
     units = Select(driver.find_element(By.ID, "unit-choice"))
     units.select_by_visible_text(NASTY)
     left, top = next((x, y) for x, y, style in bars(driver) if re.search("forward.*: 1;", style))
@@ -252,7 +252,7 @@ def double_click(driver: webdriver.Chrome, plot: str) -> None:
 
 
 def assert_curves_zoom(driver: webdriver.Chrome) -> None:
-    """Into steps, values or both, as the dragged box is wide, high or both."""
+    """Dragging zooms into steps, values or both, as the box is wide, high or both."""
     whole = [shown_range(driver, "curve-loss", axis) for axis in "xy"]
     drag(driver, "curve-loss", 300, 4)
     steps = shown_range(driver, "curve-loss")
@@ -318,7 +318,7 @@ def assert_compared(driver: webdriver.Chrome, page: Path) -> None:
 
 
 def assert_alone(driver: webdriver.Chrome) -> None:
-    """Nothing was asked of the network, and nothing went wrong."""
+    """There were no network requests and no errors."""
     entries: list[dict[str, Any]] = driver.get_log("browser")
     assert [json.dumps(entry) for entry in entries] == []
     loaded = driver.execute_script(

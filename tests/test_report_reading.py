@@ -1,4 +1,4 @@
-"""What a report is read from: the folder of a run, whole or not."""
+"""Reading a report from the folder of a run, whole or not."""
 
 import json
 import re

@@ -81,7 +81,7 @@ TIED = {"head.weight": "embed.weight"}
 
 
 def net(seed: int | None = 0) -> Net:
-    """With values that follow from a seed, or all zeros."""
+    """A model with values drawn from a seed, or with all zeros."""
     model = Net()
     generator = torch.Generator().manual_seed(seed or 0)
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_a_model_exports_what_it_was_trained_to_and_trains_with_what_it_loaded(
         assert not torch.equal(expected["embed.weight"], contents(net())["embed.weight"])
         assert_same(folder_contents(tmp_path / name), expected)
         other = ARRANGEMENTS[name](net(seed=1), rank)
-        other(tokens)  # gathered values of before must not be used again
+        other(tokens)  # values gathered before must not be used again
         load_safetensors(tmp_path / name, other)
         found = other(tokens)
         torch.testing.assert_close(found, output)
@@ -656,7 +656,7 @@ def fill(model: nn.Module) -> None:
 
 def growth_mb(action: Callable[[], object]) -> float:
     """How much more memory this process had at the peak of an action than before."""
-    # What is freed while `action` runs would hide what it takes.
+    # Memory that is freed while `action` runs would hide what it takes.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peaks of before
@@ -679,8 +679,7 @@ def test_no_rank_ever_has_a_whole_tensor_in_memory(rank: Rank, tmp_path: Path) -
     model.to_empty(device="cpu")
     fill(model)
     whole_mb, shards_mb, constant_mb = 64, 16, 24
-    # A whole tensor would be noticed, once gloo's threads have let go of what they had before. Not
-    # one that they have made.
+    # A whole tensor would be noticed, once gloo's threads have released what they held before.
     assert max(growth_mb(lambda: torch.ones(model.embed.weight.shape)) for _ in range(3)) > 40
     for dtype in (None, torch.float16):
         folder = tmp_path / str(dtype)
@@ -718,7 +717,7 @@ def test_a_rank_does_not_touch_the_bytes_of_others(rank: Rank, tmp_path: Path) -
     fully_shard(model, mesh=rank.mesh())
 
     def cut_off(module: nn.Module) -> None:
-        """After everything is checked: who looks at what is gone is ended by the kernel."""
+        """Runs after all checks: the kernel ends a process that reads the part cut off."""
         module.now.zero_()
         if rank.rank == 0:
             os.truncate(path, path.stat().st_size - 31 * 4096 * 4)

@@ -1,4 +1,4 @@
-"""Safetensors files: how they are cut, and what is refused of those that strangers wrote."""
+"""Safetensors files: how they are cut, and what is refused in those that strangers wrote."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def new_group(**settings: Any) -> Iterator[dist.ProcessGroup]:
 
 
 def gather(rank: Rank, collectives: Collectives, group: Any, numel: int, seed: int = 0) -> Any:
-    """A gather under way, its output, and what that is to become."""
+    """A gather under way, its output, and the expected output."""
     out = torch.full((rank.size * numel,), -1.0)
     transfer = collectives.all_gather([out], [drawn(numel, out.dtype, seed + rank.rank)], group)
     parts = [drawn(numel, out.dtype, seed + other) for other in range(rank.size)]
@@ -81,7 +81,7 @@ def reduce(rank: Rank, collectives: Collectives, group: Any, numel: int, seed: i
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
-    """What is to come out, to the last bit; gloo's own is not always done in the order of ranks."""
+    """The expected sum, to the last bit; gloo does not always sum in the order of ranks."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     total = parts[0].to(wide)
@@ -298,7 +298,7 @@ def test_memory_is_used_again_and_no_more_is_taken_in_a_steady_state(rank: Rank)
 
 
 def heaps() -> list[int]:
-    """The bytes that are used of the heaps that this process has mapped: its own, and others'."""
+    """The used bytes of the heaps that this process has mapped: its own, and others'."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -352,7 +352,7 @@ def test_a_message_buffer_is_not_copied_and_is_free_again_when_no_view_is_left(r
     del transfer
     again = shared.allocate_bucket(2 * numel, torch.bfloat16, CPU, group)
     assert heap.find(again) is block
-    # Of few bytes, a copy is cheaper than a tensor of that kind.
+    # For few bytes, a copy is cheaper than a tensor of that kind.
     assert heap.find(shared.allocate_bucket(10, torch.float32, CPU, group)) is None
 
 
@@ -560,7 +560,7 @@ def die_between_two_gathers(rank: Rank) -> None:
 def test_a_rank_that_is_killed_is_named_at_once_on_all_others() -> None:
     with RankPool(3) as ranks, pytest.raises(RanksFailed) as failed:
         ranks.run(die_between_two_gathers, timeout_s=60)
-    # Whoever had not answered a few seconds after the death would be silent, too.
+    # A rank that had not answered a few seconds after the death would count as silent, too.
     assert sorted(failed.value.silent) == [1]
     for other in failed.value.exceptions.values():
         assert isinstance(other.exception, RuntimeError)
@@ -590,7 +590,7 @@ def no_descriptors() -> Iterator[None]:
 
 @contextmanager
 def one_warning(rank: Rank) -> Iterator[None]:
-    """All ranks are told once, and of the same rank."""
+    """All ranks are told once, and about the same rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

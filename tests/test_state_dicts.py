@@ -199,7 +199,7 @@ def test_training_goes_on_from_what_was_loaded(rank: Rank, source: str) -> None:
             elif when == "after a step":
                 train(model, sgd(model), rank)
             weights = built(seed=1).state_dict()
-            # The state of a model of its own: with assign its shards become this model's.
+            # The state of another model: with assign, its shards become this model's.
             state = sharded(rank.mesh(), TORCH if "torch" in source else OURS, seed=1).state_dict()
             if source == "full values":
                 state = copy.deepcopy(weights)
@@ -276,7 +276,7 @@ def test_missing_unexpected_and_misshapen_keys_are_refused_by_name(rank: Rank) -
         result = model.load_state_dict({"first.bias": state["first.bias"], "x": 1}, strict=False)
         assert result.unexpected_keys == ["x"]
         assert set(result.missing_keys) == set(state) - {"first.bias"}
-        # What did not fail above has been loaded.
+        # Whatever did not fail above has been loaded.
         assert_same(weights_of(model), {**built().state_dict(), **gathered(dict(state))})
 
 

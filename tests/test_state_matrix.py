@@ -1,6 +1,6 @@
 """State dicts of models and optimizers: every form, every kind, against two oracles.
 
-Saved in every form and kind, a state dict is that of the unsharded model and, where torch has the
+A state dict saved in any form and kind is that of the unsharded model and, where torch has the
 form, that of torch; loaded into other forms, training goes on as that of the unsharded model.
 """
 
@@ -127,7 +127,7 @@ def test_state_is_that_of_the_unsharded_model_and_of_torch_and_loads_into_other_
 
 
 def check_state(state: tuple[Any, Any], expected: Trainee, what: str) -> None:
-    """Gathered, it is that of a model that is not sharded."""
+    """Gathered, the state is that of an unsharded model."""
     model, optimizer = expected.model, expected.optimizer
     is_ordered = isinstance(model, Net)
     assert_same(gathered(state[0]), dict(model.state_dict()), what, ordered=is_ordered)
@@ -154,7 +154,7 @@ def check_as_torchs(
     state: tuple[Any, Any], theirs: tuple[Any, Any], form: Form, kind: Kind, what: str
 ) -> None:
     assert_same(state[1], theirs[1], what)
-    # Of several replicas, torch takes a rank of each for the first; of whole models, every rank.
+    # Of several replicas, torch takes one rank of each for the first; of whole models, every rank.
     has_replicas = not form.is_sharded or (form.mesh is not None and form.mesh.ndim == 2)
     if kind != LOCAL and not (kind.is_on_rank0_only and has_replicas):
         assert_same(state[0], theirs[0], what)

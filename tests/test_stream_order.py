@@ -1,8 +1,8 @@
-"""What the engine does on streams is ordered, whatever is asked of it.
+"""The engine orders its work on streams, whatever is asked of it.
 
 A scenario trains a small model for a few steps on a device with emulated streams
-(`stream_order.py`), and nothing may race. Then the proof that this proves something: each wait and
-each event of the engine is taken away in turn, and a scenario must find a race.
+(`stream_order.py`), and nothing may race. Then the proof that this proves something: without any
+one of the engine's waits and events, a scenario must find a race.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def model_on_host() -> Model:
 
 
 def batch(width: int = WIDTH) -> Tensor:
-    # Of the device: with offload, what is made for plain `cpu` is the host's.
+    # This is on the device: with offload, plain `cpu` is the host.
     return torch.randn(3, width, device=torch.device("cpu", 0))
 
 
@@ -197,7 +197,7 @@ class Scenario:
         without_wait: Collection[str] = (),
         without_event: Collection[str] = (),
     ) -> StreamOrder:
-        """What came of it, with an engine that has a fault, or lacks waits or events."""
+        """Run the scenario with an engine that has a fault, or lacks waits or events."""
         torch.manual_seed(0)
         emulated = emulated_streams(
             self.num_ranks, is_offloading=self.is_offloading, is_fresh=self.is_fresh
@@ -660,7 +660,7 @@ def large_gradients_of_replicas(order: StreamOrder) -> None:
         train(sharded(mesh=mesh_of(2, 2), policy=BF16_COMPUTE))
 
 
-# A full buffer of a growing model finds no room in memory that was given back; smaller things do.
+# A full buffer of a growing model does not fit into freed memory; smaller things do.
 GROWING = (16, 64, 256, 1024)
 
 

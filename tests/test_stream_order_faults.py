@@ -1,4 +1,4 @@
-"""What finds races finds those that are there, and no others.
+"""The race detector finds the races that are there, and no others.
 
 Small programs on emulated streams, most of them twice: as they should be, and with the one mistake
 that makes them race.

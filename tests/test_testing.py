@@ -93,7 +93,7 @@ def say_hello(rank: Rank) -> None:
 
 
 def ancestors(rank: Rank) -> list[int]:
-    """The process, and those that it came from."""
+    """The process and its ancestors."""
     found = [os.getpid()]
     while found[-1] > 1:
         status = Path(f"/proc/{found[-1]}/status").read_text()
@@ -135,7 +135,7 @@ def test_processes_and_meshes_are_kept_and_every_call_starts_alike(own_pool):
     assert own_pool.run(random_number) == own_pool.run(random_number)
     assert own_pool.run(meshes_are_the_same_object) == [True, True]
     first, second = own_pool.run(hash_of_a_word)
-    assert first != second  # sets are in other orders on other ranks
+    assert first != second  # sets have different orders on different ranks
 
 
 def open_groups(rank: Rank, num_groups: int) -> int:

@@ -215,7 +215,7 @@ def test_the_head_alone_can_be_evaluated_and_trained(
     reference.head(hidden).square().mean().backward()
     torch.testing.assert_close(full(model.head.weight.grad), reference.head.weight.grad)
     assert model.middle.weight.grad is None
-    # And a whole step afterwards is not disturbed by it.
+    # A whole step afterwards is not disturbed by it.
     model.zero_grad()
     reference.zero_grad()
     assert_same_step(rank, model, reference, partial(tokens_of, 1))

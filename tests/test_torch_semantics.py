@@ -275,7 +275,7 @@ def test_gradients_that_no_sync_keeps_are_shown_in_low_precision(rank: Rank, str
                 found = [dtypes_after(model, is_synced=each) for each in (False, False, True)]
                 assert found == [{torch.bfloat16}, {torch.bfloat16}, {torch.float32}]
                 model.zero_grad()
-        # What was kept and then zeroed in place leaves nothing behind.
+        # Gradients that were kept and then zeroed in place leave nothing behind.
         grads = []
         for is_kept in BOTH:
             model = linear(OURS, use_orig_params=use_orig_params, **options)

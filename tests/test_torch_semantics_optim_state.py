@@ -37,7 +37,7 @@ WIDTH = 5
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Without warnings, of which torch's class gives many."""
+    """Ignore warnings, of which torch's class gives many."""
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -72,7 +72,7 @@ def test_state_has_one_order_on_all_ranks_whatever_that_of_their_optimizers(
             found = [names[params[number]] for number in loaded]
             assert found == [name for name in names.values() if name in found]
             assert len(found) > 1
-        # Whoever gathers what is sharded, in the order of the dict, gets what belongs together.
+        # Gathering sharded values in the order of the dict gives values that belong together.
         whole = saved_optim(model, optimizer, FULL, api)["state"]
         with silent():
             for name, each in state["state"].items():
@@ -122,7 +122,7 @@ def test_parameters_outside_of_wrappers_that_were_not_saved_are_left_out(
             (group,) = result["param_groups"]
             assert group["params"] == list(range(number - 2))
             assert group["lr"] == 0.02
-            # Whoever adds what is missing can load it.
+            # With the missing parameters added, it can be loaded.
             group["params"] += [number - 2, number - 1]
             into.load_state_dict(result)
         found[api] = [set(result["state"]) - set(range(number - 2)) for result in results]

@@ -1,6 +1,6 @@
-"""What can be imported and called is what the installed torch has, under the same names.
+"""Whatever the installed torch lets programs import and call, ours has under the same names.
 
-With a new release of torch, what fails here is the list of work. `KNOWN` has what differs on
+With a new release of torch, the failures here list the work to do. `KNOWN` has what differs on
 purpose.
 """
 
@@ -61,7 +61,7 @@ def assert_same_methods(name: str, ours: Any, theirs: Any) -> None:
 
 
 def assert_same_fields(name: str, ours: Any, theirs: Any) -> None:
-    """What we have besides comes last or by keyword, so that positions mean the same."""
+    """Our own additions come last or by keyword, so that positions mean the same."""
     besides = [*BESIDES.get(name, ()), *NEWER.get(name, ())]
     own = {field.name: field for field in dataclasses.fields(ours)}
     its = {field.name: field for field in dataclasses.fields(theirs)}

@@ -1,4 +1,4 @@
-"""What the engine tells of a step, and what becomes of it."""
+"""What the engine reports of a step, and what becomes of it."""
 
 import gc
 import json

@@ -156,7 +156,7 @@ def test_a_line_that_is_named_is_one_of_the_file(folder, lines):
 
 
 def refusal(path: Path) -> str:
-    """What is said of a file; nothing if it is read."""
+    """The error about a file; empty if it can be read."""
     try:
         assert read_config(path).keys() <= set(SECTIONS)
     except ConfigError as error:

@@ -51,7 +51,7 @@ def test_a_profiled_step_has_the_engines_collectives_by_unit(folder: Path) -> No
 
 
 class StopsAfter(StopRequest):
-    """Asks for the end after some steps, on one rank."""
+    """Asks to stop after some steps, on one rank."""
 
     def __init__(self, num_steps: int, is_asking: bool) -> None:
         super().__init__()
@@ -93,12 +93,11 @@ def train_reference(rank: Rank, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a text, and a run of six steps on it."""
+    """A folder with a text, and a run of six steps on it."""
 
     def make(path: Path) -> None:
         (path / "text.txt").write_text(TEXT)
-        # The more is learned of the text, the less likely is this: the first validation is the
-        # best.
+        # This becomes less likely as the text is learned, so the first validation is the best.
         (path / "other.txt").write_text("~" * 2000)
         pool(2).run(train_reference, path)
 
@@ -114,7 +113,7 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(folder: Path) -
     assert [each.step for each in record.metrics] == [1, 2, 3, 4, 5, 6]
     assert all(each.tokens == 2 * 2 * 32 for each in record.metrics)
     assert all(each.step_s > 0 and each.memory_bytes > 0 for each in record.metrics)
-    # Six for each of a million parameters and token, and attention's.
+    # Six FLOP per parameter and token, of a million parameters, and those of attention.
     tflop = [each.tflops * each.step_s for each in record.metrics]
     assert tflop == pytest.approx([6 * 1_017_984 * 2 * 32 / 1e12] * 6, rel=0.05)
     assert all(math.isnan(each.mfu) for each in record.metrics)
@@ -355,7 +354,7 @@ def test_a_folder_without_room_or_permission_is_refused_before_the_first_step(
 
 
 class LimitsFiles(StopRequest):
-    """After a step, files that a rank writes cannot grow, as on a full disk."""
+    """Keeps files that a rank writes from growing after a step, as on a full disk."""
 
     def __init__(self, is_limited: bool) -> None:
         super().__init__()
@@ -451,7 +450,7 @@ def test_a_run_learns_what_an_assistant_says(rank: Rank, folder: Path, tmp_path:
 
 
 class Poisoned(Run):
-    """On rank 1, an output or gradient is not a number in some steps, and when sampling."""
+    """On rank 1, an output or gradient is not finite in some steps, and when sampling."""
 
     steps: tuple[int, ...] = ()
     is_gradient = False
@@ -515,7 +514,7 @@ def test_a_step_that_is_not_finite_is_reported_and_not_applied(
             what = "gradient of the output of" if is_gradient else "output of"
             assert f"on rank 1 the {what} model.layers.1.mlp is the first" in said
             assert said.count("not finite") == 1
-            # The model that samples is poisoned, too: a run that is trained has not failed.
+            # The model that samples is poisoned, too; this does not fail the run that is trained.
             assert "sample: failed (" in said
         assert kept(tmp_path / api) == ["step_6"]
 
@@ -541,7 +540,7 @@ def test_a_step_that_is_not_finite_is_reported_and_not_applied(
 
 
 class Starved(Run):
-    """On some ranks, more than `most` sequences do not fit into memory, for so many times."""
+    """On some ranks, more than `most` sequences do not fit into memory, `times` times."""
 
     most, times, at_step, ranks = 0, 0, 1, (1,)
 
@@ -607,7 +606,7 @@ def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
         for number in (2, 3):
             parts = f"it is repeated, with micro-batches in {number} parts from now on"
             assert said.count(f"step 1: rank 1 ran out of memory; {parts}") == 1
-    # In vain, or not at all: the run ends on all ranks, with what it was and what would help.
+    # If that fails or is not tried, the run ends on all ranks, and says why and what would help.
     for on_oom, at_step in (("retry", 2), ("split", 1), ("stop", 2)):
         config = settings(f"{on_oom} in vain", on_oom)
         ranks = (0, 1) if on_oom == "stop" else (1,)

@@ -1,4 +1,4 @@
-"""What decays and what does not, however the model is sharded."""
+"""Which parameters decay does not depend on how the model is sharded."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ WIDTH = 6
 
 
 class OwnNorm(nn.Module):
-    """Of the model's own, and with a shape that matrices have."""
+    """A norm of the model's own, with a shape that matrices have."""
 
     def __init__(self) -> None:
         super().__init__()

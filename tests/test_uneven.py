@@ -59,7 +59,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Sends each token to one expert, or to none; which ones run, in which order, is its affair."""
+    """Sends each token to one expert, or to none; decides which ones run, and in which order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Experts(nn.Module):
         self.num_run = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        # Whether nothing, or what, runs first is drawn from the data.
+        # The data decide whether anything runs first, and what.
         noise = x.detach().sum().item()
         scores = (3 * self.router(x)).softmax(-1)
         chosen = scores.argmax(-1)

@@ -56,14 +56,14 @@ def reindexed(path: Path, change: Callable[[Metadata], Any]) -> None:
 
 
 def believe_sizes(path: Path) -> None:
-    """Remove the manifest: what torch could have written, with its files as they are."""
+    """Remove the manifest: torch could have written the rest, and files are taken as they are."""
     for name in ("manifest.json", "rank_00000.pt", "rank_00001.pt"):
         (path / name).unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint to copy, which is faster than to write it."""
+    """A checkpoint to copy, which is faster than writing one."""
     path = tmp_path_factory.mktemp("written") / "step_1"
     write(path, seed=1, step=1)
     return path
@@ -117,7 +117,7 @@ def test_any_flipped_bit_is_noticed_or_without_effect(path: Path, name: str) -> 
 def test_any_flipped_bit_of_an_index_ends_in_a_checkpoint_error_or_without_effect(
     tmp_path: Path,
 ) -> None:
-    """Of one that torch wrote, with nothing beside it that tells what it was."""
+    """The index is one that torch wrote, with nothing beside it that tells what it was."""
     path = tmp_path / "it"
     model = nn.Linear(2, 1, bias=False)
     by_torch(path, {"model": model.state_dict(), "optim": {"param_groups": [{"lr": 0.5}]}})
@@ -429,7 +429,7 @@ def test_mistakes_are_refused_and_leave_nothing(tmp_path: Path) -> None:
 
 
 class Call:
-    """What unpickles into a call."""
+    """An object that unpickles into a call."""
 
     def __init__(self, *call: Any) -> None:
         self.call = call
@@ -495,7 +495,7 @@ def test_an_index_that_claims_more_than_its_files_allocates_nothing(path: Path) 
 
 
 def test_an_index_that_repeats_a_block_is_refused(path: Path) -> None:
-    """It is small: a pickle refers to what it has already."""
+    """Such an index is small: a pickle refers back to what it has already."""
 
     def repeat(index: Metadata) -> None:
         stored = index.state_dict_metadata["model.weight"]

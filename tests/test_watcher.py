@@ -81,7 +81,7 @@ def fail(kind: str) -> None:
 
 
 def train(rank: Rank, kind: str, phase: str, api: str) -> None:
-    """Steps in one of which one rank fails in a phase."""
+    """Take several steps; in one of them, one rank fails in a phase."""
     os.environ[watcher.SWITCH] = "1"
     os.environ[watcher.PATIENCE] = "4"
     pids = [0] * rank.size
@@ -213,7 +213,7 @@ print(json.dumps(ends))
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], list[str]]]:
-    """Of two ranks of each program, the exit codes and what they wrote to standard error."""
+    """For two ranks of each program, the exit codes and what they wrote to standard error."""
     folder = tmp_path_factory.mktemp("programs")
     arguments = []
     for name, source in PROGRAMS.items():
@@ -221,7 +221,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int]
         arguments += [str(folder / name), str(free_port())]
     command = [sys.executable, "-c", FORKED, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    # Where torch has Triton, that tells last of what it did not free.
+    # Triton, where torch has it, reports last what it did not free.
     said = {
         name: [(folder / f"{name}.{rank}").read_text().partition("nanobind:")[0] for rank in (0, 1)]
         for name in PROGRAMS

@@ -45,7 +45,7 @@ Shard = Callable[[nn.Module, Policy], nn.Module]
 
 
 class Probe(nn.Module):
-    """Parameters whose gradients are what forward is given for them, by name."""
+    """Parameters whose gradients are the values passed to forward, by name."""
 
     def __init__(self, **params: Tensor) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def drawn(shape: int | tuple[int, ...], seed: int, dtype: torch.dtype = FP32) ->
 
 
 def full_gradient(model: nn.Module, name: str) -> Tensor:
-    """On all ranks."""
+    """The full gradient, on all ranks."""
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             grad = model.module.get_parameter(name).grad
@@ -111,7 +111,7 @@ def new_group(*, over_gloo: bool) -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """The bytes that this rank sends, by reduce."""
+    """The bytes that this rank sends, per reduce."""
     found: list[int] = []
     reduce = ShmCollectives.reduce_scatter
 
@@ -129,7 +129,7 @@ def counted_bytes() -> Iterator[list[int]]:
         yield found
 
 
-# Computed in what they travel in
+# Computed in the dtype they travel in
 
 
 def trained(rank: Rank, shard: Shard, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
@@ -211,7 +211,6 @@ def by_hand(grads: Sequence[Tensor], wire: torch.dtype) -> Tensor:
 
 @on_ranks(2, 4)
 def test_a_gradient_is_the_float32_mean_of_what_was_cast(rank: Rank) -> None:
-    # The last of these is lost where 256 and 1 are added up in bf16.
     shape = (33, 5)
     grads = [drawn(shape, other) for other in range(rank.size)]
     grads[0][0, 0], grads[1][0, 0] = 256.0, 1.0
@@ -467,7 +466,7 @@ def test_a_reduce_of_the_users_own_is_refused_beside_a_wire_dtype(rank: Rank) ->
     with pytest.raises(ConfigError, match=f"register_comm_hook {words}"):
         wrapper.register_comm_hook(None, lambda *_: None)
     equal = in_place(rank.mesh())(nn.Linear(4, 3), {"reduce_dtype": BF16, "wire_dtype": BF16})
-    equal.set_custom_reduce_scatter(CountedReduce())  # it changes nothing, and so is no matter
+    equal.set_custom_reduce_scatter(CountedReduce())  # it changes nothing, so it is allowed
     for sharded in (model, wrapper):  # as they were
         sharded(drawn((2, 4), rank.rank)).sum().backward()
         assert all(param.grad is not None for param in sharded.parameters() if param.numel())

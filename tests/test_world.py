@@ -106,7 +106,7 @@ def test_shards_take_a_64th_of_the_memory() -> None:
             for parameter in model.parameters()
         }
         assert sum(storages.values()) == whole_bytes // WORLD
-        # Gathered and given back, twice: the shards are all that is left.
+        # After two rounds of unshard and reshard, only the shards are left.
         weights = []
         for layer in model:
             layer.unshard()

@@ -135,7 +135,7 @@ def assert_same_choice(
     chosen = [(unit.module, {"size": 0, **unit.overrides}) for unit in choice[:-1]]
     assert [names[unit.module] for unit in choice[:-1]] == [unit.name for unit in choice[:-1]]
 
-    # Every parameter is somebody's, once.
+    # Every parameter belongs to exactly one unit.
     own = [param for unit in choice for _, param in unit.params]
     assert len(own) == len(set(own))
     assert set(own) == set(model.parameters()) - params

@@ -1,4 +1,4 @@
-"""What a wrapper cannot do, it says: subject, expected, found, remedy; and nothing is changed."""
+"""A wrapper's errors state subject, expected, found and remedy, and nothing is changed."""
 
 import copy
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def model() -> nn.Sequential:
 
 
 def options(rank: Rank, inside: nn.Module) -> dict[str, tuple[dict[str, Any], type, str]]:
-    """Arguments that do not fit, what torch's class raises for the like, and words of ours."""
+    """Invalid arguments, what torch's class raises for the like, and words of our error."""
     two = rank.mesh((2, 1), ("replicate", "shard"))
     hybrid = ShardingStrategy.HYBRID_SHARD
     world = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Users' functions that reduce gradients instead of ours."""
+"""Users' functions that reduce gradients in place of the engine."""
 
 from typing import Any
 

@@ -89,7 +89,7 @@ def in_groups(model: nn.Module) -> Optimizer:
 def test_an_optimizer_built_after_wrapping_trains(
     rank: Rank, optimizer: Callable[[nn.Module], Optimizer], use_orig_params: bool
 ) -> None:
-    # Every optimizer with each, and each form with each.
+    # Every optimizer meets both values, and so does each form.
     set_to_none = (optimizer is fused_adam) == use_orig_params
     lesson = Lesson(optimizer=optimizer, set_to_none=set_to_none)
     near = {"near": NEAR_ADAM, "near_torch": NEAR_ADAM}
@@ -147,7 +147,7 @@ def test_a_unit_in_which_all_is_frozen_takes_no_gradient(rank: Rank, use_orig_pa
 def zeroed_before_the_last(
     set_to_none: bool, is_first_reduced: bool, model: Any, batches: list[Any], scale: float
 ) -> Tensor:
-    """All but the last batch is given up, reduced or not; without sharding only that is seen."""
+    """Discard all but the last batch, reduced or not; the unsharded model sees only the last."""
     if hasattr(model, "no_sync"):
         if is_first_reduced:
             each_backward(model, batches[:1], scale)
@@ -222,7 +222,7 @@ def test_apply_changes_whole_parameters_before_and_between_steps(
 
 
 def with_ignored_averaged(model: Any, batches: list[Any], scale: float) -> Tensor:
-    """Gradients of what is ignored are the user's to reduce; here the user does."""
+    """Gradients of ignored parameters are the user's to reduce, as is done here."""
     loss = each_backward(model, batches, scale)
     if scale == 1:
         with_gradient = [p for p in model.parameters() if getattr(p, "is_ignored", False)]
@@ -398,7 +398,7 @@ def test_ranks_that_start_apart_are_synced_from_the_first(
         learner = assert_trains_alike(
             Net,
             lambda p, m, w=wrap: w(p, out_of_step(m), sync_module_states=True),
-            torch_shard=wrap,  # which broadcasts on accelerators only
+            torch_shard=wrap,  # torch broadcasts on accelerators only
         )
         torch.testing.assert_close(learner.buffers()["shift"], torch.linspace(-0.3, 0.3, 3))
 

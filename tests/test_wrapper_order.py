@@ -1,4 +1,4 @@
-"""A rank that runs units in another order than before is told so, and nobody hangs."""
+"""A rank that runs units in another order than before is told so, and no rank hangs."""
 
 import os
 import time

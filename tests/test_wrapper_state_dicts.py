@@ -102,7 +102,7 @@ def assert_trains_alike(model: nn.Module, seed: int, rank: Rank) -> None:
     with torch.no_grad():
         expected = {n: p - 0.1 * p.grad for n, p in reference.named_parameters()}
     found = full_state(model)
-    for name in expected.keys() - {"apart.weight", "apart.bias"}:  # whose gradients nobody reduces
+    for name in expected.keys() - {"apart.weight", "apart.bias"}:  # nobody reduces their gradients
         torch.testing.assert_close(found[name], expected[name])
 
 
@@ -451,7 +451,7 @@ def test_scalars_and_empty_parameters_are_saved_and_loaded(rank: Rank) -> None:
                 assert_holds(target, expected)
 
 
-# The name that an error must say, and what is under it; None: nothing.
+# The name that an error must contain, and the value under it; None: no value.
 BROKEN: dict[str, tuple[str, Any]] = {
     "a parameter is missing": ("inner.0.weight", None),
     "a buffer is missing": ("norm.running_mean", None),

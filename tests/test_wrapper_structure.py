@@ -205,4 +205,4 @@ def test_wrappers_inside_may_differ_from_those_around_them(rank: Rank) -> None:
     assert_trains_alike(Plain, functools.partial(shard, strategies))
     assert_trains_alike(Plain, functools.partial(shard, [{"cpu_offload": True}, {}]))
     forms = [{"use_orig_params": True}, {"use_orig_params": False}]
-    assert_trains_alike(Plain, functools.partial(shard, forms), torch_shard=None)  # which refuses
+    assert_trains_alike(Plain, functools.partial(shard, forms), torch_shard=None)  # torch refuses

@@ -402,7 +402,7 @@ def test_optimizer_state_is_that_of_torchs_and_can_be_loaded(
             losses["loaded"] = train(other, loaded, rank)
             losses["kept"] = train(model, optimizer, rank)
     EQUAL.check(losses["loaded"], losses["kept"], "losses")
-    if kind == "SHARDED_STATE_DICT":  # of full ones, some of torch's values are wrong
+    if kind == "SHARDED_STATE_DICT":  # some of torch's values in full ones are wrong
         assert_same(found[OURS], found[TORCH])
     assert isinstance(found[OURS]["blocks.0.up.weight.exp_avg"], DTensor) == ("SHARDED" in kind)
 

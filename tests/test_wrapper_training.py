@@ -55,7 +55,7 @@ def test_a_hybrid_strategy_that_is_told_nothing_shards_inside_a_host(rank: Rank)
         learner = assert_trains_alike(
             Net,
             lambda package, model: flat(package, model, sharding_strategy="HYBRID_SHARD"),
-            torch_shard=None,  # which asks CUDA how many ranks a host has
+            torch_shard=None,  # torch asks CUDA how many ranks a host has
         )
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
@@ -104,7 +104,7 @@ class Watching(nn.Module):
         return self.second(x, gate=torch.ones(3, dtype=torch.float64))
 
 
-# Of the root, and of the wrappers inside it where they differ.
+# Settings of the root, and of the wrappers inside it where they differ.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     name: (settings, settings)
     for name, settings in {
@@ -140,7 +140,7 @@ SETTINGS |= {
 
 
 def dtypes_of_a_step(package: Package, settings: str, **options: Any) -> dict[str, Any]:
-    """What the modules saw, and what is left, of one step of a model with these settings."""
+    """What the modules saw in one step of a model with these settings, and what is left."""
     torch.manual_seed(0)
     model, (outer, inner) = Watching(), SETTINGS[settings]
     watched = (model.first, model.second)
@@ -257,7 +257,7 @@ def order_of_a_step(**options: Any) -> str:
         hooks = hooks_of(block)
         assert hooks is not None
         hooks.units[0].comm.customize(all_gather=NotedGather(net.log, number))
-    for _ in range(2):  # the first step is what the second goes by
+    for _ in range(2):  # the second step follows what the first recorded
         net.log.clear()
         model(torch.randn(2, WIDTH)).sum().backward()
     return ", ".join(net.log)

@@ -22,7 +22,7 @@ _TINY: dict[str, dict[str, Any]] = {
 
 
 def configured(folder: Path, out: str, **changes: dict[str, Any]) -> TrainConfig:
-    """On the text in a folder, into another one beside it; `changes` by section."""
+    """A run on the text in a folder, into another folder beside it; `changes` by section."""
     config = TrainConfig()
     places = {"data": {"paths": (str(folder / "text.txt"),)}, "run": {"out": str(folder / out)}}
     for values in (_TINY, places, changes):
@@ -35,7 +35,7 @@ _estimates: dict[Any, Any] = {}
 
 
 def estimate_once() -> None:
-    """Of equal models, count the operations once in this process: much of what a tiny run takes."""
+    """Count the operations of equal models once per process: they are much of what a run takes."""
     if not _estimates:
         trainer.step_tflop = _once(trainer.step_tflop)
 
@@ -53,7 +53,7 @@ def _once(estimate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Of every step, each of which is there once."""
+    """The losses of all steps, each of which is there once."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in found] == list(range(1, len(found) + 1))
     return [math.nan if each["loss"] is None else each["loss"] for each in found]

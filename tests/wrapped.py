@@ -240,7 +240,7 @@ def each_backward(model: Any, batches: list[Any], scale: float) -> Tensor:
 
 @contextlib.contextmanager
 def unsynced(model: Any) -> Iterator[None]:
-    """`no_sync`, of which torch's `fully_shard` has only the setter and an unsharded model none."""
+    """`no_sync`; torch's `fully_shard` has only the setter, and an unsharded model has neither."""
     if hasattr(model, "no_sync"):
         with model.no_sync():
             yield
@@ -252,14 +252,14 @@ def unsynced(model: Any) -> Iterator[None]:
 
 
 def last_synced(model: Any, batches: list[Any], scale: float) -> Tensor:
-    """All micro batches but the last are not reduced."""
+    """Only the last micro batch is reduced."""
     with unsynced(model):
         loss = each_backward(model, batches[:-1], scale)
     return loss + each_backward(model, batches[-1:], scale)
 
 
 def sgd(model: nn.Module) -> Optimizer:
-    """Linear in the gradients, so it does not blow up rounding errors."""
+    """Linear in the gradients, so it does not amplify rounding errors."""
     return SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -285,7 +285,7 @@ class Lesson:
 
 
 def are_close(actual: Any, expected: Any, rtol: float = 1e-7, atol: float = 1e-7) -> bool:
-    """In a tenth of the time of `assert_close`, which says what differs."""
+    """Takes a tenth of the time of `assert_close`, which says what differs."""
     return (
         type(actual) is type(expected) is Tensor
         and (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
@@ -307,7 +307,7 @@ class Closeness(NamedTuple):
 
 EQUAL = Closeness(1e-5, 1e-6)
 ROUNDED = Closeness(5e-2, 2e-2)
-"""For a model that computes in 16 bits, next to one that computes in 32."""
+"""Tolerances for a model that computes in 16 bits, next to one that computes in 32."""
 
 
 @dataclass(slots=True)
@@ -370,7 +370,7 @@ def full(tensor: Tensor) -> Tensor:
 def assert_same_step(
     rank: Rank, model: nn.Module, reference: nn.Module, batch: Callable[[int], Tensor]
 ) -> None:
-    """A step of SGD of each: the model on this rank's batch, the reference on those of all."""
+    """One SGD step of each: the model on this rank's batch, the reference on those of all."""
     model(batch(rank.rank)).square().mean().backward()
     for other in range(rank.size):
         (reference(batch(other)).square().mean() / rank.size).backward()

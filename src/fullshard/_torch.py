@@ -30,7 +30,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-# What is imported here for others; what is defined here needs no list.
+# Names imported here for other modules; names defined here need no list.
 __all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "FakeTensor"]
 __all__ += ["FakeTensorMode"]
 __all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata"]
@@ -96,18 +96,18 @@ try:
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
     from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorShard
 
-    # torch.distributed does not tell when a group was destroyed, nor gives its store.
+    # torch.distributed neither tells when a group was destroyed nor gives its store.
     from torch.distributed import distributed_c10d as _c10d
     from torch.distributed.device_mesh import _mesh_resources
     from torch.distributed.distributed_c10d import _get_default_store as default_store
     from torch.distributed.remote_device import _remote_device as RemoteDevice
 
     # A DTensor of a known spec needs none of the checks of `from_local`, which take longer than a
-    # step may spend on a parameter. A dim that two axes of a mesh cut has no public placement.
+    # step may spend on a parameter. No public placement describes a dim that two mesh axes cut.
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-    # The common base class of batch norms, and where optimizers ask for devices of fused kernels.
+    # The common base class of batch norms, and where optimizers look up devices of fused kernels.
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.optim import optimizer as _optimizer
 
@@ -142,13 +142,13 @@ _require(_c10d._world, "pg_map")
 
 # Tensors. `attrgetter` is called without a Python frame.
 
-# The local tensor of a DTensor, the very object: `DTensor.to_local` makes a view for autograd.
+# The local tensor of a DTensor, the object itself: `DTensor.to_local` makes a view for autograd.
 local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 # The mesh, placements and metadata of a DTensor as one object.
 spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
 # How often a tensor was written in place, and the tensor that a view was made of.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-# Those of the parameter and of the local tensor of a `ShardedParam`.
+# The versions of the parameter and of the local tensor of a `ShardedParam`.
 shard_versions: Callable[[Any], tuple[int, int]] = attrgetter("param._version", "local._version")
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 # A number that two storage objects share if they are one storage.
@@ -159,16 +159,16 @@ post_accumulate_grad_hooks: _Hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Let autograd give a parameter gradients in a dtype; with None, in the one that it computes.
+    """Set the dtype in which autograd gives a parameter gradients; None for the computed one.
 
-    As torch's `fully_shard` does since 2.15. Before, gradients have the parameter's dtype.
+    torch's `fully_shard` does this since 2.15. Before, gradients have the parameter's dtype.
     """
     if TORCH >= (2, 15):
         param.grad_dtype = dtype
 
 
 def grad_dtype_of(param: torch.Tensor) -> torch.dtype | None:
-    """The dtype that a parameter's gradient must have; None for any. Followed as in 2.15."""
+    """The dtype that a parameter's gradient must have; None for any. Its own before 2.15."""
     return param.grad_dtype if TORCH >= (2, 15) else param.dtype
 
 
@@ -189,15 +189,15 @@ chunk_cat = torch._chunk_cat
 unscale_and_check_finite_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
-# Of one tensor that is cast to a wider dtype, from which on foreach is faster than `copy_`: on an
-# H200 3.3 against 2.1 TB/s at 60 M elements. Otherwise it gives too few blocks to one tensor.
+# From this size on, foreach casts a single tensor to a wider dtype faster than `copy_`: at 3.3
+# against 2.1 TB/s on an H200 at 60 M elements. Otherwise it gives too few blocks to one tensor.
 _LARGE_WIDENED_NUMEL = 4 << 20
 
 
 def foreach_copy_(
     targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False
 ) -> None:
-    """Copy tensors to others; a single one by the kernel that uses more of a GPU."""
+    """Copy tensors to others; a single tensor with the kernel that uses more of a GPU."""
     to, source = targets[0], sources[0]
     is_many = len(targets) > 1
     if is_many or (to.numel() >= _LARGE_WIDENED_NUMEL and to.itemsize > source.itemsize):
@@ -206,14 +206,14 @@ def foreach_copy_(
         to.copy_(source, non_blocking)
 
 
-# The values of a sparse tensor that is not coalesced, and what a GradScaler asks an optimizer whose
-# kernel unscales.
+# The values of a sparse tensor that is not coalesced, and the attribute that tells a GradScaler
+# that an optimizer's kernel unscales.
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 UNSCALES_IN_STEP = "_step_supports_amp_scaling"
 if UNSCALES_IN_STEP not in GradScaler.step.__code__.co_consts:
     raise _missing(f"GradScaler.step with {UNSCALES_IN_STEP}")
 
-# The hooks after an optimizer's step, in an OrderedDict by the ids of their handles.
+# The hooks after an optimizer's step: an OrderedDict keyed by the ids of their handles.
 _STEP_POST_HOOKS = "_optimizer_step_post_hooks"
 step_post_hooks: Callable[[Any], Any] = attrgetter(_STEP_POST_HOOKS)
 if _STEP_POST_HOOKS not in _optimizer.Optimizer.register_step_post_hook.__code__.co_names:
@@ -230,12 +230,12 @@ def set_local_tensor(dtensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def new_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around a local tensor. `DTensor.__init__` does nothing, through two wrappers."""
+    """A DTensor around a local tensor. Skips `DTensor.__init__`: two wrappers around nothing."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let the hooks on a tensor's gradient act on another tensor's."""
+    """Let the hooks on one tensor's gradient also act on the gradient of another."""
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
     if source._post_accumulate_grad_hooks:
@@ -248,7 +248,7 @@ def storage_references(storage: torch.UntypedStorage) -> int:
 
 @cache
 def python_references_of_graph() -> int:
-    """How often a graph holds a leaf as an object of Python: C++ may, for its `AccumulateGrad`."""
+    """How often a graph holds a leaf as a Python object, as C++ may for its `AccumulateGrad`."""
     leaf = torch.ones(1, requires_grad=True)
     with torch.inference_mode(False), torch.enable_grad():
         before = sys.getrefcount(leaf)
@@ -262,7 +262,7 @@ def python_references_of_graph() -> int:
 
 
 def has_own_dispatch(kind: type) -> bool:
-    """Whether a class of tensors does operations itself, unlike torch's own and fake ones."""
+    """Whether a tensor class handles operations itself, unlike torch's own and fake tensors."""
     own: Any = torch.Tensor
     dispatch: Any = kind.__torch_dispatch__  # type: ignore[attr-defined]
     return dispatch is not own.__torch_dispatch__ and kind is not FakeTensor
@@ -292,7 +292,7 @@ def hosts_of_meta_devices(num_devices: int) -> Iterator[None]:
 
 
 def cpu_attention_backend(*args: Any) -> int:
-    """Which kernel `scaled_dot_product_attention` has on a CPU, for tensors on meta."""
+    """Which kernel `scaled_dot_product_attention` uses on a CPU, asked for tensors on meta."""
     on_cpu: list[Any] = [
         torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype)
         if isinstance(arg, torch.Tensor)
@@ -317,8 +317,8 @@ def in_backward() -> bool:
     return bool(_current_graph_task_id() != -1)
 
 
-# CUDA: torch.cuda's own functions look up devices and make objects each time. None in a torch
-# without CUDA.
+# CUDA: torch.cuda's own functions look up devices and make objects each time. These are None in a
+# torch without CUDA.
 _CUDA = ("_cuda_getCurrentStream", "_cuda_setStream", "_cuda_getDevice", "_CudaEventBase")
 if torch.backends.cuda.is_built():
     _require(torch._C, *_CUDA)
@@ -334,8 +334,8 @@ CudaEvent: Any = getattr(torch._C, "_CudaEventBase", None)
 def untraced(function: _F) -> _F:
     """Keep dynamo out of a function and of all that it calls.
 
-    Dynamo reads the attributes while it traces a caller; the strategy of the code is what the
-    interpreter follows.
+    Dynamo reads the attributes while it traces a caller; the interpreter follows the strategy of
+    the code.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "fullshard runs between graphs"  # type: ignore[attr-defined]
@@ -349,7 +349,7 @@ def untraced(function: _F) -> _F:
 # Process groups.
 # Broadcasts many tensors in few collectives: (group, tensors, bucket bytes, source).
 broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
-# What moves a group's tensors on a device. `dist.get_backend` has one name for all devices.
+# The backend that moves a group's tensors on a device; `dist.get_backend` has one for all devices.
 backend_of: Callable[[dist.ProcessGroup, torch.device], Any] = dist.ProcessGroup._get_backend
 # Gives a group that is written in Python a backend: (group, device, backend type, backend).
 register_backend: Callable[..., None] = dist.ProcessGroup._register_backend
@@ -376,17 +376,17 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch.distributed made a group and did not destroy it yet."""
+    """Whether torch.distributed made a group and has not destroyed it yet."""
     return group in _c10d._world.pg_map
 
 
 def all_groups() -> list[dist.ProcessGroup]:
-    """The process groups that there are in this process."""
+    """All process groups of this process."""
     return list(_c10d._world.pg_map)
 
 
 def lifetime_of(group: dist.ProcessGroup) -> object:
-    """An object that lives until a group is destroyed, whoever still refers to the group.
+    """An object that lives until a group is destroyed, even if the group is still referred to.
 
     It is the store that torch.distributed made for the group and drops in destroy_process_group.
     A group that torch.distributed does not know lives as long as it is referred to.
@@ -441,7 +441,7 @@ sharded_tensor_from_local = ShardedTensor._init_from_local_shards_and_global_met
 sharded_tensor_group: Callable[[ShardedTensor], dist.ProcessGroup] = attrgetter("_process_group")
 
 
-# Modules that few programs need. Loading that of the fake backend registers it.
+# Modules that few programs need. Loading the module of the fake backend registers the backend.
 
 if TYPE_CHECKING:
     from torch.distributed import _symmetric_memory as symmetric_memory
@@ -452,7 +452,7 @@ if TYPE_CHECKING:
 _FAKE_BACKEND = "torch.testing._internal.distributed.fake_pg"
 _LOADED_LATE = {
     "symmetric_memory": ("torch.distributed._symmetric_memory", None),
-    # The index of a checkpoint says with these where in which file an entry is.
+    # The index of a checkpoint uses these to say in which file, and where in it, an entry is.
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "FakeStore": (_FAKE_BACKEND, "FakeStore"),
     "create_fake_group": (_FAKE_BACKEND, "_create_fake_pg"),

@@ -1,6 +1,6 @@
 """Policies, configurations and enums, with the names and meaning of `torch.distributed.fsdp`.
 
-Those that torch's users assign to are not frozen, as torch's are not.
+Classes whose fields torch's users assign to are not frozen, as in torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from fullshard._torch import BatchNormBase
 from fullshard.errors import ConfigError
 
-# They can also be imported from `fullshard`, and from the wrapper's module as in torch.
+# These can also be imported from `fullshard`, and from the wrapper's module as in torch.
 __all__ = [
     "AllGather",
     "BackwardPrefetch",
@@ -51,14 +51,14 @@ __all__ = [
 class MixedPrecisionPolicy:
     """The dtypes that a unit computes and reduces in.
 
-    `param_dtype` is that of the full parameters, of the all-gather and of the compute;
-    `reduce_dtype` that of the gradient reduction. By default that is the `grad_dtype` of the
+    `param_dtype` is the dtype of the full parameters, of the all-gather and of the compute;
+    `reduce_dtype` is the dtype of the gradient reduction, by default the `grad_dtype` of the
     parameters, and with torch before 2.15 the compute dtype, as in torch. `output_dtype`
     casts the outputs of forward, and `cast_forward_inputs` its inputs to `param_dtype`. Shards keep
-    the original dtype of the parameters, and the gradients that the optimizer sees have their
-    `grad_dtype`, which is the same unless it was set.
+    the original dtype of the parameters, and the gradients that the optimizer sees have the
+    parameters' `grad_dtype`, which is the same unless it was set.
 
-    `param_dtype_override_fn` is asked once for each parameter, when it is sharded: if it returns
+    `param_dtype_override_fn` is called once for each parameter, when it is sharded: if it returns
     the parameter's own dtype, that parameter is not cast to `param_dtype`. It must return the same
     on every rank.
 
@@ -214,10 +214,10 @@ class MixedPrecision:
     """The dtypes that a wrapper computes, reduces and keeps buffers in.
 
     `param_dtype`, `reduce_dtype` and `wire_dtype` are as in `MixedPrecisionPolicy`. `buffer_dtype`
-    is that of floating-point buffers during training; state dicts have the original one.
-    `keep_low_precision_grads` leaves gradients in the dtype of the compute, or in that of the
-    reduction if nothing is sharded. `cast_forward_inputs` casts the inputs of every wrapper,
-    `cast_root_forward_inputs` those of the outermost. If a policy wraps, modules of
+    is the dtype of floating-point buffers during training; state dicts have the original dtype.
+    `keep_low_precision_grads` leaves gradients in the compute dtype, or in the reduction dtype if
+    nothing is sharded. `cast_forward_inputs` casts the inputs of every wrapper,
+    `cast_root_forward_inputs` those of the outermost. With a wrapping policy, modules of
     `_module_classes_to_ignore` compute in full precision, in units of their own.
     """
 

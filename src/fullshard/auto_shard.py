@@ -33,7 +33,7 @@ def auto_shard(model: nn.Module, policy: Any = None, **options: Any) -> FSDPModu
             your own. By default the blocks that the model repeats. Modules without a forward
             belong to the unit around them.
         options: Arguments of `fully_shard`. Options that a `CustomPolicy` has for a module override
-            them. With `uneven`, classes or names of units, `set_uneven` is called on these.
+            them. `uneven` lists classes or names of units on which `set_uneven` is called.
 
     Returns:
         The model.

@@ -101,7 +101,7 @@ class _Graph:
 
 
 class CapturedStep(Generic[P, R]):
-    """What `capture` returns: call it like the step that it was made of.
+    """What `capture` returns: call it like the step that it was made from.
 
     `_hooks` and `_optimizers` are those that took part in eager steps. `_rates` has the learning
     rates of each optimizer's groups as the tensors that graphs read. `_used` is what the last
@@ -152,7 +152,7 @@ class CapturedStep(Generic[P, R]):
         return self._replay(entry, tensors)
 
     def _find(self, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> _Graph:
-        """What there is for such inputs, whose tensors are listed; the latest comes last."""
+        """The entry for such inputs, moved to the end; lists their tensors in `tensors`."""
 
         def slot(tensor: torch.Tensor) -> Any:
             tensors.append(tensor)
@@ -172,7 +172,7 @@ class CapturedStep(Generic[P, R]):
     # Eager steps
 
     def _run_eagerly(self, args: Any, kwargs: Any) -> R:
-        """Run the step on the stream of captures, and notice who takes part."""
+        """Run the step on the capture stream, and note which modules and optimizers take part."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._watching():
@@ -246,7 +246,7 @@ class CapturedStep(Generic[P, R]):
         return found
 
     def _is_current(self) -> bool:
-        """Whether what the last step used is there: a graph must not make an optimizer's state."""
+        """Whether what the last step used is still there: a graph must not make optimizer state."""
         if not self._graphs:
             return True
         now = self._replaceable()
@@ -255,7 +255,7 @@ class CapturedStep(Generic[P, R]):
     def _capture(
         self, entry: _Graph, tensors: list[torch.Tensor], args: Any, kwargs: Any
     ) -> Exception | None:
-        """Make the graph of a step without running it; what went wrong, if something did."""
+        """Make the graph of a step without running it; return the error if that failed."""
         for scheduler in self._schedulers:
             for unit in scheduler.units:
                 if unit.is_offloaded:
@@ -286,7 +286,7 @@ class CapturedStep(Generic[P, R]):
                 scheduler.end_capture(has_failed=has_failed)
             if has_failed:  # the generator is in a state that only captures can use
                 generator.graphsafe_set_state(random_state)
-                self._graphs.clear()  # they would go on with the other one
+                self._graphs.clear()  # they would go on with the other state
                 self._pool = torch.cuda.graph_pool_handle()  # the next capture cannot use that one
         if failure is None:
             self._used = self._replaceable()

@@ -1,7 +1,7 @@
 """Streams, events and resizable buffers, on the CPU and on everything shaped like CUDA.
 
-While a step is simulated (`plan/`), tensors on meta are those of a simulated device, and this
-module answers for it: its streams, its type, and the addresses of its memory.
+While a step is simulated (`plan/`), tensors on meta belong to a simulated device, and this module
+provides its streams, its type, and the addresses of its memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fullshard._torch import (
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The streams of a scheduler's collectives, beside the one that computes."""
+    """The streams of a scheduler's collectives, beside the compute stream."""
 
     all_gather: Any
     reduce_scatter: Any
@@ -40,8 +40,8 @@ _NO_STREAM = nullcontext()
 class Device:
     """A device without streams: work is done when the call returns, or when its Work is.
 
-    With `has_streams`, what is enqueued on a stream runs after what was enqueued there before;
-    without, whoever needs a collective's result waits for its Work.
+    With `has_streams`, work on a stream runs in the order in which it was enqueued. Without, code
+    that needs the result of a collective waits for its Work.
     """
 
     has_streams = False
@@ -191,7 +191,7 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
 
 
 def type_of(device: torch.device) -> str:
-    """The type of a device; of a simulated one, the type that it plays."""
+    """The type of a device; for a simulated one, the type that it plays."""
     return device.type if _simulation is None else _simulation.played
 
 
@@ -241,7 +241,7 @@ class ResizableBuffer:
         return start, start + self.num_bytes
 
     def allocate(self) -> None:
-        # resize_ to the present size would move the memory to where nobody has waited (rule 2).
+        # resize_ to the same size would move the memory to a range that nobody waited for (rule 2).
         if not self.is_allocated:
             self._resize(self.num_bytes)
 

@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 class _Redirect:
     """The names that were replaced, so that they can be put back.
 
-    `theirs` has torch's objects with ours, `ours` the opposite, by identity; `unknown` are names of
-    torch that fullshard does not have.
+    `theirs` maps torch's objects to ours, and `ours` does the opposite, by identity; `unknown` are
+    names of torch that fullshard does not have.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def _is_of_fsdp(value: Any) -> bool:
 def _replace(
     pairs: dict[int, tuple[Any, Any]], names: Iterable[str]
 ) -> list[tuple[ModuleType, str, Any]]:
-    """Replace objects in the globals of modules; what was replaced where."""
+    """Replace objects in the globals of modules; return what was replaced where."""
     replaced = []
     for name in list(names):
         module = sys.modules.get(name)
@@ -152,5 +152,5 @@ def run(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # The module of this name, so that `install` is not done twice.
+    # Use the module of this name, so that `install` does not run twice.
     importlib.import_module("fullshard.dropin").run(sys.argv[1:])

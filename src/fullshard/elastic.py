@@ -1,14 +1,14 @@
 """Replicas that come and go while the others train: hybrid sharding with a world for each replica.
 
 A rank that dies ends every process group that it is in. So each replica has a world of its own, in
-which the model is sharded, and gradients are averaged over replicas after backward: rank s with the
-ranks s of the others, over a group that is made anew when the replicas change (a generation).
-They travel through host memory over gloo, also from GPUs: a rank that waits in NCCL for one that
-died cannot tell whether the device still writes.
+which the model is sharded. After backward, rank s of each replica averages its gradients with the
+ranks s of the others, over a group that is made anew when the replicas change (a generation). They
+travel through host memory over gloo, also from GPUs: a rank that waits in NCCL for one that died
+cannot tell whether the device still writes.
 
-A step counts on all replicas or on none. Every rank votes when it has the mean, and who sees that
-all have votes to commit; who sees that a replica is dead votes to reform: to do it again without
-it, from gradients that are still intact. The store takes the first decision, and all follow it.
+A step counts on all replicas or on none. Every rank votes when it has the mean, and the last to do
+so proposes to commit. A rank that sees a dead replica proposes to do the step again without it,
+from gradients that are still intact. The store takes the first decision, and all follow it.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from fullshard.errors import UnsupportedError
 
 _SLICE_S = 0.2
 _POLL_S = 0.0005
-_PATIENCE_S = 10.0  # until who sees a collective fail proposes to repeat it, if nobody is dead
+_PATIENCE_S = 10.0  # until a rank whose collective failed proposes to repeat it, if none is dead
 _MAX_REPEATS = 3
 _PREFIX = "fullshard/replicas"
 
-# A replica and which start of it.
+# A replica, and which of its starts.
 Member = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Who takes part, after a number of decisions; `members` are in the order they came in.
+    """Who takes part, after `number` decisions; `members` are in the order in which they joined.
 
     The first member leads. Those in `fresh` wait for parameters and state, which it gives them.
     """
@@ -67,7 +67,7 @@ class View:
         return cls(**{**found, "members": members, "fresh": fresh})
 
     def after(self, decision: Mapping[str, Any]) -> View:
-        """What follows a decision: a step was done and others join, or some are dead."""
+        """The view after a decision: a step was done and others join, or some are dead."""
         if "dead" not in decision:
             joined = tuple(map(tuple, decision["joined"]))
             generation = self.generation + bool(joined)
@@ -80,7 +80,7 @@ class View:
             number=self.number + 1,
             generation=self.generation + 1,
             members=members,
-            # All first replicas begin with the same state, so that any of them can give it.
+            # The first replicas all begin with the same state, so that any of them can give it.
             fresh=fresh if self.is_started else members[1:],
             num_repeats=0 if dead else self.num_repeats + 1,
         )
@@ -97,8 +97,8 @@ class Ballot:
         self._own = own
         self._num_replicas = num_replicas
         self._num_shards = num_shards
-        self._num_asked = 0  # to be let in, as far as this rank has seen to
-        self._oldest = 0  # decision whose keys may be in the store
+        self._num_asked = 0  # how many requests to be let in this rank has looked at
+        self._oldest = 0  # the oldest decision whose keys may be in the store
         first = tuple((replica, 0) for replica in range(num_replicas))
         self.view = View(0, 0, first, first[1:], is_started=False)
 
@@ -118,7 +118,7 @@ class Ballot:
         return self._own in view.members
 
     def vote(self, *, lets_in: bool) -> None:
-        """This rank has what it needs to go on; the last one decides."""
+        """Vote that this rank has what it needs to go on; the last one to vote decides."""
         view = self.view
         num_voters = len(view.members) * self._num_shards
         if self._store.add(f"votes/{view.number}", 1) < num_voters:
@@ -129,10 +129,10 @@ class Ballot:
                 self._store.delete_key(f"votes/{number}")
                 self._store.delete_key(f"decision/{number}")
         else:
-            self._num_asked = -1  # who asked is not in: look again
+            self._num_asked = -1  # those that asked are not in: look again
 
     def decision(self, *, is_failing: bool = False) -> Mapping[str, Any] | None:
-        """The decision, if there is one; a dead replica is a reason for one."""
+        """The decision, if there is one; proposes one if a replica is dead."""
         key = f"decision/{self.view.number}"
         if not self._store.check([key]):
             dead = [each for each in self.view.members if self._is_dead(each)]
@@ -185,7 +185,7 @@ class Ballot:
         return self._start_in(f"dead/{member[0]}") >= member[1]
 
     def _asking(self) -> list[Member]:
-        """Replicas that ask to be let in; one message unless there are more than before."""
+        """Replicas that ask to be let in; one message to the store unless more ask than before."""
         before, self._num_asked = self._num_asked, int(self._store.add("asked", 0))
         found: list[Member] = []
         for replica in range(self._num_replicas if self._num_asked != before else 0):
@@ -203,7 +203,7 @@ class Ballot:
 
 
 class _DecidedError(Exception):
-    """There is a decision already, so what this rank is doing is of no use."""
+    """There is a decision already, so there is no use in what this rank is doing."""
 
 
 class _FailedError(Exception):
@@ -212,14 +212,14 @@ class _FailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AveragedStep:
-    """The replicas whose gradients are in a mean, and the mean of what else was given."""
+    """The replicas whose gradients are in a mean, and the mean of `extra` if it was given."""
 
     replicas: tuple[int, ...]
     extra: torch.Tensor | None
 
 
 class ReplicaGroup:
-    """Averages gradients over replicas, of which any may die or join between steps.
+    """Averages gradients over replicas, any of which may die or join between steps.
 
         replicas = fullshard.ReplicaGroup(store, 0, 4, model=model, optimizer=optimizer, extra=...)
         while state.step < num_steps:
@@ -230,12 +230,12 @@ class ReplicaGroup:
             optimizer.zero_grad()
 
     The model is sharded in the world of its replica, the default process group; all worlds have the
-    same size. `store` must outlive every replica, as a launcher's TCPStore does. Of `num_replicas`,
-    `replica` is the number of this one, and `start` how often it was started before: the first ones
-    begin together and with the same state, later ones get it. `extra` has what else belongs to the
-    state by name: objects with `state_dict` and `load_state_dict`, such as one that counts steps.
+    same size. `store` must outlive every replica, as a launcher's TCPStore does. `replica` is the
+    number of this one out of `num_replicas`, and `start` how often it was started before: the first
+    ones begin together and with the same state, later ones get it. `extra` has what else belongs to
+    the state by name: objects with `state_dict` and `load_state_dict`, such as a counter of steps.
 
-    Someone must watch the processes: `mark_dead` tells the others that a replica is gone. Until
+    Something must watch the processes: `mark_dead` tells the others that a replica is gone. Until
     then they wait for it.
     """
 
@@ -260,7 +260,7 @@ class ReplicaGroup:
         self._model = model
         self._optimizer = optimizer
         self._extra = extra or {}
-        # The group of a generation. One that failed is kept for as long as it still works.
+        # The group of a generation. One that failed is kept until its works are completed.
         self._group: tuple[int, Any] = (-1, None)
         self._works: list[Any] = []
         self._abandoned: list[tuple[Any, list[Any]]] = []
@@ -269,7 +269,7 @@ class ReplicaGroup:
 
     @staticmethod
     def mark_dead(store: Any, replica: int, start: int) -> None:
-        """Tell all replicas that a start of one has ended, every process of it."""
+        """Tell all replicas that every process of a start of one has ended."""
         own = PrefixStore(_PREFIX, store)
         own.delete_key(f"ready/{replica}")
         own.set(f"dead/{replica}", str(start))
@@ -291,15 +291,15 @@ class ReplicaGroup:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this replica has been there for longest: who writes checkpoints, for example."""
+        """Whether this replica has been there longest, and may write checkpoints, for example."""
         return self._is_in and self._ballot.view.members[0] == self._own
 
     # Called by all ranks of all replicas
 
     def begin_step(self) -> tuple[int, ...]:
-        """Let in replicas that wait, and give them the state; return those that are present.
+        """Give the state to replicas that were let in; return those that are present.
 
-        In a replica that was started later, wait to be let in.
+        A replica that was started later waits to be let in.
         """
         if not self._is_in:
             self._ballot.ask()
@@ -312,7 +312,7 @@ class ReplicaGroup:
 
     @torch.no_grad()
     def average(self, extra: torch.Tensor | None = None) -> AveragedStep:
-        """Make gradients the mean over replicas; without those that die meanwhile.
+        """Average gradients over replicas, without those that die meanwhile.
 
         `extra`, such as losses, is averaged as well. The optimizer may step afterwards.
         """
@@ -336,7 +336,7 @@ class ReplicaGroup:
     def barrier(self) -> bool:
         """Wait for all replicas; return False if one has died meanwhile, so that another may lead.
 
-        Nobody is let in here. Replicas end after it:
+        No replica is let in here. Replicas end after it:
 
             while True:
                 if replicas.is_leader:
@@ -382,7 +382,7 @@ class ReplicaGroup:
         if self._group[0] == view.generation or len(view.members) == 1:
             return self._group[1]
         name = f"generation{view.generation}/shard{self._shard}"
-        # A store blocks all who use it while one waits for a key: the group has its own.
+        # A store blocks all its users while one waits for a key: the group has its own.
         store = PrefixStore(name, self._store.clone())
         rank, size = view.members.index(self._own), len(view.members)
         gloo: Any = dist.ProcessGroupGloo
@@ -396,7 +396,7 @@ class ReplicaGroup:
                 made.append(error)
             is_over.set()
 
-        # In a thread, because there is no way out of it while a member is missing.
+        # In a thread, because the call cannot be left while a member is missing.
         threading.Thread(target=make, name="replicas", daemon=True).start()
         while not is_over.wait(_SLICE_S):
             self._leave_if_decided()
@@ -429,7 +429,7 @@ class ReplicaGroup:
         return [*own, len(params), 0 if extra is None else extra.numel()]
 
     def _reduce(self, extra: torch.Tensor | None) -> None:
-        """Sum gradients, how many replicas have each, and `extra`, beside the gradients."""
+        """Sum gradients, how many replicas have each, and `extra`, in a copy of the gradients."""
         params = self._trained()
         sizes = self._sizes(params, extra)
         if self._staged is None or self._staged.numel() != sum(sizes):
@@ -488,14 +488,14 @@ class ReplicaGroup:
         return [] if self._optimizer is None else self._optimizer.param_groups
 
     def _described(self) -> dict[str, Any]:
-        """What is no tensor, and the form of tensors that another replica may not have yet."""
+        """All that is not a tensor, and the form of tensors another replica may not have yet."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
         states = [{k: _form(v) for k, v in state.items()} for _, state in self._states()]
         extra = {name: value.state_dict() for name, value in self._extra.items()}
         return {"groups": groups, "states": states, "extra": extra}
 
     def _take(self, described: Mapping[str, Any]) -> None:
-        """Take what is no tensor, and make room for what is."""
+        """Take all that is not a tensor, and allocate what is."""
         for name, value in self._extra.items():
             value.load_state_dict(described["extra"][name])
         for group, given in zip(self._groups, described["groups"], strict=True):
@@ -507,7 +507,7 @@ class ReplicaGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Of a tensor of an optimizer's state."""
+    """The form of a tensor in an optimizer's state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -532,7 +532,7 @@ def _made(value: Any, param: torch.Tensor) -> Any:
         return value
     if value.is_dtensor:
         return torch.empty_like(param, dtype=value.dtype, requires_grad=False)
-    # The giver's device may have another number.
+    # The giver's device may have another index.
     device = param.device if value.device.type == param.device.type else value.device
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
@@ -547,7 +547,7 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _is_over(work: Any) -> bool:
     """Wait for a while; return whether a collective has ended, or raise how it failed."""
-    # A slice that has timed out says nothing of the work, which may have ended since.
+    # The timeout of a slice says nothing about the work, which may have ended since.
     with suppress(RuntimeError):
         work.wait(timedelta(seconds=_SLICE_S))
     if not work.is_completed():

@@ -1,4 +1,4 @@
-"""Numbers in words, for tables and messages; without torch, because the command's help has none."""
+"""Numbers in words, for tables and messages. Without torch: the command's help does not load it."""
 
 from __future__ import annotations
 

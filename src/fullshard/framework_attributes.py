@@ -1,6 +1,6 @@
-"""What torch's FSDP has and frameworks use, although it is private there, mapped onto the engine.
+"""Attributes of torch's FSDP that frameworks use, most of them private, mapped to the engine.
 
-| name | who uses it |
+| name | used by |
 | --- | --- |
 | `_has_params`, `_flat_param`, its `data`, `_handle._orig_param_dtype` | accelerate, in bf16 |
 | `FlatParameter._fqns`, `_fsdp_wrapped_module` | accelerate, DCP |
@@ -159,7 +159,7 @@ class FSDPState:
 class FSDPParamGroup:
     """A unit, under torch's names.
 
-    What is assigned to `pre_backward` and `post_backward` is what the engine calls from then on.
+    The engine calls what is assigned to `pre_backward` and `post_backward` from then on.
     """
 
     def __init__(self, hooks: ModuleHooks, unit: Unit) -> None:
@@ -191,7 +191,7 @@ class FSDPParamGroup:
         self._hooks.finish_backward = function  # type: ignore[method-assign]
 
     def _post_backward(self, calls: Sequence[ModuleCall] | None = None) -> None:
-        """End the backward of calls; without any, reduce what backwards have kept."""
+        """End the backward of calls; without any, reduce the gradients that backwards have kept."""
         hooks, unit = self._hooks, self._unit
         if calls is not None:
             ModuleHooks.finish_backward(hooks, calls)

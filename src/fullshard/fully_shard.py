@@ -87,7 +87,7 @@ def fully_shard(
     The parameters below `module` that no earlier call has taken become one unit: gathered
     together before forward, freed after it, gathered again for backward, their gradients reduced
     together. So call it on the inner modules first, then on the outer ones, last on the model.
-    A list of modules becomes one unit, of which a forward may run any part.
+    A list of modules becomes one unit; a forward may run any of them.
 
     Args:
         module: The module, or a list of modules. Modules without a forward (ModuleList) are
@@ -98,8 +98,8 @@ def fully_shard(
             backward; None means True except for the root of a forward that takes gradients. An
             int keeps them spread over that many neighbouring ranks, so that backward gathers over
             a smaller group.
-        shard_placement_fn: Chooses per parameter the dim to shard (`Shard(dim)`, also where it
-            does not divide evenly), and with a `ShardPlacementResult` its own mesh.
+        shard_placement_fn: Chooses the dim to shard for each parameter (`Shard(dim)`, which need
+            not divide evenly), and its own mesh with a `ShardPlacementResult`.
         mp_policy: The dtypes to compute and reduce in.
         offload_policy: Where the shards live.
         ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
@@ -107,7 +107,7 @@ def fully_shard(
             on all of it.
 
     Returns:
-        What was given, its class now also an `FSDPModule`.
+        What was given; the class of each module is also an `FSDPModule`.
     """
     modules = _checked_modules(module)
     mesh = default_mesh() if mesh is None else mesh
@@ -246,8 +246,8 @@ def _change(units: Sequence[Unit], **changes: Any) -> None:
 class FSDPModule(ShardedModule):
     """The methods that `fully_shard` adds to a module.
 
-    Setters act on the module and, unless `recurse=False`, on all sharded modules below it. Every
-    one that makes sense for a while has a scoped form: `with model.settings(...)`, and
+    Setters act on the module and, unless `recurse=False`, on all sharded modules below it. Settings
+    that make sense for a limited time have a scoped form: `with model.settings(...)`, and
     `with model.no_sync()` for the most common.
     """
 
@@ -263,7 +263,7 @@ class FSDPModule(ShardedModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's parameters, but not those of sharded modules below it.
 
-        With `async_op`, returns a handle; forward waits by itself for what nobody waited for.
+        With `async_op`, returns a handle; forward waits by itself if `wait()` was not called.
         """
         return require_hooks(self).unshard(async_op)
 
@@ -414,7 +414,7 @@ class FSDPModule(ShardedModule):
         require_hooks(self).backward_prefetch = _hooks_of_all("prefetch", modules)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for torch's sake: all-gathers give their memory back to their stream."""
+        """Accepted for compatibility with torch: all-gathers return memory to their stream."""
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make the next forward's all-gathers wait for this event, not for all of compute."""

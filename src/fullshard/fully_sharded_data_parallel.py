@@ -66,33 +66,33 @@ __all__ += api.__all__
 class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
     """Shards a module's parameters over ranks: gathered to compute, reduced, freed.
 
-    The parameters of the module that no wrapper inside it has become one unit. Wrap inner modules
-    first, or let `auto_wrap_policy` choose them. Names, arguments, defaults and meaning are those
-    of `torch.distributed.fsdp.FullyShardedDataParallel`.
+    The parameters of the module that do not belong to an inner wrapper form one unit. Wrap inner
+    modules first, or let `auto_wrap_policy` choose them. Names, arguments, defaults and meaning are
+    those of `torch.distributed.fsdp.FullyShardedDataParallel`.
 
     Args:
         module: The module to wrap.
-        process_group: The ranks to shard over, by default all; for hybrid strategies a pair: to
-            shard in, to replicate over.
-        sharding_strategy: What is split, and what is made whole for how long.
+        process_group: The ranks to shard over, by default all; for hybrid strategies a pair: those
+            to shard over, and those to replicate over.
+        sharding_strategy: What is sharded, and how long it stays unsharded.
         cpu_offload: Whether shards and their gradients live in host memory.
         auto_wrap_policy: Which modules inside become units of their own: see `fullshard.wrap`.
-        backward_prefetch: When backward gathers the next unit; None: when it is reached.
+        backward_prefetch: When backward gathers the next unit; with None, when it is reached.
         mixed_precision: The dtypes to compute, reduce and keep buffers in.
-        ignored_modules: As `ignored_states`, modules only.
-        param_init_fn: Gives a module whose parameters or buffers are on meta memory and values;
-            called on each such module, for its own only. By default `reset_parameters`.
+        ignored_modules: Like `ignored_states`, but only modules.
+        param_init_fn: Gives memory and values to a module's parameters and buffers on meta; called
+            on each module that has any, for its own only. By default `reset_parameters`.
         device_id: The device that computes. By default the mesh's, the parameters', or the
             current one of the process group.
         sync_module_states: Let all ranks start with the first rank's parameters and buffers.
-        forward_prefetch: Gather the unit that ran next in the last forward before this one
-            computes.
-        limit_all_gathers: Accepted for torch's sake. What gathers may hold is bounded either way:
-            memory is given back to the stream that gathers.
+        forward_prefetch: Before a unit computes, gather the unit that ran after it in the last
+            forward.
+        limit_all_gathers: Accepted for compatibility with torch. The memory of all-gathers is
+            bounded either way: it is returned to the stream that gathers.
         use_orig_params: Whether the optimizer sees the original parameters (as slices) or one
             `FlatParameter` per unit (one more for every further dtype, and for frozen ones).
-        ignored_states: Parameters to leave alone, and modules with everything in them. Those that
-            are not in `module` have no effect.
+        ignored_states: Parameters to ignore, and modules to ignore with everything in them. Those
+            that are not in `module` have no effect.
         device_mesh: The ranks as a mesh: one axis, or two (replicate, shard) for hybrid.
     """
 
@@ -168,7 +168,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         build_hooks(request)
         module_state.install_state_dict_hooks(self)
 
-    # What was asked for, beside the attributes that are set above
+    # What was asked for, besides the attributes that are set above
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -247,12 +247,12 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; inside `summon_full_params` without what wrapping adds to names."""
+        """As for any module; inside `summon_full_params`, without what wrapping adds to names."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield name.replace(f"{WRAPPED}.", "") if self._is_summoned else name, param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As of any module; inside `summon_full_params` without what wrapping adds to names."""
+        """As for any module; inside `summon_full_params`, without what wrapping adds to names."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield name.replace(f"{WRAPPED}.", "") if self._is_summoned else name, buffer
 
@@ -281,7 +281,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
             if not any(member.full_spec for member in slices):
                 sharded.append((params, groups))
                 continue
-            # Each by itself: of a flat parameter, parts may be split over further axes.
+            # One by one: parts of a flat parameter may be split over further axes.
             sharded += [([each.with_own_grad], (*groups, *each.tp_groups)) for each in slices]
         others = [param for param in self.parameters() if param not in managed]
         request = require_hooks(self).request
@@ -289,7 +289,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         return total.cpu() if isinstance(request.offload, CPUOffloadPolicy) else total
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
-        """Reduce gradients by `hook(state, gradients, shard)` instead; scaling is the hook's, too.
+        """Reduce gradients by `hook(state, gradients, shard)` instead, which also scales them.
 
         With NO_SHARD it is called as `hook(state, gradients)`. Only on the root, once.
         """
@@ -334,7 +334,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
     state_dict_type = staticmethod(module_state.settings_scope)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As of any module, but what does not fit is refused before anything is written."""
+        """As for any module, but what does not fit is refused before anything is written."""
         with module_state.strict_loading(self, strict):
             return super().load_state_dict(state_dict, strict, assign)
 
@@ -348,7 +348,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
     rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
 
 
-# What wrappers that a policy makes do not have in common with the outermost one.
+# Arguments of the outermost wrapper that the wrappers which a policy makes do not share.
 _OWN = {"self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states"}
 _KEEPS_FULL = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _BUCKET_BYTES = 250 * 1024 * 1024
@@ -424,7 +424,7 @@ def _compute_device(
     process_group: Any,
     device_mesh: Any,
 ) -> torch.device:
-    """Where a wrapper computes: as asked for, as its mesh or its parameters say, or the best."""
+    """The device of a wrapper: the given one, that of its mesh or parameters, or the best one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, int):
         if accelerator is None:
@@ -444,7 +444,7 @@ def _compute_device(
     group = process_group[0] if isinstance(process_group, (tuple, list)) else process_group
     group = dist.group.WORLD if group is None else group
     types = {device.type for device in devices_of(group)} if group is not None else set()
-    # A group that is written in Python does not tell.
+    # A group that is written in Python does not tell its devices.
     if accelerator is not None and (accelerator.type in types or (group and not types)):
         return current_device(accelerator.type)
     return torch.device("cpu")
@@ -532,7 +532,7 @@ def _materialize(
     device: torch.device,
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Give what is on meta memory and values; parameters that were tied stay tied."""
+    """Give memory and values to what is on meta; parameters that were tied stay tied."""
     ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for inner in own:
         for name, param in inner._parameters.items():

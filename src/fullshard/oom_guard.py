@@ -1,9 +1,9 @@
-"""All ranks leave out a step in which one of them runs out of memory, and none hangs.
+"""All ranks skip a step in which one of them runs out of memory, and none hangs.
 
-A rank that cannot go on leaves the others in collectives that they cannot leave: on NCCL, not
+If a rank does not go on, the others are stuck in collectives: on NCCL, they cannot leave these
 without losing their communicators. So it frees what the step held, and issues the collectives that
-are left as in the block before, with zeros. The others complete their step. At the end of the block
-all ranks learn of it, and drop their gradients.
+are left, as in the block before, with zeros. The others complete their step. At the end of the
+block, all ranks learn of it and drop their gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REMEDY = "use smaller batches, recompute activations in backward, or shard over
 
 
 class OutOfMemoryError(FullshardError, torch.OutOfMemoryError):
-    """A rank has run out of memory: which one, and what its memory was taken by."""
+    """A rank has run out of memory; says which one, and what used its memory."""
 
 
 class _History:
@@ -68,11 +68,11 @@ class oom_guard:  # noqa: N801 (used like a function)
             ...  # the same on all ranks: gradients are dropped, and the step can be repeated
 
     All ranks must enter the block, which must issue the same collectives each time. The first two
-    blocks of a model show which: who runs out of memory in them raises an `OutOfMemoryError`.
-    `micro_batches` says of how many equal ones a block consists, so that another one may have more.
+    blocks of a model show which: a rank out of memory in them raises an `OutOfMemoryError`.
+    `micro_batches` is how many equal ones a block consists of, so that another one may have more.
 
-    After the block `ranks` are those that ran out of memory, and `error` is what to raise if that
-    must not be. It tells the state of an `optimizer`, if one is given, from activations.
+    After the block, `ranks` are those that ran out of memory, and `error` is what to raise if that
+    must not happen. It lists the state of `optimizer`, if given, apart from activations.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class oom_guard:  # noqa: N801 (used like a function)
             each.issue_again()
 
     def _leave_out(self, error: BaseException | None, memory: dict[str, int]) -> None:
-        """Leave nothing of the block, on any rank."""
+        """Drop everything of the block, on all ranks."""
         agreement = Agreement(self._members[0].request.mesh_info, self._device)
         rows = agreement.exchange(int(error is not None), *memory.values())
         failed = {row[0]: dict(zip(memory, row[2:], strict=True)) for row in rows if row[1]}
@@ -179,7 +179,7 @@ class oom_guard:  # noqa: N801 (used like a function)
             torch.get_device_module(self._device).empty_cache()
 
     def _any(self, flag: bool) -> bool:
-        """Whether any rank says so; the host waits for it."""
+        """Whether the flag is set on any rank; the host waits for the result."""
         info = self._members[0].request.mesh_info
         said = torch.tensor([flag], dtype=torch.int32, device=self._device)
         for axis in (info.shard, info.replicate):
@@ -194,12 +194,12 @@ class oom_guard:  # noqa: N801 (used like a function)
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation has failed, on an accelerator or in torch's allocator of a CPU."""
     is_told = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    # Not of a subclass: what another rank is said to have failed with may be just that.
+    # Not a subclass: its message may be about the same error on another rank.
     return is_told or (type(error) is RuntimeError and "can't allocate memory" in str(error))
 
 
 def _described(failed: Mapping[int, Mapping[str, int]], more: str = "") -> OutOfMemoryError:
-    """The error of ranks, with what the memory of the first one was taken by."""
+    """The error for ranks out of memory, with what used the memory of the first one."""
     (rank, memory), *others = failed.items()
     taken = ", ".join(f"{kind} {readable(size)}" for kind, size in memory.items() if size)
     also = f" (also on rank {', '.join(str(each[0]) for each in others)})" if others else ""
@@ -211,7 +211,7 @@ def _described(failed: Mapping[int, Mapping[str, int]], more: str = "") -> OutOf
 def explained(
     model: nn.Module, optimizer: Optimizer, device: torch.device, more: str
 ) -> Iterator[None]:
-    """Make out-of-memory errors of a block say what the memory was taken by, and more."""
+    """Make out-of-memory errors of a block say what used the memory, and `more`."""
     try:
         yield
     except Exception as error:

@@ -1,9 +1,8 @@
 """`get_state_dict`, `set_state_dict` and the others of `torch.distributed.checkpoint.state_dict`.
 
-They look for torch's wrapper by its class. Anything else they take for an ordinary module, whose
-state dict they would save as it is: with a wrapper of ours, local parts under wrapped names. So the
-names that they know the wrapper by are replaced, as soon as their module is imported, by ones that
-know both.
+They look for torch's wrapper by its class and take anything else for an ordinary module. They would
+save the state dict of our wrapper as it is: local parts under wrapped names. So the names by which
+they find the wrapper are replaced, as soon as their module is imported, by ones that know both.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _HELPERS = "torch.distributed.checkpoint.state_dict"
 
 
 def follow_import(ours: type[nn.Module]) -> None:
-    """Have the helpers know our wrapper, now or when they are imported."""
+    """Make the helpers recognise our wrapper, now or when they are imported."""
     module = sys.modules.get(_HELPERS)
     if module is not None:
         _teach(module, ours)
@@ -53,7 +52,7 @@ class _Finder(MetaPathFinder):
 
 
 class _EitherWrapper(type):
-    """Stands for torch's wrapper and for ours; what is not about a model is torch's."""
+    """Stands for torch's wrapper and for ours; attributes not about a model are torch's."""
 
     ours: Any
     theirs: Any
@@ -92,7 +91,7 @@ def _teach(helpers: Any, ours: type[nn.Module]) -> None:
     both = {"ours": ours, "theirs": theirs}
     helpers.FSDP = _EitherWrapper("FullyShardedDataParallel", (), both)
     for name, of_either in _LOOKUPS.items():
-        if hasattr(helpers, name):  # not every torch has each
+        if hasattr(helpers, name):  # not every version of torch has each
             setattr(helpers, name, partial(of_either, ours, getattr(helpers, name)))
 
 
@@ -103,7 +102,7 @@ def _state_of(ours: type[nn.Module], theirs: Callable[..., Any], module: nn.Modu
 def _group_of(
     ours: type[nn.Module], theirs: Callable[..., Any], model: nn.Module, *rest: Any
 ) -> Any:
-    # None: ours knows its groups by itself.
+    # None: our wrapper knows its groups by itself.
     return None if _has_any(ours, model) else theirs(model, *rest)
 
 

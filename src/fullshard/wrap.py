@@ -1,15 +1,15 @@
-"""Which modules become units: policies, `wrap` for while a model is built, and choosing.
+"""Which modules become units: policies, `wrap` for use while a model is built, and choosing.
 
 Names, arguments, defaults and meaning are those of `torch.distributed.fsdp.wrap`. A policy is one
 of two kinds:
 
 - a function `(module, recurse, nonwrapped_numel) -> bool`, called twice per module on the way
-  through the tree: with `recurse=True`, whether to visit the children, and after them with
-  `recurse=False`, whether to take the module, given the number of elements below it that no module
-  inside it has taken. Further arguments are bound with `functools.partial`.
+  through the tree. With `recurse=True` it says whether to visit the children. After them, with
+  `recurse=False`, it says whether to take the module, given the number of elements below it that no
+  module inside it has taken. Bind further arguments with `functools.partial`.
 - a `Policy` object, called once for the whole model. It may also give modules their own options.
 
-`choose` runs either kind, and `RepeatedBlocks` is the policy for when none is given.
+`choose` runs either kind, and `RepeatedBlocks` is the policy if none is given.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Policy(ABC):
         """Return the modules to take, each with its options: those of the root, or changed ones."""
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Be a policy of the other kind, for helpers of torch that know only their own classes.
+        """Act as a policy of the other kind, for helpers of torch that know only their own classes.
 
-        Options of a module are left where torch looks for those of a function.
+        Options of a module are stored where torch looks for those of a function.
         """
         inside = {*module.modules()} - {module}
         options = None if recurse else self._run_policy(module, inside, {}).get(module)
@@ -237,7 +237,7 @@ def _checked_classes(subject: str, classes: Any) -> tuple[type, ...]:
     return checked
 
 
-# Names that users of torch import, although they are private: PEFT the function `_or_policy` above.
+# Private names that users of torch import all the same. PEFT imports `_or_policy` above.
 
 _Policy = Policy
 
@@ -263,7 +263,7 @@ def _recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wrap what a function takes; the module, or its wrapper, and the elements that are wrapped."""
+    """Wrap what a function takes; return the module or its wrapper, and how much is wrapped."""
     *units, root = choose(
         module, auto_wrap_policy, ignored_modules=ignored_modules, ignored_params=ignored_params
     )
@@ -324,7 +324,7 @@ def choose(
     """
     ignored = {inner for module in ignored_modules for inner in module.modules()}
     left_out = {*ignored_params, *(p for module in ignored for p in module.parameters())}
-    # An object is called for a whole model: ours, torch's, or any with that method.
+    # An object is called once for a whole model: ours, torch's, or any other with this method.
     is_object = callable(getattr(policy, "_run_policy", None))
     if isinstance(policy, type) or not (is_object or callable(policy)):
         raise ConfigError(
@@ -420,7 +420,7 @@ def _run_function(
         return answer
 
     def visit(module: nn.Module) -> int:
-        """The number of elements below the module that are taken, with those of itself."""
+        """The number of elements below the module that are taken, including its own."""
         if module in taken_numels:
             return taken_numels[module]
         taken_numels[module] = 0
@@ -442,7 +442,7 @@ def _run_function(
 def _own_params(
     model: nn.Module, chosen: Collection[nn.Module], ignored_params: set[nn.Parameter]
 ) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
-    """Each parameter at the innermost unit around all modules that use it."""
+    """Assign each parameter to the innermost unit around all modules that use it."""
     around = chains_of([model], lambda module: module if module in chosen else None)
     users: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     for module, chain in around.items():
@@ -470,8 +470,8 @@ def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 # A family is the modules of one class side by side in the containers of one module. Families are
 # looked for from the root inwards, and not inside a family: the experts of a block are part of the
 # block, which is also the only safe choice, since ranks may run different experts. Families of one
-# class anywhere in the model are one: the layers of an encoder and of a decoder, or the blocks of
-# all stages of a ResNet.
+# class anywhere in the model count as one: the layers of an encoder and of a decoder, or the blocks
+# of all stages of a ResNet.
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # A family with a smaller share of the model's elements gains nothing from units of its own.

@@ -22,7 +22,7 @@ class Run:
     printed: str
 
     def found(self, case: str) -> Any:
-        """What a case returned."""
+        """The values that a case returned."""
         found = torch.load(self.folder / f"{case}.pt", weights_only=False)
         assert not isinstance(found, str), f"{case} failed:\n{found}"
         return found
@@ -47,7 +47,7 @@ def run(program: str, folder: Path, *cases: str, on: str, num_ranks: int = 2) ->
 
 
 def launch(folder: Path, *command: str, num: int = 2) -> str:
-    """Run a program that writes to a folder on a number of ranks; what it printed."""
+    """Run a program that writes to a folder on a number of ranks, and return what it printed."""
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         [*LAUNCH, str(num), *command],
@@ -63,7 +63,7 @@ def launch(folder: Path, *command: str, num: int = 2) -> str:
 
 
 def run_in(folder: Path, printed: str, *, on: str) -> Run:
-    """What was written to a folder by a program that must have run on a library."""
+    """The run in a folder, after a check that the program used the expected library."""
     assert (folder / "library").read_text().startswith(on), "the program ran on another library"
     return Run(folder, printed)
 

@@ -1,4 +1,4 @@
-"""accelerate's FSDP plugins train, save and load on fullshard what they do on torch's FSDP."""
+"""accelerate's FSDP plugins train, save and load on fullshard as they do on torch's FSDP."""
 
 import shutil
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_states_are_interchangeable_with_torchs_and_load_on_one_rank(
     names = [f"resume_{variant}" for variant in variants]
     loaded = run(PROGRAM, tmp_path, *names, on=loaded_by, num_ranks=1)
     for variant in variants:
-        # One rank computes the mean of two batches as that of one batch of their size.
+        # One rank computes the mean of two batches as the mean of one batch of their size.
         expected = saved.found(variant)["then"]
         assert_same(loaded.found(f"resume_{variant}"), expected, rtol=1e-4, atol=1e-5)
 

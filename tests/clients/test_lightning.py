@@ -1,4 +1,4 @@
-"""Lightning's strategies train, save and load on fullshard what they do on torch's FSDP."""
+"""Lightning's strategies train, save and load on fullshard as they do on torch's FSDP."""
 
 import pytest
 

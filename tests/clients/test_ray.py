@@ -12,7 +12,7 @@ import pytest
 import ray
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "cluster" / "ray_train.py"
-pytestmark = pytest.mark.filterwarnings("default")  # Ray uses what it deprecates itself
+pytestmark = pytest.mark.filterwarnings("default")  # Ray uses its own deprecated APIs
 
 
 @pytest.fixture(scope="module")

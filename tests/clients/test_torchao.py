@@ -61,7 +61,7 @@ def test_a_run_with_states_of_8_bits_is_saved_and_resumed(rank: Rank, tmp_path: 
     assert expected[-1] < expected[0]
     trained(rank, configured(tmp_path, "stopped", **eight_bits), 3)
     resumed = {**eight_bits, "run": {"out": str(tmp_path / "stopped"), "resume": True}}
-    # What was loaded is quantized again, which is exact only where a block is largest.
+    # Loading quantizes again, which is exact only where a block is largest.
     assert trained(rank, configured(tmp_path, "stopped", **resumed)) == pytest.approx(
         expected, rel=1e-3
     )

@@ -1,6 +1,6 @@
 """torchtitan's Trainer, its command unchanged, trains on fullshard as on torch's fully_shard.
 
-It needs a GPU, which all ranks share: NCCL takes them for hosts of their own.
+It needs a GPU, which all ranks share: to NCCL, each rank seems to be on its own host.
 """
 
 import json
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_and_in_the_other_library(
     saving = (*PLAIN, "--checkpoint.enable", "--checkpoint.interval", "3")
     last = trained(assets, tmp_path, "fullshard", 2, *saving, "--training.global_batch_size", "8")
     later = (*saving, "--checkpoint.load_step", "3", "--training.global_batch_size", "8")
-    # The dataloader's position is that of each rank: one rank reads other data than two do.
+    # The dataloader's position is per rank: one rank reads other data than two do.
     for library in LIBRARIES:
         alone = trained(
             assets, tmp_path, library, 1, *later, "--checkpoint.exclude_from_loading", "dataloader"

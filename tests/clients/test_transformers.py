@@ -1,4 +1,4 @@
-"""The Trainer of transformers trains, saves and resumes on fullshard what it does on torch's."""
+"""The Trainer of transformers trains, saves and resumes on fullshard as it does on torch's."""
 
 import pytest
 

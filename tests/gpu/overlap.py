@@ -1,4 +1,4 @@
-"""When a GPU was busy with what, from a profiler's trace."""
+"""Reads from a profiler's trace when a GPU was busy, and with what."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def busy_intervals(path: Path) -> tuple[list[Interval], list[Interval], list[Int
 
 
 def overlap_us(first: list[Interval], second: list[Interval]) -> float:
-    """How long something of `first` ran while something of `second` did."""
+    """The time during which something of `first` and something of `second` ran."""
     return sum(
         min(end, other_end) - max(start, other_start)
         for start, end in _joined(first)
@@ -38,7 +38,7 @@ def overlap_us(first: list[Interval], second: list[Interval]) -> float:
 
 
 def total_us(intervals: list[Interval]) -> float:
-    """How long anything ran."""
+    """The time during which anything ran."""
     return sum(end - start for start, end in _joined(intervals))
 
 

@@ -1,4 +1,4 @@
-"""Steps by unit apply by themselves on CUDA, and change no bit."""
+"""Steps by unit apply automatically on CUDA, and change no bit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_steps_are_by_unit_by_themselves_to_the_last_bit(
             for name, value in states[1].items():
                 assert type(states[0][name]) is type(value)
                 assert torch.equal(local(states[0][name]), local(value)), name
-        if number == 2:  # what one has saved, the other loads
+        if number == 2:  # each loads what the other has saved
             saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
             for optimizer, state in zip(optimizers, reversed(saved), strict=True):
                 optimizer.load_state_dict(state)

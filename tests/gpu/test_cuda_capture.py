@@ -187,7 +187,7 @@ def test_learning_rates_that_change_take_effect(rank: Rank) -> None:
         for step, scheduler, found in zip(steps, schedulers, losses, strict=True):
             found.append(step(*batch))
             scheduler.step()
-            if number == 4:  # as users do who have no scheduler
+            if number == 4:  # as users without a scheduler do
                 for group in scheduler.optimizer.param_groups:
                     group["lr"] = RATE / 8
     assert torch.equal(torch.stack(losses[0])[:1], torch.stack(losses[1])[:1])
@@ -208,7 +208,7 @@ def test_other_shapes_eager_steps_and_loaded_states_come_between_replays(rank: R
         for batch in (long[number], short[number]):
             both(batch)
     assert step.num_graphs == 2
-    both(long[3], captured.step)  # an eager one
+    both(long[3], captured.step)  # an eager step
     for run in (eager, captured):
         with torch.no_grad():
             run.model.eval()(long[0][0])
@@ -243,7 +243,7 @@ def test_what_is_trained_and_how_may_change_between_replays(rank: Rank) -> None:
             if number == 5:
                 run.optimizer.param_groups[0]["weight_decay"] = 0.5
         losses.append((eager.step(*batch), step(*batch)))
-        # A forward that keeps what its backward would begin with: the next replay changes it.
+        # This forward keeps what its backward would start with; the next replay changes it.
         losses.append((eager.model(batch[0]).detach(), captured.model(batch[0]).detach()))
         assert step.num_graphs == (number not in (0, 3, 5)), number
     for expected, found in losses:

@@ -1,4 +1,4 @@
-"""What the engine costs on CUDA: memory beside torch's API, streams, overlap."""
+"""The cost of the engine on CUDA: memory beside torch's API, streams, overlap."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def peak_bytes(shard: Callable[[Transformer], None], world: int) -> int:
 def test_peak_memory_is_not_above_that_of_torchs_door(precision: bool) -> None:
     ours = MixedPrecisionPolicy(**PRECISION) if precision else MixedPrecisionPolicy()
     theirs = TorchPrecision(**PRECISION) if precision else TorchPrecision()
-    # Once before: the first model also pays for the libraries' own memory.
+    # Warm up: the first model also pays for the libraries' own memory.
     peaks = [
         peak_bytes(partial(shard_blocks, fully_shard=api, mp_policy=policy), world=8)
         for api, policy in ((fully_shard, ours), (torch_fully_shard, theirs), (fully_shard, ours))
@@ -61,7 +61,7 @@ def test_peak_memory_is_not_above_that_of_torchs_door(precision: bool) -> None:
 
 
 class Overlap:
-    """Of what could overlap with compute, how much does in a step: gathers, reduces."""
+    """How much of the gathers and reduces that could overlap with compute does so in a step."""
 
     def __init__(self, rank: Rank, model: Transformer) -> None:
         self.model = model
@@ -88,7 +88,7 @@ class Overlap:
             path = Path(folder) / "trace.json"
             profiled.export_chrome_trace(str(path))
             compute, gathers, reduces = busy_intervals(path)
-        # As much as there is of the shorter of the two can overlap: over sockets, compute is.
+        # At most the shorter of the two can overlap: over sockets, that is compute.
         return [
             overlap_us(kernels, compute) / min(total_us(kernels), total_us(compute))
             for kernels in (gathers, reduces)
@@ -110,8 +110,8 @@ def test_gathers_and_reduces_overlap_with_compute_and_record_no_stream(rank: Ran
     shares = torch.tensor(
         [[overlap.of_a_step() for overlap in overlaps] for _ in range(5)], device=rank.device
     )
-    # They share one device, of which either may get more, and so may others: the mean over ranks,
-    # then the median step. Where streams wait for each other, nothing overlaps.
+    # The ranks share the device with each other and with others, not always equally: take the mean
+    # over ranks, then the median step. Where streams wait for each other, nothing overlaps.
     dist.all_reduce(shares, dist.ReduceOp.AVG)
     torchs, ours = shares.median(0).values
     assert (ours > 0.15).all(), shares
@@ -119,7 +119,7 @@ def test_gathers_and_reduces_overlap_with_compute_and_record_no_stream(rank: Ran
 
 
 def test_a_long_run_on_a_busy_gpu_reads_no_memory_that_was_given_away() -> None:
-    """Gathers reuse memory that compute has just let go of; a missing wait would show here."""
+    """Gathers reuse memory that compute has just released; a missing wait would show here."""
 
     def losses(shard: bool) -> list[float]:
         with fake_world(1, device="cuda"):

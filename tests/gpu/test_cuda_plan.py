@@ -1,4 +1,4 @@
-"""What is planned for a GPU, against what a step holds there."""
+"""Compares what is planned for a GPU with what a step holds there."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def test_a_step_holds_what_was_planned(sharding: dict[str, Any]) -> None:
             optimizer.zero_grad()
         found = torch.cuda.max_memory_allocated(device) - before
         del model, optimizer, loss
-    # The workspace of matmuls may have been there before.
+    # The workspace of matmuls may already have been there.
     assert planned.peak_bytes - profile.workspace_bytes <= 1.03 * found
     assert planned.peak_bytes >= 0.97 * found

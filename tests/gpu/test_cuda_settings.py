@@ -1,4 +1,4 @@
-"""What can be set on a unit, where it touches streams, memory or collectives of CUDA."""
+"""Settings of a unit that touch streams, memory or collectives of CUDA."""
 
 from __future__ import annotations
 

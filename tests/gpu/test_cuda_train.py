@@ -126,7 +126,7 @@ def test_a_timeline_shows_gathers_behind_compute(rank: Rank, tmp_path: Path) -> 
         optimizer={"batch": 16},
         run={"report": True, "trace_step": 5, "prompt": "line "},
     )
-    # The text is short of sequences of that length.
+    # The text has too few sequences of that length.
     trained(rank, config)
     record = read_record(Path(config.run.out))
     assert record.traced_step == 5
@@ -186,7 +186,7 @@ def test_the_memory_that_a_run_takes_was_predicted(
         run={"sample_tokens": 0},
     )
     plan = planned(config, 2)
-    gc.collect()  # what earlier tests left would be freed in the run
+    gc.collect()  # garbage of earlier tests would be freed in the run
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -212,7 +212,7 @@ def test_a_captured_run_is_validated_as_an_eager_one(rank: Rank, tmp_path: Path)
 
 
 class Poisoned(Run):
-    """In the fourth and fifth step, which may be replayed, the data makes outputs infinite."""
+    """The data makes outputs infinite in the fourth and fifth step, which may be replayed."""
 
     def _build(self, architecture: Any) -> Parts:
         parts = super()._build(architecture)
@@ -272,6 +272,6 @@ def test_a_profile_has_kernels_and_the_engines_collectives(rank: Rank, tmp_path:
         assert step["ts"] - 1e3 <= each["ts"] < step["ts"] + 2 * step["dur"] + 1e4
         assert each["dur"] > 0
     assert any(each.get("cat") == "kernel" and "nccl" in each["name"] for each in events)
-    # The GPU's peak is known if it is one that the table has, such as an H200.
+    # The peak of a GPU that is in the table, such as an H200, is known.
     if "H200" in torch.cuda.get_device_name(rank.device):
         assert peak_tflops(config, rank.device) == 67

@@ -85,7 +85,7 @@ def test_mixed_precision_gives_the_shards_that_torchs_door_gives(rank: Rank) -> 
 def test_large_gradients_that_are_reduced_early_equal_those_of_torchs_door(
     rank: Rank, precision: bool
 ) -> None:
-    """With a cast they go by pieces; without, autograd's tensor is what is sent."""
+    """With a cast they are sent in pieces; without, autograd's own tensor is sent."""
     ours, theirs = both_doors(rank, BF16 if precision else {})
     make = partial(build, rank, num_blocks=1, width=1024, vocabulary=32768)
     model = make()

@@ -1,4 +1,4 @@
-"""Uneven units over NCCL: rounds, of which the host learns, and collectives on streams."""
+"""Uneven units over NCCL: rounds that the host learns of, and collectives on streams."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""On NCCL, where the device waits and not the program: a rank that fails is named on all others."""
+"""On NCCL, where the device waits and not the program, all other ranks name a rank that fails."""
 
 import pytest
 

@@ -233,7 +233,7 @@ def wrapped_by(package: Any, wrap: Any, **options: Any) -> Callable[[nn.Module],
 def test_peak_memory_is_not_above_that_of_torchs_class(use_orig_params: bool) -> None:
     ours = wrapped_by(fullshard, own_wrap, use_orig_params=use_orig_params)
     theirs = wrapped_by(torch_fsdp, torch_wrap, use_orig_params=use_orig_params)
-    # Once before: the first model also pays for the libraries' own memory.
+    # Warm up: the first model also pays for the libraries' own memory.
     _, torch_peak, own_peak = (peak_bytes(each, 16) for each in (ours, theirs, ours))
     print(f"{own_peak / 2**20:.0f} MiB, torch {torch_peak / 2**20:.0f} MiB")
     assert own_peak <= torch_peak
@@ -244,7 +244,7 @@ def test_peak_memory_is_not_above_that_of_torchs_class(use_orig_params: bool) ->
 def test_the_memory_of_gathers_does_not_grow_with_the_number_of_units(
     rank: Rank, limit_all_gathers: bool
 ) -> None:
-    """The host runs far ahead of the device: nothing but the engine bounds what it gathers."""
+    """The host runs far ahead of the device: only the engine bounds what it gathers."""
     width = 1024
     unit_bytes = sum(p.numel() for p in Block(width, 16).parameters()) * 2
     transients = []

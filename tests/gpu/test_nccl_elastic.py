@@ -1,4 +1,4 @@
-"""Replicas of NCCL ranks on one GPU, of which some are killed."""
+"""Replicas of NCCL ranks on one GPU, some of which are killed."""
 
 from dataclasses import replace
 

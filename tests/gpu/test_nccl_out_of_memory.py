@@ -27,7 +27,7 @@ def sharded(rank: Rank, api: str) -> nn.Module:
     if api == "wrapper":
         policy = ModuleWrapPolicy({Layer})
         return FullyShardedDataParallel(model, device_mesh=rank.mesh(), auto_wrap_policy=policy)
-    # With a sum of what is exchanged: the engine allocates between collectives.
+    # Sums what was exchanged, so the engine allocates between collectives.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16)
     for module in (*model, model):
         fully_shard(module, mesh=rank.mesh(), mp_policy=policy)
@@ -73,7 +73,7 @@ def trained(rank: Rank, api: str, share_bytes: int | None) -> tuple[list[float],
 
 @pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
 def test_a_batch_for_which_one_rank_has_no_memory_is_done_in_parts(api: str) -> None:
-    # Processes of their own: others may have memory left that a large batch fits into.
+    # Uses its own processes: others may have memory left that a large batch fits into.
     with RankPool(2, "nccl", timeout_s=120) as ranks:
         ranks.run(run_out, api)
 

@@ -1,6 +1,6 @@
 """`fullshard checkpoint`: inspecting, verifying, comparing and converting checkpoints.
 
-What the commands do is imported when they run, because printing help does not need it.
+Each command imports what it needs when it runs, because printing help does not need it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 
 def _newest(ctx: click.Context, param: click.Parameter, path: Path) -> Path:
-    """Of the folder of a run, its newest checkpoint."""
+    """Return the newest checkpoint of the folder of a run."""
     from fullshard.training.output import checkpoint_at
 
     return checkpoint_at(path)
@@ -188,8 +188,8 @@ def export(
 ) -> None:
     """Export the model of the checkpoint PATH as safetensors to the folder OUT.
 
-    Of a run of `fullshard train`, OUT is a folder that transformers opens, with config.json and
-    the tokenizer, or one of peft if adapters were trained. Of other checkpoints, OUT has the
+    For a run of `fullshard train`, OUT is a folder that transformers opens, with config.json and
+    the tokenizer, or one of peft if adapters were trained. For other checkpoints, OUT has the
     weights only.
     """
     import torch

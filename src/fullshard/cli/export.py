@@ -93,7 +93,7 @@ def _write(
     progress: Callable[[int, int], None],
     describe: Callable[[Path], None],
 ) -> list[FilePlan]:
-    """Write tensors, and what `describe` adds, to a folder beside; then let all of it appear."""
+    """Write tensors, and what `describe` adds, to a staging folder, then install all in `out`."""
     dtypes = {name: exported_dtype(each.dtype, asked.dtype) for name, each in tensors.items()}
     specs = {name: (dtypes[name], each.shape) for name, each in tensors.items()}
     is_adapter = any(name.startswith(_peft_name("")) for name in tensors)
@@ -146,7 +146,7 @@ def _named(opened: StoredCheckpoint, architecture: Architecture) -> dict[str, Te
     others: dict[str, list[str]] = {}
     for alias, name in (opened.manifest.aliases if opened.manifest else {}).items():
         others.setdefault(name, []).append(alias)
-    # Of a tied tensor, the name that the model lists first.
+    # A tied tensor gets the name that the model lists first.
     places = {name: place for place, name in enumerate(architecture.build().state_dict())}
     return {
         min([name, *others.get(name, ())], key=lambda each: places.get(each, -1)): tensor

@@ -76,7 +76,7 @@ def plan(
     machine, architecture = machine_of(gpus, nodes, fabric, profile), planned_architecture(config)
     if budget is not None:
         limit = bytes_of(budget)
-        # --batch and --accumulate say how many sequences a step has, and may be divided otherwise.
+        # --batch and --accumulate set the sequences of a step, which may be divided differently.
         kept = [place for place in given if place[0] != "optimizer"]
         candidates = choose_settings(config, architecture, machine, limit, kept)
         _say_choice(candidates, limit)

@@ -19,8 +19,8 @@ from fullshard.comm import watcher
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.errors import DisagreementError
 
-# Keys of the store that two detours in a row have each for itself: what the first rank does, and
-# whether all do.
+# Keys of the store of which two detours in a row use different ones: what the first rank does, and
+# whether all do the same.
 _PER_DETOUR = ("said", "verdict")
 
 _T = TypeVar("_T")
@@ -84,14 +84,14 @@ class Agreement:
         )
 
     def compare_detour(self, found: str, expected: str) -> None:
-        """Before this rank does something else than in the last pass: do all the others, too?
+        """Before this rank leaves the order of the last pass, check that all ranks leave it alike.
 
-        Costs nothing where ranks do what they did before. Only those that do not exchange words,
-        through the store: a collective would meet another one of the ranks that do.
+        Costs nothing while ranks do what they did before. Only ranks that do not communicate, and
+        through the store: a collective would match another one of the ranks that do.
 
-        The first rank says what it does, the others compare. The last one to come writes the
-        verdict, which all wait for. Two detours in a row use different keys, and whoever is last at
-        one deletes those of the one before, which nobody reads any more: the store does not grow.
+        The first rank to arrive says what it does, the others compare. The last one writes the
+        verdict, which all wait for. Two detours in a row use different keys, and the last rank at
+        one deletes those of the one before, which nothing reads any more: the store does not grow.
         """
         store, own = default_store(), dist.get_rank()
         said, verdict = (f"{self._path}/{each}/{self._num_detours % 2}" for each in _PER_DETOUR)
@@ -102,7 +102,7 @@ class Agreement:
             store.set(odd, f"{own} {found}")
         if store.add(arrived, 1) == self._num_detours * self._num_ranks:
             difference = store.get(odd).decode() if store.check([odd]) else ""
-            # All before the verdict, after which the others may be at the next detour.
+            # All this before the verdict: after it, the others may be at the next detour.
             for each in _PER_DETOUR:
                 store.delete_key(f"{self._path}/{each}/{self._num_detours % 2}")
             store.delete_key(odd)
@@ -159,7 +159,7 @@ class Agreement:
 
 
 def _usual_and_odd(everyone: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], tuple[int, _T]]:
-    """The first rank that has what most have, and the first that has not."""
+    """The first rank with the most common value, and the first with another one."""
     usual = Counter(repr(value) for _, value in everyone).most_common(1)[0][0]
     first = next(pair for pair in everyone if repr(pair[1]) == usual)
     return first, next(pair for pair in everyone if repr(pair[1]) != usual)

@@ -1,7 +1,7 @@
 """The collectives of sharding, per backend.
 
-All-gather and reduce-scatter take lists: all buckets of a lane go out in one call. What comes back
-is a `CollectiveWork`: the outputs hold their values once it has been waited for (for a backend with
+All-gather and reduce-scatter take lists: all buckets of a lane go out in one call. They return a
+`CollectiveWork`: the outputs hold their values once it has been waited for (for a backend with
 streams: on the stream that waits).
 """
 
@@ -64,12 +64,12 @@ class Issued:
         CollectiveWork([work], wait=wait).wait()
 
 
-# What has been issued, while an `oom_guard` wants to know.
+# The collectives that have been issued, while an `oom_guard` records them.
 issued: list[Issued] | None = None
 
 
 def _issue(call: Callable[..., Any], group: Any, outs: Any, ins: Any, *options: Any) -> Any:
-    """Issue one collective, of tensors or lists of them, which happens as a whole or raises."""
+    """Issue one collective on tensors or lists of them: as a whole, or it raises."""
     work = call(group, outs, ins, *options)
     if issued is not None:
         issued.append(Issued(call, group, _form(outs), _form(ins), options))
@@ -79,7 +79,7 @@ def _issue(call: Callable[..., Any], group: Any, outs: Any, ins: Any, *options: 
 def _issue_each(
     call: Callable[..., Any], group: Any, outs: Iterable[Any], ins: Iterable[Any], *options: Any
 ) -> Iterator[Any]:
-    """Issue a collective for each output and input, as their works are asked for."""
+    """Issue a collective for each output and input, each when its work is asked for."""
     return (_issue(call, group, *pair, *options) for pair in zip(outs, ins, strict=True))
 
 
@@ -98,9 +98,9 @@ def _zeros(form: Any) -> Any:
 class CollectiveWork:
     """A collective in flight. It holds its works and buffers until `wait` (rules 5 and 10).
 
-    Works have what is used of a `dist.Work`: `wait` and `get_future`. They may be started while
-    they are listed: if one cannot be, those before it are waited for. `then` is called once all
-    have succeeded. `wait` waits for one of them.
+    Works have the methods of `dist.Work` that are used: `wait` and `get_future`. An iterator may
+    start them one by one: if one cannot be started, those before it are waited for. `then` is
+    called once all have succeeded. `wait` waits for one of them.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class CollectiveWork:
 
 
 class Collectives:
-    """The collectives that the backend has: NCCL, and everything shaped like it."""
+    """The backend's own collectives: NCCL, and backends with the same interface."""
 
     averages: bool = True
     """Whether `reduce_scatter` can be asked for the mean instead of the sum."""
 
     custom_all_gather: AllGather | None = None
     custom_reduce_scatter: ReduceScatter | None = None
-    """A user's own collective in the place of ours, with memory of its own."""
+    """A user's own collective in place of ours, with memory of its own."""
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         """Fill each output with the inputs of all ranks, in the order of ranks."""
@@ -169,7 +169,7 @@ class Collectives:
     ) -> CollectiveWork:
         """Fill each output with the sum (or mean) over ranks of this rank's segment.
 
-        Outputs may all have a wider dtype than inputs: then values are added up in that (rule 6).
+        All outputs may have a wider dtype than the inputs: values are summed in it then (rule 6).
         """
         if outs[0].dtype != ins[0].dtype:
             for out, inp in zip(outs, ins, strict=True):
@@ -184,14 +184,14 @@ class Collectives:
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
     ) -> torch.Tensor:
-        """Memory for an input of `reduce_scatter`, uninitialised, that need not be copied.
+        """Uninitialised memory for an input of `reduce_scatter`, which need not be copied.
 
         It must not be written to again after the reduce-scatter: other ranks may read it later.
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
 
-# Made once (rule 7). Collectives run on the stream that calls, so that what is enqueued next there
+# Made once (rule 7). Collectives run on the calling stream, so that what is enqueued next there
 # follows without an event.
 
 
@@ -211,9 +211,9 @@ def _reduce_scatter_options(average: bool) -> Any:
 
 
 def _exchange_and_sum(out: torch.Tensor, inp: torch.Tensor, group: Group, *, average: bool) -> None:
-    """Reduce in the wider dtype of the output, on the stream that calls (rule 6).
+    """Reduce in the wider dtype of the output, on the calling stream (rule 6).
 
-    What is received is allocated and freed on that stream, so the next bucket may have its memory.
+    The received tensor is allocated and freed on that stream: the next bucket may use its memory.
     """
     options = dist.AllToAllOptions()
     options.asyncOp = False
@@ -227,7 +227,7 @@ def _exchange_and_sum(out: torch.Tensor, inp: torch.Tensor, group: Group, *, ave
 
 
 class PythonCollectives(Collectives):
-    """Of a group that is written in Python, which has what the functions of `dist` call."""
+    """Collectives of a group written in Python, which has what the functions of `dist` call."""
 
     averages = False
 
@@ -245,11 +245,11 @@ class PythonCollectives(Collectives):
 
 
 class GlooCollectives(Collectives):
-    """On gloo: bytes are moved by gloo, sums are done here (rule 6).
+    """Collectives on gloo: gloo moves the bytes, sums are done here (rule 6).
 
     Each bucket is a collective of its own: gloo's two threads assign the name of the last operation
-    to one string without a lock, and free each other's memory if it has more than 15 characters, as
-    the names of coalesced operations have.
+    to one string without a lock, and free each other's memory if the name has more than 15
+    characters, as those of coalesced operations do.
     """
 
     averages = False
@@ -273,7 +273,7 @@ class GlooCollectives(Collectives):
 
 
 class ShmCollectives(GlooCollectives):
-    """Between CPU ranks of one host, through memory that they share; otherwise over gloo."""
+    """Collectives of CPU ranks: through shared memory on one host, otherwise over gloo."""
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         link = shm.link_of(group)
@@ -394,7 +394,7 @@ def _all_reduce(group: Group, outs: list[torch.Tensor], ins: Tensors, options: A
 
 def _all_reduce_on_host(flat: torch.Tensor, group: Group) -> None:
     collectives, size = ShmCollectives(), group.size()
-    # Of few bytes, every rank sums all: one exchange instead of two.
+    # If there are few bytes, every rank sums all of them: one exchange instead of two.
     segment_numel = flat.numel() // size if flat.nbytes > _SMALLEST_SCATTER_BYTES else 0
     head, tail = flat.tensor_split([size * segment_numel])
     if segment_numel:
@@ -411,7 +411,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-# Collectives in memory of a particular kind, behind the interface that users' own have
+# Collectives in memory of a particular kind, behind the interface of custom collectives
 
 
 class ProcessGroupMemory:
@@ -507,8 +507,8 @@ _PAUSE_S = 0.02
 def pause_at_exit() -> None:
     """Let gloo's threads release tensors before the interpreter ends.
 
-    A collective has been waited for before its thread drops what it sent, for which it needs the
-    interpreter's lock. Python ends threads that ask for the lock too late, and C++ ends the process
-    for that: "terminate called without an active exception".
+    A gloo thread drops the tensors it sent after the collective has been waited for, and needs the
+    interpreter's lock to do so. Python ends threads that ask for the lock too late, and C++ ends
+    the process for that: "terminate called without an active exception".
     """
     atexit.register(time.sleep, _PAUSE_S)

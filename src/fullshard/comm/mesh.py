@@ -1,4 +1,4 @@
-"""A mesh, as the two axes that data parallelism has."""
+"""A mesh, as the two axes of data parallelism."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fullshard.errors import ConfigError, LifecycleError, TopologyError
 class Axis:
     """One axis of a mesh, seen from this rank. An axis of one rank needs no group.
 
-    It does not keep its group alive: what remembers an axis (a model, say) must not keep the
-    threads and sockets of a group that was destroyed.
+    It does not keep its group alive: an object that refers to an axis (a model, say) must not keep
+    the threads and sockets of a group that was destroyed.
     """
 
     __slots__ = ("_group", "rank", "size")
@@ -33,7 +33,7 @@ class Axis:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
-        # Until it is destroyed, torch.distributed refers to the groups that it made.
+        # torch.distributed refers to the groups that it made until they are destroyed.
         self._group: Callable[[], dist.ProcessGroup | None] = lambda: group
         if group is not None and is_registered(group):
             self._group = weakref.ref(group)
@@ -90,7 +90,7 @@ class MeshInfo:
 
     @property
     def main(self) -> Axis:
-        """The axis that is sharded over, or if nothing is sharded, that of the replicas."""
+        """The shard axis, or the replicate axis if nothing is sharded."""
         return self.replicate if self.shard.group is None else self.shard
 
     @property
@@ -103,7 +103,7 @@ class MeshInfo:
         return inf if self.main.group is None else timeout_of(self.main.group).total_seconds()
 
     def subgroup_axis(self, size: int) -> Axis:
-        """Groups of `size` neighbouring ranks of the shard axis; its ranks must ask alike."""
+        """Groups of `size` neighbours on the shard axis; all its ranks must call this alike."""
         if self.dims is not None:
             raise TopologyError(
                 "reshard_after_forward: a number of ranks needs a mesh of one or two axes, "
@@ -112,7 +112,7 @@ class MeshInfo:
         return self._new_axis(size)
 
     def second_shard_axis(self) -> Axis:
-        """The shard axis over a second process group; all its ranks must ask alike."""
+        """The shard axis over a second process group; all its ranks must call this alike."""
         return self.shard if self.shard.group is None else self._new_axis(self.shard.size)
 
     def _new_axis(self, size: int) -> Axis:
@@ -120,7 +120,7 @@ class MeshInfo:
             assert self.shard.group is not None
             first = self.shard.rank // size * size
             ranks = self.shard.global_ranks()[first : first + size]
-            # Locally: other slices of the same mesh may ask for other sizes, or not at all.
+            # Synchronized locally: other slices of the mesh may use other sizes, or none.
             timeout = timeout_of(self.shard.group)
             group = dist.new_group(ranks, timeout, use_local_synchronization=True)
             self._subgroups[size] = Axis(group)
@@ -133,14 +133,14 @@ class MeshInfo:
 
 # Units that are given the same mesh share one MeshInfo, and with it the groups that it makes. It
 # cannot live on the mesh: equal meshes are made again and again. The key is the lifetime of the
-# default process group, which all other groups and meshes go with.
+# default process group: all other groups and meshes end with it.
 _mesh_infos: weakref.WeakKeyDictionary[object, dict[tuple[Any, ...], MeshInfo]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _shared(key: tuple[Any, ...], make: Callable[[], MeshInfo]) -> MeshInfo:
-    """The MeshInfo that was made for a key, unless its groups were destroyed since."""
+    """The MeshInfo of a key; a new one is made if there is none or its groups were destroyed."""
     world = dist.group.WORLD
     if world is None:
         raise TopologyError(
@@ -191,7 +191,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def current_device(device_type: str) -> torch.device:
-    """The device of this rank: the current one of a type."""
+    """The device of this rank: the current device of a type."""
     simulated = simulation()
     if simulated is not None:
         return simulated.device.torch_device
@@ -260,7 +260,7 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 def mesh_info_for_strategy(
     strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None, device_type: str
 ) -> MeshInfo:
-    """The axes of a wrapper. Wrappers that are given the same share one MeshInfo."""
+    """The axes of a wrapper. Wrappers with the same arguments share one MeshInfo."""
     if process_group is not None and device_mesh is not None:
         raise ConfigError(
             "FullyShardedDataParallel: a process group or a device mesh is expected, found both; "
@@ -285,7 +285,7 @@ def _of_strategy(
     if mesh is None and process_group is None and ndim == 2:
         mesh = _mesh_of_hosts(device_type)
     elif ndim == 1 and _is_group(process_group) and not is_registered(process_group):
-        # It cannot be part of a mesh, of which no more is needed than this.
+        # It cannot be part of a mesh, but only these attributes of a mesh are needed.
         unregistered: Any = SimpleNamespace(ndim=1, device_type=device_type)
         unregistered.get_group = lambda: process_group
         mesh = unregistered
@@ -304,12 +304,12 @@ def _of_strategy(
 
 
 def _is_group(given: Any) -> bool:
-    """Whether something is a process group, be it one of torch's or only like one."""
+    """Whether something is a process group, either torch's or one that is like it."""
     return callable(getattr(given, "rank", None)) and callable(getattr(given, "size", None))
 
 
 def _mesh_of_groups(strategy: ShardingStrategy, given: Any, device_type: str) -> DeviceMesh:
-    """The mesh whose axes groups are. Of two, it is a collective over the second."""
+    """The mesh whose axes are the given groups. For two, a collective over the second."""
     groups = given if isinstance(given, tuple) else (given,)
     is_hybrid = strategy in HYBRID
     if len(groups) != 1 + is_hybrid or not all(map(_is_group, groups)):

@@ -1,4 +1,4 @@
-"""What a parameter's shard is as a DTensor, also of one that already is a DTensor."""
+"""The placements of a parameter's shard as a DTensor; the parameter may already be a DTensor."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _on_full_mesh(
     mesh_info: MeshInfo,
     dims: DataParallelMeshDims,
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Data-parallel axes are axes of the parameter's own mesh, where it must be replicated."""
+    """Place a shard on its parameter's own mesh, where data-parallel axes must be replicated."""
     mesh, placements = full_spec.mesh, full_spec.placements
     names = mesh.mesh_dim_names or ()
     if mesh is not mesh_info.full_mesh:
@@ -146,7 +146,7 @@ def local_gradient(
             f"{type(grad).__name__}; return DTensors from custom backward functions."
         )
     wanted = list(full_spec.placements)
-    # The data-parallel axes are ours to reduce: a redistribution there would do it twice.
+    # We reduce over the data-parallel axes: a redistribution there would reduce twice.
     for axis in mesh_info.dp_axes:
         wanted[axis] = grad.placements[axis]
     if tuple(wanted) != grad.placements:
@@ -191,7 +191,7 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
 
 
 def own_box(spec: DTensorSpec, shape: Sequence[int]) -> Box:
-    """This rank's part of a full tensor that is placed like this."""
+    """This rank's part of a full tensor with these placements."""
     offsets, sizes = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
         for axis in _axes_in_order(spec.mesh, spec.placements, dim):

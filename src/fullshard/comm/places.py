@@ -1,4 +1,4 @@
-"""Where ranks are, and what the places of all of them say together."""
+"""Where ranks are in the program, and what the places of all of them tell."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import Protocol
 
 import torch
 
-# How long ranks wait before one that has left, or is stopped, is given up.
+# How long ranks wait before they give up one that has left or is stopped.
 SHORT_PATIENCE_S = 3.0
 
 _SHOWN_RANKS = 8
 _TORCH = Path(torch.__file__).parent
 _PACKAGES = str(_TORCH), str(Path(__file__).parent.parent), "<"
-# Where a program waits in a collective of its own, at most so many calls deep. Not all of
-# torch.distributed: a rank that writes a checkpoint there does not wait for others.
+# The files in which a program waits in its own collectives, at most `_MAX_DEPTH` calls deep. Not
+# all of torch.distributed: a rank that writes a checkpoint there does not wait for others.
 _COLLECTIVES = tuple(
     str(_TORCH / "distributed" / name) for name in ("distributed_c10d.py", "_functional_coll")
 )
@@ -36,7 +36,7 @@ _MAX_DEPTH = 4
 class Place:
     """Where a rank is, and for how long it has waited there for other ranks.
 
-    `line` is that of the program; `ended` says why the rank will not come any further. `limit_s` is
+    `line` is the program's line; `ended` says why the rank will not get any further. `limit_s` is
     how long it may wait there: the timeout of the process group.
     """
 
@@ -52,7 +52,7 @@ class Place:
 
     @property
     def spot(self) -> tuple[object, ...]:
-        """What ranks that wait for each other have in common."""
+        """The part of a place that ranks which wait for each other have in common."""
         return self.forward, self.phase, self.unit, self.num_collectives
 
     def __str__(self) -> str:
@@ -74,8 +74,8 @@ class OwnPlace:
     """Follows where this rank is, from another thread than the program's.
 
     `watched` are the schedulers of this process. `num_steps` is how many steps optimizers have
-    done. `waiting_since` is set by what waits for others on the host; a wait of the device, or in
-    a collective of the program's own, is seen from outside: the rank stays where it is.
+    done. `waiting_since` is set by code that waits for others on the host; a wait of the device, or
+    in a collective of the program's own, is recognized from outside: the rank stays where it is.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class OwnPlace:
         self._num_left = self._num_left + 1 if is_left else 0
         if self._num_left > 1 and not ended:
             ended = "it left a backward before its end"
-        limit_s = inf if is_in_torch else found.limit_s  # which is not that of the program's groups
+        limit_s = inf if is_in_torch else found.limit_s  # not the limit of the program's own groups
         found = replace(
             found, step=self.num_steps, waited_s=0.0, line=line, ended=ended, limit_s=limit_s
         )
@@ -135,7 +135,7 @@ def _is_in_autograd() -> bool:
 
 
 def table(places: Sequence[Place]) -> str:
-    """One line for all ranks that are at the same place, the most first."""
+    """One line for all ranks that are at the same place, the largest group first."""
     at: dict[Place, list[int]] = {}
     for rank, place in enumerate(places):
         at.setdefault(replace(place, waited_s=float(place.waited_s > 0)), []).append(rank)
@@ -149,7 +149,7 @@ def table(places: Sequence[Place]) -> str:
 
 
 def write_places(path: Path, places: Sequence[Place]) -> None:
-    """Write where all ranks are, for whoever looks at a run from outside."""
+    """Write where all ranks are, for observers outside of the run."""
     known = {"time": time.time(), "places": [asdict(place) for place in places]}
     with suppress(OSError):
         beside = path.with_name(f".{path.name}")
@@ -171,7 +171,7 @@ def rank_to_give_up(places: Sequence[Place]) -> int | None:
 
 
 def late_rank(places: Sequence[Place]) -> tuple[int, Place] | None:
-    """The last rank that does not wait, while another has waited longer than its group allows."""
+    """The rank furthest behind that does not wait, while another has waited beyond its limit."""
     limit_s = min((each.limit_s for each in places if each.waited_s > each.limit_s), default=None)
     busy = [rank for rank, place in enumerate(places) if not place.waited_s]
     if limit_s is None or not busy:

@@ -1,4 +1,4 @@
-"""Processes of this machine, by what the kernel says of them."""
+"""What the kernel says about processes of this machine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 @cache
 def machine_id() -> str:
-    """Process ids mean something within one boot and one namespace of a machine only."""
+    """Identify one boot and one namespace of a machine: process ids mean nothing beyond these."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         known = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return uuid.uuid4().hex[:16]  # none that anybody could ask about
+        return uuid.uuid4().hex[:16]  # matches that of no other process
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
 def start_of(pid: object) -> str | None:
     """When a process started, in the kernel's clock; None if there is none."""
     fields = _status(pid)
-    is_running = fields[0] not in ("Z", "X", "")  # dead, though nobody has asked for its status yet
+    is_running = fields[0] not in ("Z", "X", "")  # dead, but not reaped yet
     return fields[19] if is_running else None
 
 

@@ -1,18 +1,18 @@
-"""Collectives between the ranks of one host, through memory that they share.
+"""Collectives between the ranks of one host, through shared memory.
 
-Each rank of a group has a heap: a file without a name (`memfd_create`) that all ranks map when they
+Each rank of a group has a heap: an anonymous file (`memfd_create`) that all ranks map when they
 connect. It is larger than anything that will be in flight, and takes memory only where it was
-written, so nothing can run out later on but memory itself. A rank copies its input into a block of
-its heap, announces it to all others, and goes on: starting never waits for another rank. A rank
-that waits copies the blocks of the others straight into its output, and acknowledges them. So an
+written, so later on only memory itself can run out. A rank copies its input into a block of its
+heap, announces it to all others, and goes on: starting never waits for another rank. A rank that
+waits copies the blocks of the others straight into its output, and acknowledges them. So an
 all-gather costs each rank one copy of what it sends and one of what it receives.
 
-Announcements and acknowledgements go through a pipe from each rank to each other one. The pipe is
-also what orders memory between two processes: what was copied before a record was written is there
-for the rank that has read the record. The end of a process is the end of its pipes.
+Announcements and acknowledgements go through a pipe from each rank to each other one. The pipe also
+orders memory between two processes: what was copied before a record was written is visible to the
+rank that has read the record. When a process ends, its pipes are closed.
 
-Sums are done in the order of ranks, those of bfloat16 and float16 in float32 at least: the result
-does not depend on which rank computes it.
+Values are summed in the order of ranks, bfloat16 and float16 in float32 at least: the result does
+not depend on which rank computes it.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ SWITCH = "FULLSHARD_SHARED_MEMORY"
 IDLE_COLLECTIVES = 4096
 _COLLECTIVES_PER_SWEEP = 256
 _SMALLEST_BLOCK_BITS = 16
-_SMALLEST_LEASE_BYTES = 16 << 10  # below, a copy costs less than to make a tensor in a block
+_SMALLEST_LEASE_BYTES = 16 << 10  # below, a copy costs less than making a tensor in a block
 _PLAIN_COPY_BYTES = 256 << 10  # above, torch may use its threads
-_PROMPT_BYTES = 1 << 20  # from here on, memory is worth a system call to have it back at once
+_PROMPT_BYTES = 1 << 20  # from here on, having memory back at once is worth a system call
 _CHUNK_NUMEL = 256 << 10  # summed at once: stays in the caches while ranks are added
-_LONGEST_SLEEP_S = 0.5  # until the watcher is asked whether there is hope
+_LONGEST_SLEEP_S = 0.5  # then the watcher is asked whether there is hope
 
 _CPU = torch.device("cpu")
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 
 # A record of a pipe announces one bucket of a collective: the number of the collective, its kind,
-# how many buckets it has, the bytes of this one, those of an element, and its place in the heap.
-# A pipe takes and gives whole records, as long as nothing larger than a page is written at once.
+# its number of buckets, the bytes of this one, those of an element, and its place in the heap.
+# Pipes transfer whole records, as long as nothing larger than a page is written at once.
 _RECORD = struct.Struct("6q")
 _WRITTEN_BYTES = 4096 // _RECORD.size * _RECORD.size
 _READ_BYTES = 512 * _RECORD.size
@@ -70,13 +70,13 @@ _DONE, _ALL_GATHER, _REDUCE_SCATTER = range(3)
 _NAMES = ("", "all-gather", "reduce-scatter")
 
 Tensors = Sequence[torch.Tensor]
-Terms = list[tuple[int, ...]]  # of each bucket, what must be the same on all ranks
+Terms = list[tuple[int, ...]]  # for each bucket, what must be the same on all ranks
 
 _log = logging.getLogger(__name__)
 
 
 def _mapped(descriptor: int) -> tuple[mmap.mmap, int]:
-    """A file in this process's memory, until the first result is gone, and its address."""
+    """Map a file into memory, until the first result is deleted; return it and its address."""
     memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     memory.madvise(mmap.MADV_DONTDUMP)
     return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -86,7 +86,7 @@ def _mapped(descriptor: int) -> tuple[mmap.mmap, int]:
 class _Block:
     """A part of this rank's heap that holds one bucket at a time.
 
-    `num_uses` counts who still needs its content: the tensor that lies in it, and every rank that
+    `num_uses` counts what still needs its content: the tensor that lies in it, and every rank that
     has not read it yet.
     """
 
@@ -105,7 +105,7 @@ class _Heap:
         self.memory = memory
         self._blocks: dict[int, _Block] = {}  # by address
         self._free: dict[int, list[_Block]] = {}  # by size
-        # Blocks of tensors that are gone; filled at any point, and therefore without the lock.
+        # Blocks of tensors that are gone: finalizers append at any time, so without the lock.
         self.lapsed: deque[_Block] = deque()
         self._num_taken = 0
 
@@ -141,7 +141,7 @@ class _Heap:
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
     def release(self, block: _Block) -> None:
-        """One use less."""
+        """Drop one use of a block."""
         block.num_uses -= 1
         if block.num_uses == 0:
             self._free[block.num_bytes].append(block)
@@ -158,7 +158,7 @@ class _Peer:
         self.is_full = False
         self._link = link
         self._announced: dict[int, list[tuple[int, ...]]] = {}
-        self._unread: dict[int, list[_Block]] = {}  # of this rank, by the other one
+        self._unread: dict[int, list[_Block]] = {}  # blocks of this rank, unread by the other one
         self._done_early: set[int] = set()  # collectives that this rank has not started
         self._unsent = bytearray()
 
@@ -192,7 +192,7 @@ class _Peer:
                 )
 
     def done(self, sequence: int) -> None:
-        """This rank needs nothing of a collective any more; sent with the next `flush`."""
+        """Acknowledge that this rank is done with a collective; sent with the next `flush`."""
         self._announced.pop(sequence, None)
         self._unsent += _RECORD.pack(sequence, _DONE, 0, 0, 0, 0)
 
@@ -206,7 +206,7 @@ class _Peer:
         except BlockingIOError:
             self.is_full = True
         except OSError:
-            # It has gone, perhaps after all that it had to say: that may still be unread here.
+            # It is gone, perhaps after it has sent everything: that may still be unread here.
             self._unsent.clear()
 
     def drain(self) -> None:
@@ -244,7 +244,7 @@ class Link:
         self.timeout_s = timeout_s
         self.lock = threading.RLock()
         self.keep_waiting: Callable[[], None] = lambda: None
-        self.ended: deque[int] = deque()  # collectives of which this rank needs nothing any more
+        self.ended: deque[int] = deque()  # collectives that this rank is done with
         self.peers = {each: _Peer(r, self) for each, r in enumerate(ranks) if each != rank}
         self.offer = [-1] * (self.size + 1)  # descriptors of the heap, and of the pipe to each rank
         self._ranks = list(ranks)
@@ -261,12 +261,12 @@ class Link:
             os.set_blocking(peer.outbox, False)
 
     def connect(self, offers: Sequence[Sequence[int]]) -> None:
-        """Open what others offer, each with its process and its token before it."""
+        """Open what others offer; each offer begins with the process and its token."""
         for other, peer in self.peers.items():
             process, token, *ends, heap = offers[other]
             folder = f"/proc/{process}/fd"
-            # On another host, this may be any process. The token came through the group, and the
-            # kernel refuses what belongs to another user.
+            # If the rank is on another host, this may be any process here: the token, which came
+            # through the group, tells. The kernel refuses what belongs to another user.
             if not os.readlink(f"{folder}/{heap}").startswith(f"/memfd:fullshard-{token:x}"):
                 raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
             peer.inbox = os.open(f"{folder}/{ends[self.rank]}", os.O_RDONLY | os.O_NONBLOCK)
@@ -277,12 +277,12 @@ class Link:
                 os.close(descriptor)
 
     def withdraw_offer(self) -> None:
-        """Close what others have opened by now: so the end of a reader is noticed, too."""
+        """Close what others have opened by now, so that the end of a reader is noticed, too."""
         offer, self.offer = self.offer, []
         _close_all(offer)
 
     def close(self) -> None:
-        """Let go of all memory and all pipes; also in a process that was forked."""
+        """Release all memory and all pipes; also used in a forked process."""
         self.withdraw_offer()
         for peer in self.peers.values():
             ends = [peer.inbox, peer.outbox]
@@ -294,7 +294,7 @@ class Link:
         """A tensor in the heap, which a reduce-scatter does not copy; None where that is no gain.
 
         Other ranks read it, perhaps after this one has waited for its own part: it must not be
-        written to again. Let go of it and ask for another one.
+        written to again. Drop it and allocate another one.
         """
         num_bytes = numel * dtype.itemsize
         if num_bytes < _SMALLEST_LEASE_BYTES:
@@ -304,13 +304,13 @@ class Link:
             block = heap.take(num_bytes, self.drain)
         block.num_uses = 1  # until the tensor and all views of it are gone
         memory: Any = _array(num_bytes).from_address(heap.address + block.offset)
-        memory.mapped = heap.memory  # as long as the tensor
+        memory.mapped = heap.memory  # kept as long as the tensor
         weakref.finalize(memory, heap.lapsed.append, block).atexit = False
         with torch.inference_mode(False):
             return torch.frombuffer(memory, dtype=dtype)
 
     def announce(self, terms: Terms, places: list[tuple[int, _Block]]) -> int:
-        """Tell all others that a collective has begun, and where its buckets are: its number."""
+        """Tell all others of a new collective and where its buckets are; return its number."""
         self.settle()
         self.num_started += 1
         self.in_flight.add(self.num_started)
@@ -323,7 +323,7 @@ class Link:
         return self.num_started
 
     def receive(self, sequence: int, terms: Terms) -> Iterator[tuple[int, list[int]]]:
-        """The ranks that announce a collective, as they come, and the addresses of its buckets."""
+        """Yield ranks as they announce a collective, with the addresses of their buckets."""
         missing = dict(self.peers)
         deadline = time.monotonic() + self.timeout_s
         while missing:
@@ -338,12 +338,12 @@ class Link:
                     yield other, found[1]
             if missing:
                 self._sleep(missing.values(), terms, deadline)
-        # Others may need what they were not sent yet, and this rank may not be back for long.
+        # Others may need records that are still unsent, and this rank may not be back for long.
         while full := [p for p in self.peers.values() if p.is_full and not p.is_gone]:
             self._sleep(full, terms, deadline)
 
     def settle(self, *, at_once: bool = False) -> None:
-        """Tell others what has ended: at once, or with what they are sent next."""
+        """Tell others which collectives have ended: at once, or with what is sent next."""
         while self.ended:
             sequence = self.ended.popleft()
             self.in_flight.discard(sequence)
@@ -357,7 +357,7 @@ class Link:
             peer.drain()
 
     def _sleep(self, missing: Iterable[_Peer], terms: Terms, deadline: float) -> None:
-        """Until a rank has said something, or has room for what it is to be sent.
+        """Sleep until a rank has sent something, or has room for what it is to be sent.
 
         Everything that arrives is processed, so that no rank finds a pipe full because of this one.
         """
@@ -419,7 +419,7 @@ class HostWork:
         self._future: torch.futures.Future[object] | None = None
         kind = _REDUCE_SCATTER if is_sum else _ALL_GATHER
         self._require_matching(_NAMES[kind])
-        # Ranks may gather as bytes what others gather as numbers; they cannot add it up.
+        # Ranks may gather as bytes what others gather as numbers, but they cannot sum it so.
         self._terms: Terms = [
             (kind, len(ins), inp.nbytes, inp.itemsize if is_sum else 1) for inp in ins
         ]
@@ -506,7 +506,7 @@ class HostWork:
                 _copy(out.data_ptr() + other * num_bytes, address, num_bytes)
 
     def _sum(self) -> None:
-        """Once all have come, so that the order is that of ranks."""
+        """Sum once all ranks have announced, so that the order is that of ranks."""
         rank, size = self._link.rank, self._link.size
         found = dict(self._link.receive(self._sequence, self._terms))
         found[rank] = [inp.data_ptr() for inp in self._ins]
@@ -520,7 +520,7 @@ class HostWork:
 
 
 def _copy(to: int, start: int, num_bytes: int) -> None:
-    """Copy between addresses, with torch's threads if it is much."""
+    """Copy between addresses; large copies use torch's threads."""
     if num_bytes <= _PLAIN_COPY_BYTES:
         ctypes.memmove(to, start, num_bytes)
     else:
@@ -529,7 +529,7 @@ def _copy(to: int, start: int, num_bytes: int) -> None:
 
 
 def _tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over memory that someone else keeps; cheaper than a view, and without a history."""
+    """A tensor over memory that is kept elsewhere; cheaper than a view, and without a history."""
     memory = _array(numel * dtype.itemsize).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
 
@@ -542,7 +542,7 @@ def _array(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
 def sum_in_order(out: torch.Tensor, segments: list[torch.Tensor]) -> None:
     """Add up in the order of ranks, in the dtype of `out`, which may be one of the segments."""
     if len(segments) == 2 and out.dtype == segments[0].dtype:
-        # Of two, an addition is done in float32 anyway, and rounded once.
+        # The addition of two is done in float32 anyway, and rounded once.
         torch.add(*segments, out=out)
         return
     if out.numel() > _CHUNK_NUMEL:
@@ -565,7 +565,7 @@ def sum_in_order(out: torch.Tensor, segments: list[torch.Tensor]) -> None:
 
 # Connecting the ranks of a group
 
-# A group cannot have attributes. None for one whose ranks found out together that they use gloo.
+# A group cannot have attributes. None for a group whose ranks have agreed to use gloo.
 _links: weakref.WeakKeyDictionary[dist.ProcessGroup, Link | None] = weakref.WeakKeyDictionary()
 
 
@@ -638,7 +638,7 @@ def _close_all(descriptors: Iterable[int]) -> None:
 
 
 def _error_of(call: Callable[[], None]) -> int:
-    """The number of the error that a call ends with; 0 for none."""
+    """The `errno` of the error that a call raises; 0 for none."""
     try:
         call()
     except OSError as error:
@@ -647,7 +647,7 @@ def _error_of(call: Callable[[], None]) -> int:
 
 
 def _after_fork() -> None:
-    """The pipes are not the child's: while it has them open, the end of this rank is not seen."""
+    """Close the pipes in a child: while it has them open, the end of this rank is not noticed."""
     for link in list(_links.values()):
         if link is not None:
             link.close()

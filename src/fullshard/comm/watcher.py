@@ -1,7 +1,7 @@
 """The watcher: tells every rank when another one fails, ends, stops, or takes another path.
 
-A thread of each process looks where its rank is and writes that to the store when it has changed,
-and reads whether the ranks were told to give up. A step does nothing for it. Whoever learns first
+A thread of each process looks where its rank is, writes that to the store when it has changed, and
+reads whether the ranks were told to give up. A step does nothing for it. The rank that first learns
 of a reason to give up writes it to the store (the verdict):
 
 - a rank whose program raises;
@@ -9,7 +9,7 @@ of a reason to give up writes it to the store (the verdict):
 - the first rank, which compares the places of all, and finds ranks waiting for one that has left,
   for one that does not come within the timeout of the process group, or for each other.
 
-A rank raises the verdict where it waits for a collective, and otherwise when it next comes to the
+A rank raises the verdict where it waits for a collective, and otherwise when it next enters the
 engine. On NCCL, where compute waits and not the program, communicators are aborted first.
 """
 
@@ -72,12 +72,12 @@ class RankFailedError(FullshardError, dist.DistBackendError):
 
 
 def patience_s() -> float:
-    """How long ranks wait for others before they say so, or before they see a difference in it."""
+    """How long ranks wait for others before they report it, or take it for a disagreement."""
     return float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
 
 
 def period_s(num_ranks: int) -> float:
-    """How often each of so many ranks looks."""
+    """How long each rank waits between two looks, for a number of ranks."""
     return max(1.0, num_ranks / _RANKS_PER_PERIOD) * _PERIOD_S
 
 
@@ -114,7 +114,7 @@ class Watcher:
     # Called by the program's thread
 
     def keep_waiting(self, since: float) -> None:
-        """Called by who waits for others, again and again: raise if there is no hope."""
+        """Raise if there is no hope; called again and again by code that waits for others."""
         if time.monotonic() - since > _PERIOD_S:
             self.own.waiting_since = since
         self.check()
@@ -133,13 +133,13 @@ class Watcher:
         self._give_up(self.rank, self.own.look())
 
     def leave(self) -> None:
-        """This process or its process group ends, and nobody should wait for it."""
+        """Tell others not to wait for this process: it ends, or its process group does."""
         if not self.own.ended:
             self.own.ended = _LEFT
             with suppress(Exception), self._lock:
                 self._write(self.own.look())
         deadline = time.monotonic() + SHORT_PATIENCE_S
-        while self._has_verdict and time.monotonic() < deadline:  # this process may have the store
+        while self._has_verdict and time.monotonic() < deadline:  # this process may host the store
             with suppress(Exception):
                 if self._num_heard() >= self.size - 1:
                     break
@@ -154,7 +154,7 @@ class Watcher:
                 self._write(self.own.look())
 
     def explained(self, error: BaseException) -> BaseException:
-        """What a failed collective means, if the ranks learn of a reason soon."""
+        """The reason for a failed collective, if the ranks learn of one soon."""
         self.own.waiting_since = self.own.waiting_since or time.monotonic()
         deadline = time.monotonic() + 2 * SHORT_PATIENCE_S
         while self.failure is None and self.is_running and time.monotonic() < deadline:
@@ -162,7 +162,7 @@ class Watcher:
         return error if self.failure is None else self._raised()
 
     def check(self) -> None:
-        """Raise what the ranks were told, if they were."""
+        """Raise the failure that the ranks were told of, if there is one."""
         if self.failure is not None:
             raise self._raised()
 
@@ -317,7 +317,7 @@ class Watcher:
         name, text = json.loads(verdict)
         is_own = bool(self.own.ended) and text.startswith(f"rank {self.rank}:")
         if is_own or self.failure is not None:
-            return  # its own error is what it raises
+            return  # this rank raises its own error
         kind = DisagreementError if name == DisagreementError.__name__ else RankFailedError
         self.failure = kind(text)
         with suppress(Exception):
@@ -334,7 +334,7 @@ class Watcher:
 
     def _abort(self, group: dist.ProcessGroup) -> None:
         with suppress(Exception):
-            # What the program destroys meanwhile must not be aborted.
+            # A group that the program destroys meanwhile must not be aborted.
             if self.is_running and "nccl" in dist.get_backend(group):
                 group.abort()
 
@@ -350,12 +350,12 @@ def _described(error: BaseException) -> str:
 
 _current: Watcher | None = None
 _num_started = 0
-# Asked about an error of forward before anything is freed; whether nobody need know of it.
+# Called with an error of forward before anything is freed; returns whether to tell nobody.
 on_failure: Callable[[BaseException], bool] | None = None
 
 
 def _count() -> int:
-    """Default groups that follow each other in one store must not read each other's keys."""
+    """Number the default groups: those that share a store must not read each other's keys."""
     global _num_started
     _num_started += 1
     return _num_started
@@ -372,7 +372,7 @@ def watch(watched: Watched) -> None:
         while isinstance(base, PrefixStore):
             base = base.underlying_store
         if not isinstance(base, TCPStore):
-            return  # of one process, or one that would grow
+            return  # a store of one process, or one that would grow
         own = store.clone()  # another connection: the program may block the first one
         own.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         if _num_started == 0:
@@ -387,7 +387,7 @@ def current() -> Watcher | None:
 
 
 def check() -> None:
-    """Raise what the ranks were told, if they were told to give up."""
+    """Raise the failure, if the ranks were told to give up."""
     if _current is not None and _current.failure is not None and _current.is_running:
         _current.check()
 
@@ -406,7 +406,7 @@ def leave() -> None:
 
 
 def note_failure(text: str, error: BaseException | None = None) -> None:
-    """A step has failed here, and the program may catch that; no text: all ranks went on."""
+    """Note a failed step, whose error the program may catch; no text: all ranks went on."""
     if error is not None and on_failure is not None and on_failure(error):
         return  # no other rank will wait for this one
     if _current is not None and not isinstance(error, RankFailedError):
@@ -420,14 +420,14 @@ def count_step() -> None:
 
 
 def wait_for(work: Any) -> None:
-    """Wait for a collective on the host, and no longer than there is hope."""
+    """Wait for a collective on the host, as long as there is hope."""
     watcher = current()
     if watcher is None:
         work.wait()
         return
     with waiting() as keep_waiting:
         while True:
-            # A slice that has timed out says nothing of the work, which may have ended since.
+            # The timeout of a slice says nothing about the work, which may have ended since.
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=_SLICE_S))
             if work.is_completed():
@@ -437,7 +437,7 @@ def wait_for(work: Any) -> None:
 
 
 def raise_explained(error: BaseException) -> NoReturn:
-    """Raise why a collective has failed: what the ranks are told soon, or its own error."""
+    """Raise the reason for a failed collective: what ranks are told soon, or its own error."""
     watcher, found = current(), error
     if watcher is not None and not isinstance(error, FullshardError):
         found = watcher.explained(error)
@@ -448,9 +448,9 @@ def raise_explained(error: BaseException) -> NoReturn:
 
 @contextmanager
 def waiting() -> Iterator[Callable[[], None]]:
-    """Wait for other ranks in the block, which calls what it is given again and again.
+    """Wait for other ranks in the block, which calls the given function again and again.
 
-    An error of the block is explained by that of another rank, if there is one.
+    An error in the block is explained by that of another rank, if there is one.
     """
     watcher, since = current(), time.monotonic()
     if watcher is None:
@@ -478,7 +478,7 @@ def _follow_the_end_of_the_process() -> None:
 
 def _after_fork() -> None:
     global _current
-    _current = None  # a child, as a worker of a data loader, is not the rank
+    _current = None  # a child, such as a data loader's worker, is not the rank
 
 
 if hasattr(os, "register_at_fork"):

@@ -30,7 +30,7 @@ class DtypePlan:
     """The dtypes of a parameter: stored in, computed in, and its gradient reduced in.
 
     `wire` is the dtype in which the gradient travels: the same as `reduced`, or narrower. `grad`
-    is the dtype of the shard's gradient: most often `stored`; None for what backward computes.
+    is the dtype of the shard's gradient: usually `stored`; None for whatever backward computes.
     """
 
     stored: torch.dtype
@@ -64,10 +64,10 @@ class DtypePlan:
     def unit_reduce_dtype(
         given: torch.dtype | None, trained: Iterable[torch.dtype], *, is_flat: bool
     ) -> torch.dtype | None:
-        """The `reduce_dtype` of the parameters of a unit; None for the one they are computed in.
+        """The `reduce_dtype` of a unit's parameters; None for the dtype they are computed in.
 
-        Where a policy gives none, it is that of the installed torch: since 2.15 `fully_shard`
-        reduces in the dtype that the gradients of a unit's trained parameters promote to.
+        If the policy sets none, the installed torch decides: since 2.15 `fully_shard` reduces in
+        the dtype that the gradients of a unit's trained parameters promote to.
         """
         if given is not None or is_flat or REDUCES_IN_PARAM_DTYPE:
             return given
@@ -100,8 +100,8 @@ class CostModel:
 
     A parameter that shares its bucket is copied out of it after the all-gather. A parameter with
     its own bucket is not, but costs one more collective, whose latency grows with the number of
-    ranks. So it has to be large, and each rank's part of it too. One as large as an embedding is
-    also gathered and freed by itself (rule 15).
+    ranks. So the parameter has to be large, and each rank's part of it too. A parameter as large
+    as an embedding is also gathered and freed by itself (rule 15).
     """
 
     own_bucket_bytes: float
@@ -196,14 +196,14 @@ class CopyIndex:
 
     @property
     def dtype(self) -> torch.dtype:
-        """A dtype of the size of a word: memory is copied as that, whatever it holds."""
+        """A dtype as large as a word. Memory is copied as this dtype, whatever it holds."""
         return _WORDS[self.num_bytes]
 
 
 class Rows(NamedTuple):
-    """Elements of a tensor in the same columns of several ranks' segments.
+    """Elements of a tensor that lie in the same columns of several ranks' segments.
 
-    `first` is the first of them in the tensor; the next rank's are `stride` later.
+    `first` is where they begin in the tensor; each next rank's elements begin `stride` later.
     """
 
     slot: int
@@ -238,14 +238,14 @@ class Bucket:
     def columns(
         self, start: int, stop: int, num_ranks: int, numels: Sequence[int]
     ) -> Iterator[Rows]:
-        """What columns `start` to `stop` of all segments have of each slot's tensor, of `numels`.
+        """Yield which parts of each slot's tensor lie in columns `start` to `stop` of all segments.
 
-        What they have of no tensor is that of a slot more: padding, and what the last ranks lack of
-        a tensor that is split unevenly. Not for permuted buckets.
+        `numels` are the tensors' sizes. Elements of no tensor count as one more slot: padding, and
+        what the last ranks lack of a tensor that is split unevenly. Not for permuted buckets.
         """
         none, size, used = len(self.slots), self.segment_numel, self.used_numel
         both = list(enumerate(zip(self.slots, numels, strict=True)))
-        # Slot, first column, how far the next rank's elements are, and from where to where they go.
+        # Slot, first column, stride to the next rank's elements, and where they begin and end.
         if self.kind is BucketKind.FLAT:
             places = [(i, 0, size, slot.offset, slot.offset + numel) for i, (slot, numel) in both]
             places.append((none, 0, size, used, num_ranks * size))
@@ -257,7 +257,7 @@ class Bucket:
             low, high = max(start - column, 0), min(stop - column, stride)
             if low >= high:
                 continue
-            # Ranks that have all of these columns, and those before and after, that have some.
+            # Ranks that have all of these columns; the ones before and after have only some.
             first, after = -((low - begin) // stride), (end - high) // stride + 1
             for rank, num in dict.fromkeys(((first - 1, 1), (first, after - first), (after, 1))):
                 at = rank * stride
@@ -269,9 +269,9 @@ class Bucket:
     def copy_out_index(
         self, num_ranks: int, itemsize: int, device: torch.device
     ) -> CopyIndex | None:
-        """Which words of a gathered split bucket the full buffer has, from the first slot on.
+        """Which words of a gathered split bucket go into the full buffer, from the first slot on.
 
-        None if parameters are not made of words. Between two of them, words may be any.
+        None if parameters do not consist of whole words. Words between two of them are arbitrary.
         """
         word = self._word_bytes(itemsize)
         if not word:
@@ -291,9 +291,9 @@ class Bucket:
     def copy_in_index(
         self, num_ranks: int, itemsize: int, device: torch.device
     ) -> CopyIndex | None:
-        """Which words a split bucket has of its full tensors, if these lie one after another.
+        """Which words of the full tensors, lying one after another, go into a split bucket.
 
-        None if they are not made of words, or if segments have a padding.
+        None if the tensors do not consist of whole words, or if segments have padding.
         """
         word = self._word_bytes(itemsize)
         if not word or self.padding_numel:

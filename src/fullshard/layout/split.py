@@ -22,9 +22,9 @@ class RankRun(NamedTuple):
 class Split:
     """How a tensor of `shape` is cut along `dim`, as DTensor's `Shard(dim)` cuts it.
 
-    Every rank but the last ones holds `chunk_rows` rows; of the last ones one may hold fewer and
-    the others none. With `dim=None` every rank holds the whole tensor, as `Replicate()` does:
-    that is how a 0-dim tensor, which has no rows, is kept.
+    The first ranks hold `chunk_rows` rows each; the next one may hold fewer, and the rest none.
+    With `dim=None` every rank holds the whole tensor, as with `Replicate()`: a 0-dim tensor,
+    which has no rows, is kept this way.
     """
 
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ class FlatSplit:
         return range(begin, end)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """A slice has no shape but its length; what is not split keeps its own."""
+        """A slice is one-dimensional; a parameter that is not split keeps its shape."""
         return self.shape if self.num_ranks == 1 else (len(self.elements(rank)),)
 
 
@@ -176,7 +176,7 @@ def pieces(box: Box, max_numel: int) -> Iterator[Box]:
 
 
 def element_span(shape: Sequence[int], box: Box) -> range:
-    """All from the first to the last element of a box in a contiguous tensor."""
+    """The elements of a contiguous tensor from the first to the last one of a box."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     dims = list(zip(box.offsets, box.sizes, strides, strict=True))
     first = sum(offset * stride for offset, _, stride in dims)
@@ -184,7 +184,7 @@ def element_span(shape: Sequence[int], box: Box) -> range:
 
 
 def element_ranges(shape: Sequence[int], box: Box) -> Iterator[range]:
-    """The consecutive elements of a contiguous tensor that make up a box, in their order."""
+    """The runs of consecutive elements of a contiguous tensor that make up a box, in order."""
     inner = max(len(shape) - 1, 0)
     while inner > 0 and box.sizes[inner] == shape[inner]:
         inner -= 1  # whole rows are consecutive
@@ -208,15 +208,15 @@ def row_chunks(shape: Sequence[int], num_parts: int) -> list[Box]:
 def boxes_of_range(shape: Sequence[int], elements: range) -> Iterator[Box]:
     """The boxes that consecutive elements of a contiguous tensor fill, in their order.
 
-    A range begins and ends somewhere in a row: it is the rest of a row, whole rows, and the
-    beginning of a row; in each further dim the same again. So there are at most two boxes per dim
-    and one more, and the elements of each are consecutive, too.
+    A range begins and ends anywhere in a row: it is the rest of a row, whole rows, and the
+    beginning of a row, and the same again in each further dim. So there are at most two boxes per
+    dim plus one, and the elements of each are consecutive, too.
     """
     begin, end = elements.start, elements.stop
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     while begin < end:
         offsets = [begin // stride % size for stride, size in zip(strides, shape, strict=True)]
-        dim = 0  # the first of which whole rows begin here
+        dim = 0  # the first dim in which whole rows begin here
         while dim < len(shape) and (begin % strides[dim] or begin + strides[dim] > end):
             dim += 1
         sizes = [1] * dim + list(shape[dim:])
@@ -232,12 +232,12 @@ def tiles(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         return False
     if not all(box.is_within(shape) for box in boxes):
         return False
-    # As many elements as the tensor has, all inside of it: they cover it if no two boxes overlap.
+    # The boxes have as many elements as the tensor, all inside it. They cover it if none overlap.
     filled = sorted((box for box in boxes if box.numel), key=lambda box: box.offsets)
     for index, box in enumerate(filled):
         for other in filled[index + 1 :]:
             if box.offsets and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break  # this one and all that follow begin after the first dim of the box
+                break  # this one and all that follow begin past the box's end in the first dim
             if intersection(box, other) is not None:
                 return False
     return True

@@ -49,7 +49,7 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Add adapters to the weights below them and remove them; names are then the model's own."""
+    """Merge adapters into their base weights and remove them; names are then the model's own."""
     layer_class = optional("peft", "adapters", "lora").tuners.tuners_utils.BaseTunerLayer
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, layer_class)]
     for name, layer in layers:
@@ -68,9 +68,9 @@ def is_adapter(name: str) -> bool:
 
 
 def fill_adapters(shards: Iterable[TensorShard], seed: int) -> list[TensorShard]:
-    """Give adapters their first values, as peft would: they add nothing yet.
+    """Initialize adapters as peft would, so that they add nothing yet.
 
-    Returns the shards that are not theirs.
+    Returns the shards of other parameters.
     """
     others = []
     for shard in shards:

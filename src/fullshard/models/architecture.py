@@ -44,7 +44,7 @@ class Architecture(ABC):
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map [batch, length] tokens to [batch, length, vocabulary] logits.
 
-        `positions`, of the same shape, begin at 0 in each document; documents do not see others.
+        `positions`, of the same shape, begin at 0 in each document; no document sees another.
         """
 
     def next_token_logits(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -72,5 +72,5 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return what a config says of special tokens: one that ends documents also begins them."""
+    """Return the special tokens of a config; the token that ends documents also begins them."""
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end)

@@ -71,7 +71,7 @@ class FolderArchitecture(Architecture):
         fill_adapters(tensor_shards(model), seed)
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        # From positions that begin again, transformers makes a mask.
+        # transformers makes a mask from positions that begin again.
         packed = {} if positions is None else {"position_ids": positions}
         logits: Tensor = model(input_ids=tokens, use_cache=False, **packed).logits
         return logits
@@ -150,7 +150,7 @@ class FolderArchitecture(Architecture):
         )
 
     def _require_whole(self, loaded: LoadedWeights, reference: nn.Module) -> None:
-        """Raise unless the files have every parameter, and no other that is not ignored."""
+        """Raise unless the files have every parameter, and no others except ignored ones."""
         ignored = {name for name, _ in reference.named_buffers()}
         patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or ()
         unexpected = [
@@ -174,7 +174,7 @@ class FolderArchitecture(Architecture):
     def _restore_buffers(self, model: nn.Module, reference: nn.Module) -> None:
         """Recompute buffers that are in no file, such as rotary frequencies.
 
-        A second model computes them, whose parameters stay on the meta device: the code that
+        A second model, whose parameters stay on the meta device, computes them: the code that
         computes buffers may also initialize parameters.
         """
         try:

@@ -134,7 +134,7 @@ class FolderTokenizer(Tokenizer):
             text: str = self._own.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=is_prompt
             )
-        except Exception as error:  # of Jinja, or raised by the template
+        except Exception as error:  # from Jinja, or raised by the template
             text = f"found {first_line(error)}; change the conversation or the template."
             raise ConfigError(f"data: what a chat template accepts is expected, {text}") from error
         return text

@@ -275,7 +275,7 @@ class BuiltinArchitecture(Architecture):
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         mask = None
-        if positions is not None:  # rotary angles count differences: only the mask is needed
+        if positions is not None:  # rotary embeddings are relative: only the mask is needed
             document = positions.eq(0).cumsum(-1)
             mask = document[:, None, :, None].eq(document[:, None, None, :]).tril()
         logits: Tensor = model(tokens, None, mask)

@@ -4,13 +4,13 @@ A unit keeps this rank's shards of a lane in one shard buffer, and their gradien
 that is arranged alike. A **run** is a series of neighbouring shards in such a buffer that the
 optimizer treats alike: a view of the buffer takes their place in `step`.
 
-A hook before every step has it run on a **stand-in**: an object with the attributes of the
-optimizer, but groups and state of runs. A hook after it lets the optimizer have what it left there.
+A hook before every step makes it run on a **stand-in**: an object with the attributes of the
+optimizer, but groups and state of runs. A hook after the step gives its results to the optimizer.
 
 `optimizer.state` has an entry for each parameter. Two kinds of state are understood: **moments**,
 with an element for each element of the parameter, and **counts**, tensors without dims (`step`).
-The moments of a run lie in one tensor, and so do the counts of all parameters; what a parameter has
-in `optimizer.state` are views of these.
+The moments of a run lie in one tensor, and so do the counts of all parameters; the entries of
+`optimizer.state` are views of these.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _ELEMENTWISE = (
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.ASGD, optim.Rprop),
 )
 _INEXACT_ON = {"cpu", "meta"}
-# A plan takes longer than it saves: an optimizer whose every step needs another, because other
-# parameters have gradients, is stepped by unit only on request. The first three need one anyway.
+# A plan takes longer to make than it saves: if every step needs another, because other parameters
+# have gradients, steps are by unit only on request. The first three steps need one anyway.
 _MAX_PLANS = 6
 _NOT_ELEMENTWISE = (optim.LBFGS, optim.SparseAdam, optim.Adafactor, optim.Muon)
 
@@ -70,7 +70,7 @@ def by_unit(optimizer: O, *, elementwise: bool = False, enabled: bool = True) ->
     Returns the same object. Parameters and state get the values that they would get without this,
     and `param_groups` and `state` still have an entry for each parameter: schedulers, scalers,
     hooks, state dicts and checkpoints work as before. Parameters that belong to no unit are stepped
-    as they are. Copies and pickles of the optimizer are without this.
+    as they are. Copies and pickles of the optimizer do not have this setting.
 
     Where results are equal to the last bit, this applies by itself: for the classes of torch, with
     `fused` or `foreach` set in every group, and shards of `fully_shard` on an accelerator.
@@ -125,8 +125,8 @@ def is_exact(kind: type, groups: Iterable[State], shard_devices: Iterator[str]) 
 
     With `fused` or `foreach` set, the same elementwise kernels run over runs as over `DTensor`s;
     with neither, torch steps `DTensor`s one by one, but plain tensors with foreach kernels. On a
-    CPU, kernels may round differently at the end of a tensor. `shard_devices` has the types of the
-    devices of shards that are `DTensor`s: a step of slices gains nothing.
+    CPU, kernels may round differently at the end of a tensor. `shard_devices` has the device types
+    of shards that are `DTensor`s: stepping slices by unit gains nothing.
     """
     if kind not in _ELEMENTWISE or not _are_kernels_set(groups):
         return False
@@ -154,7 +154,7 @@ def _attach(optimizer: Optimizer, *, is_automatic: bool) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Have a stand-in stepped in place of its optimizer, also in steps that its step calls."""
+    """Step a stand-in in place of its optimizer, also in steps that the optimizer's step calls."""
     if torch.compiler.is_compiling() or args[0] is not optimizer or isinstance(optimizer, _StandIn):
         return None
     kind: Any = type(optimizer)
@@ -185,7 +185,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _StandIn:
-    """An optimizer in its step: it shares the optimizer's attributes, but has groups of runs."""
+    """An optimizer during its step: shares the optimizer's attributes, but has groups of runs."""
 
     __slots__ = ("_fullshard_steps",)
     _fullshard_steps: _Steps
@@ -193,7 +193,7 @@ class _StandIn:
     state = property(lambda self: self._fullshard_steps.given(vars(self))[1])
 
     def __del__(self) -> None:
-        """Not that of the optimizer's class: the optimizer lives on."""
+        """Replaces that of the optimizer's class: the optimizer lives on."""
 
 
 @functools.cache
@@ -240,7 +240,7 @@ class _Steps:
         return self._given
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Let the optimizer have the options and the state that a step left."""
+        """Give the optimizer the options and the state that a step left."""
         groups, states = optimizer.param_groups, optimizer.state
         given, _ = self._given or (groups, states)
         self._given, self._closure = (groups, states), None
@@ -269,7 +269,7 @@ class _Shard(NamedTuple):
         if isinstance(param, DTensor):
             is_inside = is_inside and local is sharded.local
         elif local.ndim == 0 or isinstance(param, FlatParameter):
-            # All state of a slice without dims has none: moments would be taken for counts.
+            # All state of a 0-dim slice is 0-dim: moments would be taken for counts.
             return None
         return cls(param, local, start) if is_inside else None
 
@@ -323,8 +323,8 @@ def _own_view(base: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Ten
 def _find_lanes(params: Collection[torch.Tensor]) -> Iterator[tuple[Any, list[_Shard | None]]]:
     """The shard buffers of the units that have some of these parameters, with all their shards.
 
-    None stands for a shard that is not one of these parameters, or that of a flat parameter, which
-    is a whole buffer. Plain parameters and those with an all-gather extension lie in none.
+    None stands for a shard that is not one of these parameters, or for that of a flat parameter,
+    which is a whole buffer. Plain parameters and those with an all-gather extension are in none.
     """
     units = dict.fromkeys(
         unit
@@ -393,7 +393,7 @@ class _Run:
         if not self._filled or not self._grad_types.issuperset(map(type, grads)):
             return None
         if self._specs:
-            # The engine gives a gradient the very spec of its parameter.
+            # The engine gives a gradient the same spec object as its parameter.
             if not all(map(is_, map(spec_of, grads), self._specs)):
                 return None
             grads = list(map(local_tensor, grads))
@@ -422,7 +422,7 @@ class _Run:
         return joined
 
     def give_state(self, before: _Run | None) -> None:
-        """Make `given` from the states, which are alike. Moments that lie in one tensor stay."""
+        """Make `given` from the states, which are alike. Moments already in one tensor stay."""
         self.given = dict(self.states[0])
         for name, value in self.given.items():
             if not isinstance(value, torch.Tensor) or _is_count(value):
@@ -435,7 +435,7 @@ class _Run:
             self.given[name] = self.moments[name][0]
 
     def _share_moment(self, name: str, base: torch.Tensor) -> None:
-        """Let the moments of the parameters be parts of a tensor."""
+        """Make the moments of the parameters views of one tensor."""
         views = []
         for shard, state in zip(self._shards, self.states, strict=True):
             view = _own_view(base, shard.start - self._start, shard.local.shape)
@@ -446,7 +446,7 @@ class _Run:
         self.moments[name] = base, views
 
     def take_state(self, found: State, optimizer: str) -> bool:
-        """Let the parameters have the state of the run; return whether its tensors are the same."""
+        """Give the parameters the state of the run; return whether its tensors are the same."""
         given, self.given = self.given or {}, dict(found)
         is_same = found.keys() == given.keys()
         for name, value in found.items():
@@ -474,8 +474,8 @@ class _Run:
 class _Plan:
     """What an optimizer steps in place of its parameters, as long as nothing changes.
 
-    `given` is what stands in the place of the parameters of each group, and `state` the state for
-    that. A plan that does not last is for one step.
+    `given` replaces the parameters of each group, and `state` is the state for what it has. A plan
+    that does not last is for one step.
     """
 
     def __init__(self, groups: list[State], states: States, before: _Plan | None) -> None:
@@ -508,7 +508,7 @@ class _Plan:
         lanes = list(_find_lanes(groups))
         params = [shard.param for _, shards in lanes for shard in shards if shard is not None]
         self._absent = [param for param in params if param.grad is None]
-        # All counts of a name lie in one tensor. The host waits for the device to read them.
+        # All counts of a name lie in one tensor. Reading them makes the host wait for the device.
         alike: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
         for param in params:
             for name, value in states.get(param, {}).items():
@@ -558,7 +558,7 @@ class _Plan:
             return is_same and all(run.take_grad() for run in self._runs)
 
     def finish(self, groups: list[State], states: States, optimizer: str) -> None:
-        """Let parameters have the state that a step left, and drop what it was given."""
+        """Give parameters the state that a step left, and drop what the step was given."""
         made: States = {}
         is_noted = True
         for run in self._runs:
@@ -581,8 +581,8 @@ class _Plan:
         elif not is_noted:
             self._noted = self._facts(groups, states)
         self._settle()
-        # A hook after every step counts versions for DTensors. Slices are plain tensors, and
-        # their versions do not change with the buffer.
+        # A hook after every step increments the versions of DTensors. Slices are plain tensors,
+        # whose versions do not change with the buffer.
         torch.autograd.graph.increment_version(self._slices)
 
     def _settle(self) -> None:

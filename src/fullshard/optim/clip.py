@@ -1,4 +1,4 @@
-"""The norm of gradients whose parts are on many ranks, and clipping by it."""
+"""The norm of gradients that are sharded over ranks, and clipping by it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fullshard._torch import foreach_mul_, foreach_norm
 from fullshard.comm.collectives import all_reduce_any
 from fullshard.errors import ConfigError
 
-# Keeps a norm of zero from dividing; the value that `torch.nn.utils.clip_grad_norm_` adds.
+# Avoids a division by zero; the value that `torch.nn.utils.clip_grad_norm_` adds to the norm.
 NORM_MARGIN = 1e-6
 
 
@@ -32,10 +32,10 @@ def clip_grads(
 ) -> torch.Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`; return the norm.
 
-    `sharded` has parameters whose gradients are disjoint parts over the ranks of groups, one for
-    each axis of more than one rank; `replicated` has those whose gradients are whole on every rank.
-    A parameter that is given twice counts once. There is one all-reduce per group, on `device`,
-    which ranks without gradients take part in: all ranks of a group must call this.
+    `sharded` has parameters whose gradients are split over the ranks of groups, one for each axis
+    of more than one rank; `replicated` has those whose gradients are whole on every rank. A
+    parameter that is given twice counts once. There is one all-reduce per group, on `device`. Ranks
+    without gradients take part in it: all ranks of a group must call this.
 
     The norm is computed in float32 or more, and returned on `device` in the largest dtype of this
     rank's gradients.
@@ -63,7 +63,7 @@ def clip_grads(
 
     grads = [grad for some in by_groups.values() for grad in some]
     factor = (limit / (norm + NORM_MARGIN)).clamp(max=1.0)
-    # A factor of 1 is multiplied by, too: testing for it would make the host wait for the device.
+    # Multiply even by a factor of 1: testing for it would make the host wait for the device.
     for alike in by_kind(grads):
         foreach_mul_(alike, factor.to(alike[0].device, alike[0].dtype))
     if grads:
@@ -90,7 +90,7 @@ def by_kind(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 def _measure(
     grads: list[torch.Tensor], order: float, device: torch.device, groups: Groups
 ) -> torch.Tensor:
-    """The sum of powers, or the largest magnitude, over groups: what norms are combined by.
+    """The sum of powers, or the largest magnitude, over groups; norms are combined from these.
 
     It is computed in float64, so that the total does not depend on how gradients are sharded.
     """

@@ -1,4 +1,4 @@
-"""What a device can do: peaks as its vendor states them, and which share of them is reached."""
+"""What a device can do: the peaks that its vendor states, and the shares of them it reaches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DeviceProfile:
 
     `link_gbs` connects the devices of a host and `host_gbs` each of them to the host's memory.
     Efficiencies are the shares of the peaks that matmuls, attention and memory reach. `kernel_s` is
-    what a kernel takes beside that. The host needs `launch_s` to issue an operation, also a view.
-    `context_bytes` are what the driver and the libraries take beside what tensors do,
-    `comm_bytes` the buffers of a communicator, and `workspace_bytes` what matmuls allocate.
+    what a kernel takes in addition. The host needs `launch_s` to issue an operation, also a view.
+    `context_bytes` are what the driver and the libraries take in addition to tensors, `comm_bytes`
+    the buffers of a communicator, and `workspace_bytes` what matmuls allocate.
     """
 
     name: str
@@ -54,7 +54,7 @@ class DeviceProfile:
                 )
 
     def tflops(self, itemsize: int) -> float:
-        """The peak for elements of so many bytes."""
+        """The peak for elements of this many bytes."""
         return self.tflops_16 if itemsize <= 2 else self.tflops_32
 
 
@@ -93,7 +93,7 @@ _GPUS = (
     _gpu("RTX 3090", (71, 35.6), (936, 24), 28),
     _gpu("MI300X", (1307, 163), (5300, 192), 64),
 )
-# One of two ranks on a machine of two cores, on which its speeds were fitted (docs/planning.md).
+# One of two ranks on a machine with two cores, where its speeds were fitted (docs/planning.md).
 CPU = DeviceProfile(
     name="CPU",
     tflops_16=0.1,

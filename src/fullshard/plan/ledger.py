@@ -32,7 +32,7 @@ class Kind(Enum):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Memory that was given out: `owner` is the unit that was at work, `start` its address."""
+    """Allocated memory: `owner` is the unit that was running, `start` is its address."""
 
     num_bytes: int
     kind: Kind
@@ -45,7 +45,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that was held at once, by kind, and the activations among it by owner."""
+    """The most memory that was held at once, by kind, and its activations by owner."""
 
     num_bytes: int
     at_s: float
@@ -55,7 +55,7 @@ class Peak:
 
 
 class _Pool:
-    """The addresses of one stream's memory: the free range that fits best is given out."""
+    """The addresses of one stream's memory: the free range that fits best is allocated."""
 
     def __init__(self, base: int) -> None:
         self._end = base
@@ -81,10 +81,10 @@ class _Pool:
 
 
 class Ledger:
-    """Keeps the books of a device's memory, with the caching allocator's rounding.
+    """Tracks a device's memory, with the caching allocator's rounding.
 
-    `changes` has (time, kind, owner, bytes) since `begin_step`; `now` is the time, and what the
-    step does. `held` is by kind and owner. Host memory is counted apart, in `host_bytes`.
+    `changes` has (time, kind, owner, bytes) since `begin_step`; `now` is the time and what the step
+    is doing. `held` is by kind and owner. Host memory is counted separately, in `host_bytes`.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Ledger:
         *,
         is_on_host: bool = False,
     ) -> None:
-        """Enter a storage, or that it was resized."""
+        """Record a storage that is new or was resized."""
         key = storage_key(storage)
         before = self._blocks.pop(key, None)
         if before is not None:
@@ -153,7 +153,7 @@ class Ledger:
         self.changes.append((self.now[0], kind, owner, num_bytes))
 
     def set_kind(self, storage: torch.UntypedStorage, kind: Kind) -> None:
-        """Say what memory is for that was taken for something else when it was made."""
+        """Correct the kind of memory that was recorded as another kind when it was allocated."""
         block = self._blocks.get(storage_key(storage))
         if block is None or block.kind is kind or block.is_on_host:
             return
@@ -182,7 +182,7 @@ class Ledger:
         return Peak(num_bytes, at_s, where, dict(kinds), saved)
 
     def over_time(self) -> Iterator[tuple[float, dict[Kind, int]]]:
-        """What is held by kind at each moment at which it changes; the most, if it does twice."""
+        """Yield what is held, by kind, at each time it changes; the most if it changes twice."""
         held = dict.fromkeys(Kind, 0)
         for (kind, _), size in self._before.items():
             held[kind] += size

@@ -26,7 +26,7 @@ from fullshard.layout import (
     plan_unit,
 )
 
-# AdamW keeps two numbers beside each parameter.
+# AdamW keeps two numbers for each element of a parameter.
 _MOMENTS = 2
 _KEEPS_FULL = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -43,7 +43,7 @@ class ParameterShape:
 
 @dataclass(frozen=True, slots=True)
 class UnitShapes:
-    """The parameters of a unit, where there are no tensors to take shapes from."""
+    """The parameters of a unit, for when there are no tensors to take shapes from."""
 
     name: str
     parameters: tuple[ParameterShape, ...]
@@ -59,7 +59,7 @@ class UnitShapes:
 class Sharding:
     """How units are sharded: over `num_replicas` groups of `num_shards` ranks each.
 
-    `is_flat` is the layout of `FullyShardedDataParallel`. With NO_SHARD every rank keeps
+    `is_flat` selects the layout of `FullyShardedDataParallel`. With NO_SHARD, every rank keeps
     everything, whatever the numbers are.
     """
 
@@ -91,12 +91,12 @@ class Sharding:
     @property
     def keeps_full(self) -> bool:
         """Whether full parameters stay from forward to backward."""
-        # `fully_shard` that shards nothing keeps the parameters that it has cast.
+        # If it shards nothing, `fully_shard` keeps the parameters that it has cast.
         return self.strategy in _KEEPS_FULL or (self.is_whole and not self.is_flat)
 
     @property
     def is_in_host_memory(self) -> bool:
-        """Whether shards are in other memory than the device computes in."""
+        """Whether shards are in host memory while the device computes in its own."""
         return self.is_offloaded and self.device_type != "cpu"
 
     def layout(self, params: Sequence[torch.Tensor]) -> UnitLayout:
@@ -150,7 +150,7 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory, where that is not what the device computes in."""
+        """The host memory needed, if the device does not compute in host memory itself."""
         shards_bytes = self.parameter_shards + self.gradient_shards + self.optimizer_state
         return shards_bytes if self.sharding.is_in_host_memory else 0
 
@@ -240,11 +240,11 @@ class _UnitBytes:
     """What a unit takes.
 
     `full` is its full buffer; there is none where the shard buffers are the full parameters.
-    `gathered` is what the buckets that are copied out are gathered into, and `arriving` all that an
-    all-gather needs before compute waits for it. `gradients` are the full
-    gradients as autograd makes them, `sent` the buckets that are reduced, and `copied` those among
-    them that are not the gradients themselves (rule 4). `received` is what arrives of the largest
-    bucket that is summed in a wider dtype; they come one by one.
+    `gathered` holds the buckets that are copied out after the all-gather, and `arriving` is all
+    that an all-gather needs before compute waits for it. `gradients` are the full gradients as
+    autograd makes them, `sent` are the buckets that are reduced, and `copied` those of them that
+    are not the gradients themselves (rule 4). `received` is what arrives of the largest bucket that
+    is summed in a wider dtype; these buckets come one by one.
     """
 
     full: int
@@ -287,7 +287,7 @@ class _UnitBytes:
                 # CPU ranks of one host read each other's memory instead.
                 if dtypes.sums_on_arrival and sharding.device_type != "cpu":
                     unit.received = max(unit.received, wire_bytes)
-        # If all is copied out, the full buffer is allocated only for that.
+        # If all buckets are copied out, the full buffer is allocated only for the copy.
         buckets = [bucket for lane in layout.lanes for bucket in lane.buckets]
         is_all_copied = all(bucket.kind.is_copied for bucket in buckets)
         unit.arriving = unit.gathered if is_all_copied else unit.full + unit.gathered

@@ -61,10 +61,10 @@ class Job:
 class StepPlan:
     """What a rank will hold, send and wait for in a step; `repr` is a table.
 
-    `memory` is what is held at moments of the step, by kind; `peak` the most of it. Beside that,
-    the driver and libraries take `context_bytes`. The host needs `host_s` to issue the step; the
-    last micro-batch's parts of both times are `micro_batch_s`. `sent_bytes` are what a rank
-    receives in collectives or copies, by name. `host_bytes` is host memory that tensors take.
+    `memory` is what is held at moments of the step, by kind, and `peak` is the most of it. The
+    driver and libraries take `context_bytes` in addition. The host needs `host_s` to issue the
+    step. `micro_batch_s` has the last micro-batch's parts of both times. `sent_bytes` are what a
+    rank receives in collectives or copies, by name. `host_bytes` is host memory that tensors take.
     """
 
     machine: Machine
@@ -83,7 +83,7 @@ class StepPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """What tensors take at most, as `torch.cuda.max_memory_allocated` has it."""
+        """What tensors take at most, as `torch.cuda.max_memory_allocated` reports it."""
         return self.peak.num_bytes
 
     @property
@@ -147,13 +147,13 @@ def plan(
         print(plan(model, [tokens], Machine(profile=profile_named("H100"))))
 
     Args:
-        model: A model on the meta device, of which a copy is sharded, or a function that builds it.
+        model: A model on the meta device, a copy of which is sharded, or a function that builds it.
         batch: The arguments of its forward, on the meta device.
         machine: The ranks to train on.
         shard: Shards the model in a world of these ranks, and returns it.
-        loss: Makes a loss of the model's output.
-        optimizer: Makes the optimizer of the parameters; by default AdamW, fused.
-        accumulate: Micro-batches of a step.
+        loss: Computes the loss from the model's output.
+        optimizer: Makes the optimizer for the parameters; by default fused AdamW.
+        accumulate: Micro-batches per step.
         is_offloaded: Whether `shard` offloads to host memory.
 
     Raises:
@@ -181,12 +181,12 @@ def plan(
 def simulate(
     make: Callable[[], Job], machine: Machine, *, accumulate: int = 1, is_offloaded: bool = False
 ) -> StepPlan:
-    """Run the engine on a simulated rank and return its step, once it repeats itself.
+    """Run the engine on a simulated rank and return its step, once steps repeat themselves.
 
     Args:
         make: Makes the job, in a world of the machine's ranks. Tensors on meta are the device's.
-        machine: What the rank is one of.
-        accumulate: Micro-batches of a step.
+        machine: The machine that the rank belongs to.
+        accumulate: Micro-batches per step.
         is_offloaded: Whether tensors in host memory have to be simulated, too.
     """
     profile = machine.profile
@@ -233,7 +233,7 @@ def simulate(
 
 
 def _step_locals(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Let an elementwise optimizer step the local tensors of DTensors: the same, and much sooner.
+    """Let an elementwise optimizer step local tensors, not DTensors: the same, but much faster.
 
     Returns the local parameters, each with its DTensor.
     """
@@ -250,7 +250,7 @@ def _step_locals(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, t
 def _step(
     simulator: Simulator, job: Job, shards: list[tuple[nn.Parameter, torch.Tensor]], accumulate: int
 ) -> tuple[float, float]:
-    """Return how long the last micro-batch took, and its host to issue it."""
+    """Run a step; return how long the last micro-batch took, and how long the host to issue it."""
     for _ in range(accumulate):
         begun_s = simulator.all_done_s, simulator.host_s
         simulator.phase = "forward"
@@ -280,7 +280,7 @@ def _mark(simulator: Simulator, found: Any, kind: Kind) -> None:
 
 
 def _classify(simulator: Simulator, job: Job) -> None:
-    """Say what lasts from step to step, and have full gradients told from other gradients."""
+    """Mark what lasts from step to step, and have full gradients marked as they are made."""
     for unit in units_below(job.model):
         for buffer in unit.shard_buffers.lanes:
             _mark(simulator, buffer, Kind.PARAMETERS)
@@ -316,7 +316,7 @@ def _world(num_ranks: int) -> Iterator[None]:
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Say of an error in a step that tensors had no values."""
+    """Explain an error in a step: tensors had no values."""
     try:
         yield
     except FullshardError:
@@ -330,7 +330,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Memory in cycles would be freed at any time; and a collection need not visit what is old."""
+    """Disable the collector, which would free cycles at any time, and have it skip old objects."""
     was_enabled, num_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     gc.freeze()

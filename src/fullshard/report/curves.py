@@ -29,7 +29,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Metric:
-    """A metric of a step, and how it is shown. One with a unit is measured, and may be unknown."""
+    """A metric of a step, and how to show it. One with a unit is measured, and may be unknown."""
 
     key: str
     title: str
@@ -144,8 +144,8 @@ def _summary(metric: _Metric, record: RunRecord, is_named: bool) -> str:
 def downsampled(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     """Return the indices of at most `most` values, in order.
 
-    The first and last value are kept and, of every interval in between, the lowest, the highest
-    and one value that is not finite: a spike or gap of a single step stays visible.
+    Keeps the first and last value and, from every interval in between, the lowest, the highest and
+    one value that is not finite, so that a spike or gap of a single step stays visible.
     """
     if len(values) <= most:
         return list(range(len(values)))

@@ -11,7 +11,7 @@ DASH = "\N{EN DASH}"
 # Separates a number from its unit without a line break.
 _NARROW = "\N{NARROW NO-BREAK SPACE}"
 _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti")
-# Controls of Latin-1, surrogates, and the last two of every plane, which are no characters.
+# Controls of Latin-1, surrogates, and the last two code points of every plane (noncharacters).
 _REPLACED = (*range(0x80, 0xA0), *range(0xD800, 0xE000), *range(0xFFFE, 0x110000, 0x10000))
 _SYMBOLS = dict.fromkeys((*_REPLACED, *range(0xFFFF, 0x110000, 0x10000)), 0xFFFD)
 _SYMBOLS |= {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}

@@ -120,7 +120,7 @@ def _all_keys(found: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def _distinct(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Number the runs whose title another one has too."""
+    """Number the runs that have the same title as another one."""
     count = Counter(each.title for each in records)
     return [
         replace(each, title=f"{each.title} ({index})") if count[each.title] > 1 else each

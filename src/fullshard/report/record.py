@@ -25,12 +25,12 @@ class StepMetrics:
 
     `memory_bytes` is the peak memory of any rank so far: allocated device memory, or the resident
     memory of the process on a CPU. `exposed_s` is the longest time that compute waited for
-    communication on any rank; NaN for a step that was replayed as a CUDA graph. `tflops` is what
-    each rank computes in a second for the model, without what is recomputed, and `mfu` its share of
-    what the device can do; NaN where unknown. `eval_loss` is that of a validation after the step,
-    NaN if there was none. A run was started or resumed with the steps that have `is_restart`.
-    `replicas` are those that began the step with `--elastic-replicas`, in the order in which they
-    take parts of its batch; None stands for one that died in it.
+    communication on any rank; NaN for a step that was replayed as a CUDA graph. `tflops` is the
+    TFLOP/s of each rank for the model, without recomputation, and `mfu` its share of the device's
+    peak; NaN if unknown. `eval_loss` is the loss of a validation after the step, NaN if there was
+    none. `is_restart` marks the first step after a checkpoint was loaded. `replicas`, with
+    `--elastic-replicas`, are those that began the step, in the order in which they take parts of
+    its batch; None stands for one that died in it.
     """
 
     step: int
@@ -57,8 +57,8 @@ class RunRecord:
     """Everything that a report shows.
 
     `memory` has the bytes of each kind at the peak of the traced step, on the rank with the most.
-    `predicted` has what a plan said of `step_s`, `peak_bytes` and `memory`, if there was one.
-    `held` is what a planned step holds over time, by kind.
+    `predicted` has the `step_s`, `peak_bytes` and `memory` of a plan, if there was one. `held` is
+    the memory that a planned step holds over time, by kind.
     """
 
     title: str
@@ -114,7 +114,7 @@ def _complete_steps(lines: list[str]) -> Iterator[StepMetrics]:
     for line in lines:
         try:
             found = json.loads(line)
-            # Runs of earlier versions lack what has a default. JSON has no NaN; null stands for it.
+            # Runs of earlier versions lack fields with a default. In JSON, null stands for NaN.
             values: dict[str, Any] = {
                 each.name: found[each.name] if each.default is MISSING else found.get(each.name)
                 for each in fields(StepMetrics)

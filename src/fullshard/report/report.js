@@ -85,7 +85,7 @@
     return px;
   };
 
-  /** The place of the value in an ascending list that is nearest to `wanted`. */
+  /** The index of the value nearest to `wanted` in an ascending list. */
   const nearest = (values, wanted) => {
     let [start, end] = [0, values.length - 1];
     while (end - start > 1) {
@@ -363,7 +363,7 @@
       }
     }
 
-    /** The points nearest to a place, of all lines: their step, text, colour and y. */
+    /** The points nearest to a place among all lines: their step, text, colour and y. */
     near(x_px) {
       const wanted = this.x.inverse(x_px);
       const found = [];
@@ -516,7 +516,7 @@
           svg("rect", { width: 5, height: 5, style: "fill: var(--card)" }),
           svg("rect", { width: 2, height: 5, style: `fill: var(--${key})` }));
       }
-      // Of thousands of bars, those that look alike are one path: drawing stays fast.
+      // Bars that look alike are one path, so that drawing thousands of them stays fast.
       this.bars = this.add("g", { class: "bars" });
       this.paths = {};
       const labels = chosen.places.flatMap((index, place) => this.drawRank(step.ranks[index], place));
@@ -613,7 +613,7 @@
       document.getElementById("rank-legend").replaceChildren(...legend, ...kinds);
     }
 
-    /** What a planned step holds of each kind, one on another. */
+    /** The memory of a planned step by kind, stacked. */
     drawKinds(y) {
       const { at_ms, tops } = step.held;
       const areas = this.clipped({ class: "bars" });

@@ -81,7 +81,7 @@ def step_figure(record: RunRecord) -> StepFigure | None:
 
 
 def kept_ranks(timelines: Sequence[Timeline]) -> list[Timeline]:
-    """Return all ranks or, of very many, the first, the slowest and some in between."""
+    """Return all ranks or, if there are very many, the first, the slowest and some in between."""
     if len(timelines) <= MOST_RANKS:
         return list(timelines)
     slowest = sorted(range(len(timelines)), key=lambda index: -timelines[index].duration_s)
@@ -179,7 +179,7 @@ def _memory(timeline: Timeline, full: ByteScale, allocated: ByteScale) -> dict[s
 
 
 def _held(record: RunRecord, scale: ByteScale) -> dict[str, Any] | None:
-    """Return what a planned step holds of each kind, one on another, at the same times."""
+    """Return the memory of a planned step by kind, stacked, all kinds at the same times."""
     if not record.held:
         return None
     totals = [float(sum(held.values())) for _, held in record.held]

@@ -37,7 +37,7 @@ class Fact:
 
 
 def summary(record: RunRecord) -> list[Fact]:
-    """Return the facts; a dash if nothing was measured. Validation and MFU are left out then."""
+    """Return the facts, with a dash if not measured; validation and MFU are left out then."""
     metrics = record.metrics
     speed = finite_median(tokens_per_s(each) for each in metrics)
     step_s = finite_median(each.step_s for each in metrics)
@@ -95,7 +95,7 @@ def _best_validation(record: RunRecord) -> list[Fact]:
     if not found:
         return []
     loss, step = min(found)
-    perplexity = exp(min(loss, 700))  # beyond, there is no such float
+    perplexity = exp(min(loss, 700))  # beyond this, exp overflows
     note = f"after step {step:,}; perplexity {shown_number(perplexity)}"
     return [Fact("Best validation loss", shown_number(loss), note)]
 

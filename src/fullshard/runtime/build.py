@@ -1,4 +1,4 @@
-"""From modules to units and hooks, and from hooks to a scheduler.
+"""Builds units and hooks from modules, and a scheduler from hooks.
 
 `build_hooks` runs in `fully_shard` and the wrapper; `make_scheduler` before the first forward of
 the root.
@@ -102,7 +102,7 @@ def managed_modules(
 
 
 def join(path: str, name: str) -> str:
-    """The name of what a module has, in the model."""
+    """The path of a module's parameter or child."""
     return f"{path}.{name}" if path else name
 
 
@@ -215,7 +215,7 @@ def _keeps_dtype(policy: MixedPrecisionPolicy, name: str, original: nn.Parameter
 
 
 def reshard_of(unit: Unit, value: Any) -> bool | int | None:
-    """Check `reshard_after_forward`; the groups of a number of ranks are made, on all alike."""
+    """Check `reshard_after_forward`; a number of ranks makes its groups, on all ranks alike."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
@@ -254,7 +254,7 @@ def _keep_state_sharded(hooks: ModuleHooks, module: nn.Module) -> None:
 
     def reshard(*_: Any) -> None:
         # A state dict is often held while the model trains: shards must not move after this.
-        # And whoever writes to its tensors is not seen, so nothing gathered may be kept.
+        # And writes to its tensors are not noticed, so nothing gathered may be kept.
         for unit in hooks.reads:
             unit.reshard_now()
             unit.refresh(plan_training=hooks.scheduler is None)
@@ -275,7 +275,7 @@ def _keep_state_sharded(hooks: ModuleHooks, module: nn.Module) -> None:
 
 
 def _shard_of(param: ShardedParam, value: Any, rank: int) -> Any:
-    """This rank's shard of a full value; anything else is left for torch to judge."""
+    """This rank's shard of a full value; anything else is left for torch to check."""
     if not is_tensor_like(value) or isinstance(value, DTensor):
         return value
     is_plain = param.full_spec is None and param.extension is None
@@ -283,7 +283,7 @@ def _shard_of(param: ShardedParam, value: Any, rank: int) -> Any:
         return value
     part = param.shard_of(torch.detach(value), rank).contiguous()
     if not isinstance(value, torch.Tensor):
-        part = part.clone()  # of a lazy value, which was loaded just now, only the part is kept
+        part = part.clone()  # a lazy value was loaded just now: keep only this part of it
     return as_dtensor(part, with_dtype(param.shard_spec, value.dtype))
 
 
@@ -326,7 +326,7 @@ def make_scheduler(top: ModuleHooks) -> Scheduler:
 
 
 def share(comm_ctx: CommContext, units: Sequence[Unit]) -> None:
-    """Let units use a comm context from now on."""
+    """Make units use a comm context."""
     for unit in units:
         unit.reshard_now()
         unit.comm_ctx = comm_ctx

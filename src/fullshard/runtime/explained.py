@@ -54,7 +54,7 @@ def _is_sharded(module: nn.Module | None, hooks: Any) -> bool:
 
 @cache
 def explain_uncaught(hooks_of: Finder) -> None:
-    """Have the errors that end the program explained, from now on."""
+    """Explain errors that end the program, through `sys.excepthook`."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

@@ -1,6 +1,6 @@
 """What a module's forward and backward trigger, and in which order. The only file that says when.
 
-[Note: hooks and autograd] Autograd runs what is ready in the reverse order of forward, and hands a
+[Note: hooks and autograd] Autograd runs ready nodes in the reverse order of forward, and gives a
 parameter its gradient before anything else: when the inputs of a call have their gradients, so have
 its parameters. So most units need no hooks on parameters: a call gives its module views of the
 inputs, whose hooks tell when their gradients arrive. A unit counts the gradients of its parameters
@@ -55,7 +55,7 @@ from fullshard.unit.settings import UnitSettings
 from fullshard.unit.unit import UNSHARDED, Unit
 
 _ATTRIBUTE = "_fullshard_hooks"
-# Of an error: the unit that it comes from, and the memory of full parameters that it has freed.
+# Attributes of an error: the unit it comes from, and the memory of full parameters that it freed.
 _FAILED_UNIT = "_fullshard_unit"
 FULL_BYTES = "_fullshard_full_bytes"
 # A weak dictionary, because a module that is not sharded itself, but whose parameters are, must not
@@ -66,9 +66,9 @@ _managers = weakref.WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class ShardRequest:
-    """What one `fully_shard` call or one wrapper asks for, checked.
+    """The checked arguments of one `fully_shard` call or one wrapper.
 
-    `owner` is the module that a wrapper's flat parameters are registered at.
+    `owner` is the module that a wrapper's flat parameters are registered on.
     """
 
     modules: tuple[nn.Module, ...]
@@ -92,9 +92,9 @@ class ModuleCall:
     """One run of one module: what autograd's hooks point to.
 
     Autograd keeps it alive through the hooks; it holds no tensors. `forward` is the forward that it
-    is part of (`Scheduler.finished`), `previous` what finished before it: what backward reaches
-    next. It is active in backward (`ModuleHooks.active`) from the first gradient at its outputs
-    until all of its inputs that take a gradient have it. `is_uneven` says that it ran by agreement.
+    is part of (`Scheduler.finished`), `previous` the hooks that finished before it, which backward
+    reaches next. It is active in backward (`ModuleHooks.active`) from the first gradient at its
+    outputs until all inputs that take a gradient have it. `is_uneven` says it ran by agreement.
     """
 
     hooks: ModuleHooks
@@ -113,10 +113,10 @@ class ModuleCall:
         device: torch.device | None,
         dtype: torch.dtype | None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, moved and cast, with views in place of inputs that take a gradient.
+        """Move and cast the arguments, and replace inputs that take a gradient by views.
 
         A view's gradient is complete when this call is done with it. The input's own would wait
-        for everyone who was given the same tensor, and hooks would pile up on a leaf.
+        for all other users of the same tensor, and hooks would pile up on a leaf.
         """
         views: dict[torch.Tensor, torch.Tensor] = {}
         is_followed = torch.is_grad_enabled()
@@ -136,16 +136,16 @@ class ModuleCall:
             return view
 
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
-            args = (taken(args[0]),)  # most modules are: not worth a walk (rule 7)
+            args = (taken(args[0]),)  # the common case: not worth a walk (rule 7)
         else:
             args, kwargs = map_tensors(taken, args), map_tensors(taken, kwargs)
         self.num_inputs = len(views)
-        # Autograd numbers its nodes as it makes them: from here on they are this call's.
+        # Autograd numbers its nodes as it makes them: nodes from here on belong to this call.
         self._first_node = sequence_nr()
         return args, kwargs
 
     def hook_outputs(self, output: Any) -> bool:
-        """Hook the outputs; whether a gradient can reach this call at all."""
+        """Hook the outputs; return whether a gradient can reach this call at all."""
         num_hooked = 0
 
         def hooked(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ class ModuleCall:
         return num_hooked > 0
 
     def _own_node(self, output: torch.Tensor) -> Any:
-        """The node that a gradient meets first in this call; None if it only passes through."""
+        """The first node of this call that a gradient reaches; None if it only passes through."""
         # An in-place operation on a view replaces the view's node, but not its base's.
         for tensor in (view_base(output), output):
             node = None if tensor is None else tensor.grad_fn
@@ -191,9 +191,9 @@ class ModuleHooks:
     calls in backward, `_open` those in forward, `_awaited` those of a list of modules that backward
     has not reached yet (weakly: a graph that is dropped takes its calls with it), `_ran` the
     modules that ran in the current forward. `handles` are those of the forward hooks, in pairs.
-    `readers` says of large units who reads them (rule 15), `_num_lookups` how many nodes had
-    done so when the first module inside began, in the forward that tells. `is_scope` says that the
-    units inside are uneven: their hooks have as `within` what these have as `scope`.
+    `readers` says what reads each large unit (rule 15). `_num_lookups` is how many nodes had read
+    it when the first module inside began, in the forward that determines `readers`. `is_scope` says
+    that the units inside are uneven; `within` of their hooks is the `scope` of these.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class ModuleHooks:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether ranks agree on which gradients to reduce: some may have none."""
+        """Whether ranks agree on which gradients to reduce, since some may have none."""
         return self.scope is not None or self.within is not None
 
     @property
@@ -271,7 +271,7 @@ class ModuleHooks:
     # Forward
 
     def guarded(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run one of our modules; whatever it raises, nothing of it stays open."""
+        """Run one of our modules; whatever it raises, none of its calls stays open."""
         num_open = len(self._open)
         opens_forward = self.scheduler is None or self.scheduler.owner is None
         try:
@@ -316,11 +316,11 @@ class ModuleHooks:
         args, kwargs = call.take_inputs(args, kwargs, device, dtype)
         if self.scope is not None:
             args, kwargs = self.scope.enter(call.input_arrived, (args, kwargs))
-            call.num_inputs += torch.is_grad_enabled()  # the end of all that is inside
+            call.num_inputs += torch.is_grad_enabled()  # the hook for the end of all inside
         scheduler.unshard(self)
         for unit in self.reads:
             unit.wait()
-        if not is_recomputing and not call.is_uneven:  # no collective of this rank's own choice
+        if not is_recomputing and not call.is_uneven:  # uneven calls gather only by agreement
             scheduler.prefetch_forward(self)
         if torch.is_grad_enabled():
             for unit in self.units:
@@ -370,7 +370,7 @@ class ModuleHooks:
         return output
 
     def release_embeddings(self, inputs: Any) -> None:
-        """The first module inside begins: release weights that nothing looks up from here on."""
+        """Release weights that nothing looks up any more, as the first module inside begins."""
         for unit in () if self.is_agreed else self.units:
             readers = self.readers.get(unit)
             if readers is None and unit.is_large:
@@ -383,10 +383,10 @@ class ModuleHooks:
                 unit.release()
 
     def _read_again(self, unit: Unit) -> None:
-        """A parameter that was released is read, by somebody whom the graph did not show."""
+        """Gather a released parameter again for a reader that the graph did not show."""
         if not unit.is_unsharded:
             self.readers[unit] = Readers.HIDDEN
-            unit.comm_ctx.all_gathers_follow_compute()  # which may have written new shards
+            unit.comm_ctx.all_gathers_follow_compute()  # compute may have written new shards
             self.ensure_scheduler().unshard(self, [unit])
             unit.wait()
 
@@ -394,7 +394,7 @@ class ModuleHooks:
         """Whether a unit is resharded after forward, or to how many ranks."""
         after = unit.settings.reshard_after_forward
         if after is None:
-            # Without gradients no backward will want the root, and users want their shards.
+            # Without gradients, no backward will need the root, and users want their shards.
             after = not self.is_root or not torch.is_grad_enabled()
         return after
 
@@ -413,8 +413,8 @@ class ModuleHooks:
     def end_forward(self) -> None:
         """Reshard what the forward of the root left open.
 
-        That is a list of modules of which only some ran, a module that raised and was caught, an
-        all-gather that nobody used, and what was lent to other modules.
+        That is a list of modules of which only some ran, a module whose error was caught, an
+        all-gather that nothing used, and units that were lent to other modules.
         """
         self._ran.clear()
         self._reshard_after_forward()
@@ -448,7 +448,7 @@ class ModuleHooks:
     def release_unread(self) -> None:
         """Release large units that are unsharded and that the backward to come does not read.
 
-        Those that are sharded already are gathered: references are seen by this rank alone, and
+        Those that are sharded already are gathered: a rank sees only its own references, and
         whether there is a collective must not depend on them.
         """
         for unit, readers in () if self.is_agreed else self.readers.items():
@@ -462,8 +462,8 @@ class ModuleHooks:
         self._leave([call])
         if self.scope is not None and not self.active:
             self.ensure_scheduler().settle_scope(self)
-        # Of a list of modules, others that ran in the same forward may be still to come: gathering
-        # and reducing once for all of them is what makes them one unit.
+        # In a list of modules, others that ran in the same forward may be still to come: the list
+        # is one unit, gathered and reduced once for all of them.
         is_list = len(self.modules) > 1
         is_awaited = is_list and any(c.forward is call.forward for c in self._awaited)
         if not self.active and not is_awaited:
@@ -471,11 +471,11 @@ class ModuleHooks:
 
     @untraced
     def _grads_ready(self, unit: Unit) -> None:
-        """All gradients of a unit are there."""
+        """All gradients of a unit have arrived."""
         scheduler = self.ensure_scheduler()
         scheduler.enter_backward()
-        # With no input to wait for, nothing is left to be computed once the gradients are there;
-        # but inputs may be out of sight, and then a frozen weight is still read for theirs.
+        # With no input to wait for, nothing is left to compute once the gradients are there. But
+        # some inputs may be hidden, and computing their gradients still reads a frozen weight.
         waits = unit.has_frozen or any(call.num_inputs for call in self.active)
         waits = waits or self.scope is not None  # units inside may still have work
         if len(self.units) == 1 and not waits:
@@ -486,7 +486,7 @@ class ModuleHooks:
         is_seen = self.readers.get(unit, Readers.HIDDEN) is not Readers.HIDDEN
         is_done = is_seen and not self._open and not unit.is_saved
         if is_done and unit.settings.reshard_after_backward:
-            unit.reshard()  # whoever read it has done so
+            unit.reshard()  # all its readers are done
             unit.comm_ctx.free_now(unit)  # before its gradient is cast
         scheduler.reduce_scatter(unit, self)
 
@@ -502,7 +502,7 @@ class ModuleHooks:
         scheduler = self.ensure_scheduler()
         for unit in self.units:
             # Reshard first, so that the full buffer is free before the bucket is allocated. A
-            # backward inside forward (a gradient penalty) leaves what still computes.
+            # backward inside forward (a gradient penalty) leaves units alone that still compute.
             if unit.settings.reshard_after_backward and not self._open:
                 unit.reshard()
                 if all(call.previous is None for call in calls):
@@ -511,7 +511,7 @@ class ModuleHooks:
                 scheduler.reduce_scatter(unit, self)
         if self.request.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             for call in calls:
-                if call.previous not in self.inner:  # whose backward is over
+                if call.previous not in self.inner:  # the backward of these is over
                     scheduler.prefetch_backward(call)
 
     def end_backward(self) -> None:
@@ -594,7 +594,7 @@ class UnshardHandle:
 
 
 class GradientReductionHandle:
-    """Gradients under way, from `finalize_backward(async_op=True)`."""
+    """A gradient reduction under way, from `finalize_backward(async_op=True)`."""
 
     def __init__(self, scheduler: Scheduler | None = None) -> None:
         self._scheduler = scheduler
@@ -638,10 +638,10 @@ class Scheduler:
     runs (`owner`) and ends with it; `started` and `finished` have the modules of the one under way
     or of the last one, in order. A backward may run inside a forward (a gradient penalty).
     With `finalizes_manually` a backward stays open (`_is_unfinalized`) until `finalize_backward`,
-    and `reduction` is the handle of one that nobody has waited for.
-    `_orders` has the order of the last forward of each owner, `_order` what is expected of the
-    current one: nothing once it is left. `_unchecked` has the phases that ranks still compare.
-    `_scopes` are the modules inside of which units are uneven, `_thread` is that of the last
+    and `reduction` is the handle of a reduction that has not been waited for.
+    `_orders` has the order of the last forward of each owner, `_order` the expected order of the
+    current one: empty once it is left. `_unchecked` has the phases that ranks still compare.
+    `_scopes` are the modules inside of which units are uneven, `_thread` is the thread of the last
     forward.
     """
 
@@ -684,7 +684,7 @@ class Scheduler:
         return "idle" if self.owner is None else "forward"
 
     def follow_scopes(self) -> None:
-        """Let units be uneven that are inside of modules which are set so, the outermost ones."""
+        """Make the units inside the outermost modules that are set uneven run by agreement."""
         self._scopes.clear()
         self._orders.clear()
         for member in self.members:
@@ -729,7 +729,7 @@ class Scheduler:
         self.started, self.finished = [], []
         self._order = self._orders.get(owner, [])
         self.comm_ctx.all_gathers_follow_compute(self.post_optim_event)
-        # Compute gets the memory of gradients back, which an optimizer elsewhere may still read.
+        # Compute reuses the memory of gradients, which an optimizer elsewhere may still read.
         self.comm_ctx.device.wait(self.post_optim_event)
         self.post_optim_event = None
         for member in self.members:
@@ -747,7 +747,7 @@ class Scheduler:
             self._leave_order(expected, f"{member.name}: gather in forward")
 
     def _leave_order(self, expected: ModuleHooks | None, found: str) -> None:
-        """Another order than last time: predict no more, and check that all ranks agree."""
+        """On another order than last time: stop predicting, and check that all ranks agree."""
         was_expected, self._order = bool(self._order), []
         if not was_expected or self._agreement is None or "forward" in self._unchecked:
             return
@@ -768,7 +768,7 @@ class Scheduler:
 
     @property
     def expects_no_all_gather(self) -> bool:
-        """Whether this forward, as far as the last one tells, starts no further module."""
+        """Whether this forward starts no further module, judging by the last one."""
         return bool(self._order) and len(self.started) == len(self._order)
 
     def unshard_for_backward(self, member: ModuleHooks) -> None:
@@ -839,7 +839,7 @@ class Scheduler:
                 self.unshard_for_backward(other)
 
     def settle_scope(self, member: ModuleHooks) -> None:
-        """Reduce what uneven units have, once no rank needs one of them any more."""
+        """Reduce the gradients of uneven units, once no rank needs any of these units."""
         scope = member.scope
         assert scope is not None
         if scope.is_open:
@@ -851,7 +851,7 @@ class Scheduler:
     def reduce_scatter(self, unit: Unit, member: ModuleHooks) -> None:
         if unit.settings.requires_gradient_sync:
             if member.is_agreed:
-                return  # when the scope ends
+                return  # they are reduced when the scope ends
             if self._unchecked:
                 self._agree("reduce", member)
         self._reduce_scatter(unit)
@@ -898,7 +898,7 @@ class Scheduler:
         self.finalizes_manually = enabled
 
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None:
-        """Reduce and reshard what backwards have left open, as units are set now."""
+        """Reduce and reshard what backwards have left open, by the current settings of units."""
         self._require_waited("finalize_backward")
         if self.is_in_backward or not self.finalizes_manually:
             found = "it inside of one" if self.is_in_backward else "automatic finalization"
@@ -924,7 +924,7 @@ class Scheduler:
     # Captures
 
     def begin_capture(self) -> None:
-        """Make anew, as part of a CUDA graph, all that outlives a step but the shards."""
+        """Recreate, as part of a CUDA graph, all that outlives a step except the shards."""
         if self.is_in_backward or self.owner is not None:
             self.abort()
         for unit in self.units:
@@ -932,7 +932,7 @@ class Scheduler:
         self.comm_ctx.begin_capture()
 
     def end_capture(self, *, has_failed: bool) -> None:
-        """Leave nothing of a capture to eager steps."""
+        """Leave nothing of a capture behind for eager steps."""
         self.comm_ctx.end_capture()
         if has_failed:
             self.abort()
@@ -948,9 +948,9 @@ class Scheduler:
     # Failure
 
     def abort(self) -> None:
-        """Everything sharded, nothing in flight, no gradient of the failed step.
+        """Leave everything sharded, nothing in flight, and no gradient of the failed step.
 
-        Never raises (rule 11): whatever failed, also a collective, every unit is reset.
+        Never raises (rule 11): every unit is reset, whatever failed, even a collective.
         """
         self.owner = None
         self.is_in_backward = False
@@ -964,14 +964,14 @@ class Scheduler:
             unit.abort()
 
     def end_failed_backward(self) -> None:
-        """Abort a backward that raised; it runs no more if the thread of its forward goes on."""
+        """Abort a backward that raised: it has ended if the thread of its forward goes on."""
         is_left = self.is_in_backward and self.owner is None and self.reduction is None
         if is_left and self._thread == threading.get_ident() and not in_backward():
             watcher.note_failure("it left a backward before its end")
             self.abort()
 
     def give_up_step(self) -> None:
-        """Abort a step that some ranks have not done, and count anew: places are compared."""
+        """Abort a step that some ranks have not done, and reset the counts that places compare."""
         self.abort()
         self._num_forwards = self.comm_ctx.num_collectives = 0
 
@@ -1009,13 +1009,13 @@ class Scheduler:
 
 
 def hooks_of(module: nn.Module) -> ModuleHooks | None:
-    """The hooks of a module that was given to `fully_shard` or a wrapper, if it was."""
+    """The hooks of a module; None if it was not given to `fully_shard` or a wrapper."""
     found = module.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, ModuleHooks) else None
 
 
 def require_hooks(module: Any) -> ModuleHooks:
-    """The hooks of a module that must have some."""
+    """The hooks of a module; raises if it has none."""
     hooks = hooks_of(module)
     if hooks is None:
         raise LifecycleError(
@@ -1049,7 +1049,7 @@ def hooks_managing(module: nn.Module) -> ModuleHooks | None:
 
 
 class ShardedModule:
-    """What modules that `fully_shard` was called on and wrappers have in common."""
+    """The methods that modules sharded by `fully_shard` and wrappers have in common."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; if it raises, reset the scheduler."""
@@ -1060,7 +1060,7 @@ class ShardedModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_below(cast(nn.Module, self)):
             unit.grads.drop_kept(unit.params)
-            for param in (each.param for each in unit.params):  # maybe not what modules have now
+            for param in (each.param for each in unit.params):  # modules may have others now
                 if set_to_none:
                     param.grad = None
                 elif param.grad is not None:
@@ -1090,7 +1090,7 @@ class ShardedModule:
         hooks = require_hooks(self)
         for unit in hooks.reads:
             unit.reshard_now()
-        # A user's own `grad_dtype` is that of the gradients also after a conversion.
+        # Gradients keep a user's own `grad_dtype` after a conversion.
         own = {}
         for param in (param for unit in hooks.units for param in unit.params):
             if has_own_grad_dtype(param.shard):

@@ -1,4 +1,4 @@
-"""What modules and parameters are called by the people who made the model."""
+"""The names of modules and parameters as the model's author knows them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PREFIXES = (f"{WRAPPED}.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def clean_name(name: str) -> str:
-    """A parameter's or a module's name without what wrappers add to it."""
+    """The name of a parameter or module without the parts that wrappers add."""
     for prefix in _PREFIXES:
         name = name.replace(prefix, "")
     for prefix in _PREFIXES:

@@ -1,10 +1,10 @@
-"""Who reads a full parameter, as the graph of a forward tells (rule 15).
+"""What reads a full parameter, according to the graph of a forward (rule 15).
 
 The backward of an embedding needs its indices and not its weight: a weight that nothing else uses
-need not be there in backward, nor in forward once the embedding has run. What autograd has saved is
-seen by its references (`Unit.is_saved`). A frozen weight is in no graph, and an embedding's is
-supposed to be looked up alone. Whoever reads what was released after all, as a recomputation does,
-has it gathered again.
+is not needed in backward, nor in forward once the embedding has run. References tell what autograd
+has saved (`Unit.is_saved`). A frozen weight is in no graph, and that of an embedding is assumed to
+be used for lookups only. If something reads a released parameter after all, as a recomputation
+does, it is gathered again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HIDES_READERS = "CheckpointFunctionBackward"
 
 
 class Readers(Enum):
-    """Who reads the parameter of a large unit in backward."""
+    """What reads the parameter of a large unit in backward."""
 
     NONE = "nobody"
     NONE_AFTER_LOOKUP = "nobody, nor forward after the first module inside has begun"
@@ -36,9 +36,9 @@ class Readers(Enum):
 
 
 def readers_of(unit: Unit, output: Any, num_lookups: int) -> Readers:
-    """Who reads a large unit in the backward of a module's output.
+    """What reads a large unit in the backward of a module's output.
 
-    `num_lookups` nodes had read it in forward when the first module inside began.
+    `num_lookups` is how many nodes had read it in forward when the first module inside began.
     """
     nodes = nodes_reading(unit, output)
     first, *others = unit.params[0].locations
@@ -52,7 +52,7 @@ def readers_of(unit: Unit, output: Any, num_lookups: int) -> Readers:
 
 
 def nodes_reading(unit: Unit, output: Any) -> list[Any]:
-    """The nodes of a graph that read a large unit in forward; none if some are out of sight."""
+    """The nodes of a graph that read a large unit in forward; empty if some may be hidden."""
     full = unit.params[0].full
     nodes: dict[Any, None] = {}
 

@@ -1,9 +1,9 @@
 """Which sharded parameter replaced which original.
 
-A shard cannot be the same object as the parameter that it replaces, and whoever holds the original
-holds something that nothing trains any more. So replacements are remembered while anyone holds the
-original, and those who can be found follow: optimizers before their next step, and modules that
-are sharded later and turn out to share the parameter.
+A shard cannot be the same object as the parameter that it replaces, and nothing trains the original
+any more. So replacements are remembered while there are references to the original, and those that
+can be found are updated: optimizers before their next step, and modules that are sharded later and
+turn out to share the parameter.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def replacement_of(param: torch.Tensor) -> ShardedParam | None:
 
 
 def repoint_living_optimizers() -> None:
-    """Let every optimizer that still holds an original hold its shard.
+    """Make every optimizer that still holds an original hold its shard instead.
 
-    Before its next step would be early enough for the step, but not for `zero_grad`, a gradient
-    scaler's `unscale_`, or the memory of the originals.
+    The hook before its next step would be early enough for the step, but not for `zero_grad`, a
+    gradient scaler's `unscale_`, or the memory of the originals.
     """
     _watch_optimizers()
     for candidate in gc.get_objects() if _originals else ():
@@ -84,7 +84,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Let units see that their shards changed: foreach and fused updates of DTensors do not say."""
+    """Count versions so that units see changed shards: foreach and fused DTensor updates do not."""
     watcher.count_step()
     for group in optimizer.param_groups:
         changed = [param for param in group["params"] if isinstance(param, DTensor)]
@@ -94,8 +94,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def repoint(optimizer: Optimizer, *, with_gradients: bool = False) -> None:
     """Replace originals by their shards in parameter groups and in the state.
 
-    With `with_gradients`, what was put into an original's `.grad` goes to its shard: a step that
-    comes before any forward is about those.
+    With `with_gradients`, the `.grad` of an original goes to its shard: a step that comes before
+    any forward uses these gradients.
     """
     for group in getattr(optimizer, "param_groups", ()):
         params = group["params"]

@@ -1,7 +1,7 @@
 """Tied parameters: which unit owns a parameter that several modules use, and who borrows it.
 
 A tied parameter belongs to the innermost unit around all its places, so that it is gathered once.
-The other hooks borrow it: its unit is unsharded whenever their modules run, also on their own.
+The other hooks borrow it: its unit is unsharded whenever their modules run, even on their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def chains_of(
 
 
 def innermost(chains: Sequence[tuple[_T, ...]]) -> _T:
-    """What all chains have in common that is furthest in."""
+    """The innermost owner that all chains have in common."""
     common = chains[0][0]
     for level in zip(*chains, strict=False):
         if any(owner is not level[0] for owner in level):
@@ -72,7 +72,7 @@ def lending_tops(top: ModuleHooks) -> list[ModuleHooks]:
 
 
 def join_late_ties(hooks_list: Sequence[ModuleHooks]) -> None:
-    """Where a user has tied a parameter to another one since sharding, let the other replace it."""
+    """If a user has tied a parameter to another one since sharding, replace it by the other."""
     for unit in [unit for hooks in hooks_list for unit in hooks.units]:
         for param in unit.params:
             for location in list(param.locations):
@@ -97,7 +97,7 @@ def settle_ties(tops: Sequence[ModuleHooks]) -> None:
     for owner in hooks_list:
         for unit in owner.units:
             for param in list(unit.params):
-                # Modules outside of the tree are not run by it: the tie waits for their root.
+                # The tree does not run modules outside of it: such a tie waits for their root.
                 places = [location.module for location in param.locations]
                 around = [chains[module] for module in places if module in chains]
                 users = dict.fromkeys(chain[-1] for chain in around)
@@ -119,7 +119,7 @@ def settle_ties(tops: Sequence[ModuleHooks]) -> None:
 
 
 def _can_take(unit: Unit, other: Unit) -> bool:
-    """Whether a parameter of another unit could be one of this."""
+    """Whether a unit can take over a parameter of another one."""
     forms = [None if each.flat is None else each.flat.form for each in (unit, other)]
     is_alike = unit.mesh_info is other.mesh_info and forms[0] is forms[1]
     return is_alike and not unit.is_large

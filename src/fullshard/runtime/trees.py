@@ -1,4 +1,4 @@
-"""Tensors inside what a module takes and returns: containers, dataclasses, named tuples."""
+"""Tensors in a module's inputs and outputs: in containers, dataclasses, named tuples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Of exactly these types a value has no tensors inside; most arguments that are not tensors are.
+# Values of exactly these types contain no tensors; most non-tensor arguments are of these types.
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
@@ -22,7 +22,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     if kind in _PLAIN:
         return value
     assign: Callable[[Any, Any, Any], None]
-    # First, since a dataclass that is a mapping too keeps both in step by `setattr`.
+    # Checked first: a dataclass that is also a mapping keeps both in sync through `setattr`.
     if dataclasses.is_dataclass(kind):
         parts = {each.name: getattr(value, each.name, None) for each in dataclasses.fields(kind)}
         is_frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]

@@ -1,19 +1,19 @@
-"""Units that ranks run in different numbers or orders: gathered and reduced by agreement.
+"""Units that ranks run in different numbers or orders; ranks agree on gathers and reductions.
 
 A scope is a module that all ranks run equally often; the units inside may run on some ranks only,
 in any order. In its forward and backward, ranks meet in rounds: each says which unit it needs next,
 if any, and all of them gather the units that any rank needs, in a fixed order. A rank that does not
 need one frees it at once. At the end of the scope a rank takes part in rounds until no rank needs
-anything. Every round brings every other rank further, so nothing can deadlock.
+anything. Every round lets every other rank advance, so nothing can deadlock.
 
-At the end of its backward, ranks compare which units have gradients on any rank, those of the scope
-itself included, and reduce these in a fixed order; who has none takes part with zeros.
+At the end of its backward, ranks find out which units have gradients on any rank, including the
+scope's own, and reduce these in a fixed order; a rank without gradients takes part with zeros.
 
 [Note: both ends of a scope] Ranks must begin and end the backward of a scope alike, whatever they
-have run inside: all that enters passes through one node of autograd (`_Enter`), and all that leaves
-through another (`_Leave`), which depends on the first. So a gradient at any output reaches the
-scope, and then its inputs, also on a rank that ran nothing. Autograd runs what was made last first,
-so all that was made inside has run when `_Enter` does.
+have run inside. So all inputs pass through one autograd node (`_Enter`), and all outputs through
+another (`_Leave`), which depends on the first: a gradient at any output reaches the scope, and then
+its inputs, even on a rank that ran nothing. Autograd runs the nodes that were made last first, so
+all nodes made inside have run when `_Enter` does.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from fullshard.unit.unit import Unit
 
 
 class _Enter(torch.autograd.Function):
-    """Aliases of tensors; those that get no gradient are given zeros, so that all have arrived."""
+    """Aliases of tensors; those without a gradient get zeros, so that all gradients arrive."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Not views: whoever writes to a view that a function returns is refused.
+        # Not views: autograd refuses writes to a view that a function returns.
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -46,7 +46,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Aliases of tensors, which depend on the first one, too."""
+    """Aliases of tensors that also depend on the first one."""
 
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -59,11 +59,11 @@ class _Leave(torch.autograd.Function):
 
 
 class UnevenScope:
-    """The uneven units of one scope, by the module that they belong to, and those of its own.
+    """The uneven units of one scope, grouped by module, and the scope's own units.
 
     `is_open` says that the scope runs, in forward or backward; `is_reduced` that the gradients of
-    the backward under way have been. `entered` are the tensors by which outputs will depend on
-    inputs, of the calls under way: not part of a call, which hooks of the same graph refer to.
+    the backward under way have been reduced. `entered` has, for each call under way, the tensor
+    through which outputs depend on inputs. Calls do not hold it: hooks of the same graph hold them.
     """
 
     def __init__(self, name: str, groups: Sequence[list[Unit]], own: Sequence[Unit]) -> None:
@@ -80,7 +80,7 @@ class UnevenScope:
             )
         self._mesh_info = meshes[0]
         with torch.inference_mode(False), self._units[0].comm_ctx.device.torch_device:
-            # Made once: memory of a stream's pool may still be read by another one (rule 2).
+            # Made once: memory of a stream's pool may still be read by another stream (rule 2).
             self._counts = torch.zeros(len(self._units), dtype=torch.int32)
 
     # Gathers
@@ -91,7 +91,7 @@ class UnevenScope:
             self.is_open = self.round()
 
     def round(self, wanted: list[Unit] | None = None) -> bool:
-        """Gather the units of a module, and what the other ranks ask for; whether any does."""
+        """Gather the wanted units, and those other ranks ask for; return whether any rank asks."""
         watcher.check()
         try:
             asked = self._summed([group is wanted for group in self._groups], self._mesh_info.shard)
@@ -105,7 +105,7 @@ class UnevenScope:
     # Gradients
 
     def units_to_reduce(self) -> list[Unit]:
-        """The units for which any rank has gradients: a collective, if they are to be reduced."""
+        """The units for which any rank has gradients; a collective if any are to be reduced."""
         self.is_reduced = True
         if not any(unit.settings.requires_gradient_sync for unit in self._units):
             return []
@@ -116,7 +116,7 @@ class UnevenScope:
     def _summed(self, flags: Sequence[bool], *axes: Axis) -> list[int]:
         """On how many ranks each flag is set."""
         comm_ctx = self._units[0].comm_ctx
-        # The host waits for it; on the stream that computes, it would wait for all of compute.
+        # The host waits for the result; on the compute stream, it would wait for all of compute.
         with comm_ctx.device.on(comm_ctx.streams.all_gather):
             counts = self._counts[: len(flags)].zero_()
             for index in (index for index, flag in enumerate(flags) if flag):
@@ -130,11 +130,11 @@ class UnevenScope:
     # Both ends, for autograd
 
     def enter(self, hook: Callable[[torch.Tensor], None], given: Any) -> Any:
-        """The inputs of a call, such that `hook` is called once nothing inside is left to do."""
+        """Alias the inputs of a call, so that `hook` runs once nothing inside is left to do."""
         if not torch.is_grad_enabled():
             self.entered.append(None)
             return given
-        # Something that takes a gradient, also if no input does.
+        # A tensor that takes a gradient, even if no input does.
         token = torch.zeros(0, device=self._counts.device, requires_grad=True)
         token.register_hook(hook)
         inputs: dict[torch.Tensor, torch.Tensor] = {}
@@ -145,7 +145,7 @@ class UnevenScope:
         return map_tensors(lambda t: inputs.get(t, t), given)
 
     def leave(self, output: Any) -> Any:
-        """The output of a call: all of it takes a gradient, and passes it on to the inputs."""
+        """Alias the outputs of a call, so that all take a gradient and pass it on to the inputs."""
         entered = self.entered.pop()
         if entered is None:
             return output

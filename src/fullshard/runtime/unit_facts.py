@@ -25,7 +25,7 @@ def unit_facts(model: nn.Module) -> list[UnitFacts]:
 def memory_by_kind(
     model: nn.Module, optimizer: Optimizer | None, moment: object, device: torch.device
 ) -> dict[str, int]:
-    """Bytes at the peak of a timeline, or at an error, or now; the rest of a CPU is the process."""
+    """Bytes at a timeline's peak, at an error, or now; on a CPU, the rest is the process."""
     units = units_below(model)
     params = [param for unit in units for param in unit.params]
     held = {*model.parameters()} - {param.full for param in params}  # full while in use
@@ -40,7 +40,7 @@ def memory_by_kind(
         full_bytes = max(each.full_bytes for each in moment.memory)
         peak = max(moment.memory, key=lambda each: each.allocated_bytes)
         allocated_bytes = peak.allocated_bytes
-        if device.type != "cpu":  # where the peak is that of the process
+        if device.type != "cpu":  # on a CPU, the peak is that of the process
             full_bytes = peak.full_bytes
             reduces = [each for each in moment.spans if each.activity is Activity.REDUCE]
             reduced = {each.unit for each in reduces if each.end_s <= peak.at_s}

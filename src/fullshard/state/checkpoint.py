@@ -1,8 +1,8 @@
 """Saving and loading checkpoints of models that are sharded in any way, or not at all.
 
 Nothing is gathered: each rank writes the boxes of tensors that it holds, and reads those that it
-needs, whoever wrote them. `store.py` says what a checkpoint is on disk, `dcp.py` how its tensors
-are written, and `shards.py` which boxes a rank holds.
+needs, whichever rank wrote them. `store.py` says what a checkpoint is on disk, `dcp.py` how its
+tensors are written, and `shards.py` which boxes a rank holds.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ def save(
     keep: int | None = None,
     pinned: str | None = None,
 ) -> Path:
-    """Write a checkpoint; all ranks call it, and it is there, whole, when it returns.
+    """Write a checkpoint. All ranks call it, and the checkpoint is complete when it returns.
 
     The model may be sharded through either API, in part, or not at all. Nothing is gathered: each
     rank writes what it has, in the format of `torch.distributed.checkpoint`.
 
     Args:
-        path: The folder that the checkpoint becomes. It appears under this name when it is whole.
-        model: Its parameters and persistent buffers.
-        optimizer: Its state, by the names of the parameters.
+        path: The folder of the checkpoint. It appears under this name once it is complete.
+        model: The model whose parameters and persistent buffers are saved.
+        optimizer: The optimizer whose state is saved, by the names of the parameters.
         extra: Anything with a `state_dict` (scheduler, scaler, data loader), or plain data; each
-            rank's own. The state of random generators is always saved.
-        step: Noted in the manifest; `latest` goes by it.
-        only: "trainable" for what is trained alone (adapters), or a function of a name.
+            rank saves its own. The state of random generators is always saved.
+        step: Recorded in the manifest; `latest` orders checkpoints by it.
+        only: "trainable" to save only what is trained (adapters), or a function of a name.
         shards: How many files each rank writes, in parallel.
-        keep: How many checkpoints beside each other to keep; older ones are removed.
-        pinned: The name of one that stays as well, such as the best so far.
+        keep: How many checkpoints in the same folder to keep; older ones are removed.
+        pinned: The name of a checkpoint that is kept as well, such as the best so far.
     """
     ranks = _ranks_after_saves(wait=True)
     writer = _Writer(Path(path), Manifest(step=step), num_threads=shards, keep=keep, pinned=pinned)
@@ -88,7 +88,7 @@ def save_async(
 ) -> Handle:
     """Copy everything to host memory, then write it in the background while training goes on.
 
-    Takes what `save` takes. A further save queues behind this one. An error is raised by the
+    Takes the arguments of `save`. A later save queues behind this one. An error is raised by the
     handle's `wait`, and by the next save, on all ranks.
     """
     ranks = _ranks_after_saves(wait=False)
@@ -102,7 +102,7 @@ def save_async(
 class Handle:
     """A save in the background."""
 
-    # The last one, on all ranks or on none, and what went wrong that no later save has raised yet.
+    # The last handle, on all ranks or on none, and an error that no later save has raised yet.
     _last: ClassVar[Handle | None] = None
     _failure: ClassVar[BaseException | None] = None
 
@@ -124,11 +124,11 @@ class Handle:
             self._error = Handle._failure = error
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> Path:
-        """Wait for the checkpoint to be whole; raise what went wrong."""
+        """Wait until the checkpoint is complete; raise the error if the save failed."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"{self.path}: not written within {timeout_s} s; it goes on.")
@@ -138,9 +138,9 @@ class Handle:
 
 
 def _ranks_after_saves(*, wait: bool) -> RankGroup:
-    """All ranks. Raises, on all of them, what went wrong on any of them in the background.
+    """Return all ranks. Raises on all of them if a background save failed on any of them.
 
-    Without `wait`, saves that still go on are left alone.
+    Without `wait`, saves that are still running are left alone.
     """
     ranks, last = RankGroup.world(), Handle._last
     if last is None:
@@ -150,7 +150,7 @@ def _ranks_after_saves(*, wait: bool) -> RankGroup:
     known = Handle._failure
     failed = [text for text in ranks.all_gather("" if known is None else str(known)) if text]
     if wait or failed:
-        last._thread.join()  # where the failure is not known yet, it is about to be
+        last._thread.join()  # a rank that does not know of the failure yet is about to
         Handle._last, Handle._failure = None, None
     if failed:
         text = f"save_async: the save before this one failed: {failed[0]}"
@@ -160,9 +160,9 @@ def _ranks_after_saves(*, wait: bool) -> RankGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSource:
-    """A tensor to be written, of which `read` gives one box at a time, on any device.
+    """A tensor to be written. `read` returns one box of it at a time, on any device.
 
-    `boxes` are those that this process writes; by default, rows are dealt out to its files evenly.
+    `boxes` are those that this process writes; by default, its files share the rows evenly.
     """
 
     shape: tuple[int, ...]
@@ -185,7 +185,7 @@ class TensorSource:
 def selection(
     only: str | Callable[[str], bool] | None,
 ) -> tuple[Callable[[TensorShard], bool], str]:
-    """Whether a parameter or buffer was chosen, as a function, and what was chosen in words."""
+    """Return a function that tells whether a tensor was chosen, and what was chosen in words."""
     if only is None:
         return lambda _: True, "all"
     if only == "trainable":
@@ -218,10 +218,10 @@ def write_checkpoint(
 ) -> Manifest:
     """Write a checkpoint from this process alone, without a model, one box in memory at a time.
 
-    `tensors` are by key, as in "model.layers.0.weight", and dealt out to `num_files` files.
-    `rank_states` is what each rank of a run had for itself; `described_by` a manifest with the same
-    step, aliases, optimizer and selection. With `checksums`, nothing appears under the name if a
-    tensor has another one.
+    `tensors` are by key, as in "model.layers.0.weight", and are spread over `num_files` files.
+    `rank_states` holds what each rank of a run saved for itself. `described_by` is a manifest with
+    the same step, aliases, optimizer and selection. With `checksums`, nothing appears under the
+    name if the checksum of a tensor differs.
     """
     if type(num_files) is not int or num_files < 1:
         raise ConfigError(f"num_files: a number of at least 1 is expected, found {num_files!r}.")
@@ -249,12 +249,12 @@ class _Writer:
     """A checkpoint that is to be written.
 
     Attributes:
-        draft: Its manifest, without what is known only when everything is written.
-        states: What the files of ranks hold: of this rank, or of all if this process is alone.
+        draft: The manifest, without what is known only after everything is written.
+        states: The content of ranks' files: this rank's, or all if this process is alone.
         sources: Tensors, with the boxes that this rank writes: views of the memory that is trained.
-        file_names: The files that those boxes are dealt out to, `num_threads` at a time.
-        keep, pinned: How many checkpoints beside each other to keep, and one that stays as well.
-        checksums: What tensors must have.
+        file_names: The files that those boxes are spread over, `num_threads` at a time.
+        keep, pinned: How many checkpoints in the folder to keep, and one to keep as well.
+        checksums: The checksums that tensors must have.
     """
 
     path: Path
@@ -294,7 +294,7 @@ class _Writer:
 
         subject = f"save {self.path}"
         aliases, groups, own = ranks.run(subject, added)
-        # Of state that is not sharded, values of ranks that train it count: others may be old.
+        # For state that is not sharded, ranks that train it provide the value: others may be stale.
         everyone = ranks.all_gather(own)
         values = {
             key: value
@@ -325,7 +325,7 @@ class _Writer:
     def _add(self, key: str, shard: TensorShard, tensor: torch.Tensor, ranks: RankGroup) -> None:
         parts = shard.local_parts(tensor) if shard.is_writer else []
         if shard.shape.numel() == 0:
-            # No rank has a part; the first one writes that it exists.
+            # No rank has a part; the first rank records that the tensor exists.
             empty = torch.empty(shard.shape, dtype=tensor.dtype)
             parts = [LocalPart(Box.whole(shard.shape), empty)] if ranks.is_first else []
         self.sources[key] = TensorSource.of_parts(shard.shape, tensor.dtype, parts)
@@ -339,7 +339,7 @@ class _Writer:
     ) -> tuple[list[Any], _Values]:
         """Add state that is sharded; return parameter groups, and state that is not sharded.
 
-        What is no tensor is returned as JSON holds it.
+        Values that are not tensors are returned in the form that JSON holds.
         """
         values: _Values = {}
         groups: list[Any] = []
@@ -360,7 +360,7 @@ class _Writer:
                             self._add(key, shard, _dequantized(value), ranks)
                             continue
                         if isinstance(value, torch.Tensor):
-                            # A DTensor without dims is replicated. An optimizer counts on in place.
+                            # A DTensor without dims is replicated. Copy: optimizers count in place.
                             value = to_local(value).detach().to("cpu", copy=True)
                         else:
                             value = _as_json(f"{shard.name}.{state}", value)
@@ -371,7 +371,7 @@ class _Writer:
         return groups, values
 
     def copy_to_host(self) -> None:
-        """Copy everything, so that nothing changes when training goes on."""
+        """Copy everything, so that training can go on without changing it."""
         is_cuda = False
         for key, source in self.sources.items():
             parts = []
@@ -387,7 +387,7 @@ class _Writer:
             self.states[rank] = copy.deepcopy({**state, "extra": _plain_extra(state["extra"])})
 
     def write(self, ranks: RankGroup) -> None:
-        """Write everything under another name, then the manifest, then give it its name."""
+        """Write everything into a staging folder, then the manifest, then rename the folder."""
         subject = f"save {self.path}"
         boxes = [(b, each) for each in self.sources.values() for b in each.boxes or ()]
         total = sum(ranks.all_gather(sum(b.numel * each.dtype.itemsize for b, each in boxes)))
@@ -407,7 +407,7 @@ class _Writer:
     def _write_files(self, staging: Path) -> dict[str, _Written]:
         boxes = [(key, box) for key, source in self.sources.items() for box in source.boxes or ()]
         if self.num_threads > 1:
-            boxes.sort(key=lambda each: -each[1].numel)  # dealt out to files of about the same size
+            boxes.sort(key=lambda each: -each[1].numel)  # so that files get about the same size
         found = {key: _Written(source.shape, source.dtype) for key, source in self.sources.items()}
 
         def write_file(number: int) -> None:
@@ -423,7 +423,7 @@ class _Writer:
                 for number in numbers if self.num_threads > 1 else ():
                     under_way.append(threads.submit(write_file, number))
             except RuntimeError:
-                pass  # the program ends: this thread is waited for, but gets no others
+                pass  # the program is ending: it waits for this thread, which cannot start others
             for number in numbers[len(under_way) :]:
                 write_file(number)
             for each in under_way:
@@ -433,7 +433,7 @@ class _Writer:
         return found
 
     def _finish(self, staging: Path, everyone: Sequence[Mapping[str, _Written]]) -> None:
-        """Write the index and the manifest, once all ranks have written, and give it its name."""
+        """Write the index and the manifest once all ranks have written, then rename the folder."""
         written: dict[str, _Written] = {}
         for own in everyone:
             for key, each in own.items():
@@ -470,7 +470,7 @@ _Values = dict[tuple[str, str], tuple[Any, bool]]
 
 @dataclass(slots=True)
 class _Written:
-    """A tensor, and its boxes that are on disk, each with its checksum and where it is."""
+    """A tensor and its boxes on disk, each with its checksum and its place."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -486,7 +486,7 @@ class _Written:
         self.boxes.append((box, total, append_entry(file, path, values)))
 
     def stored(self, key: str) -> store.StoredTensor:
-        """What a manifest says of it; all ranks have written their boxes."""
+        """The tensor's entry in the manifest; all ranks have written their boxes."""
         self.boxes.sort(key=lambda each: each[0].offsets)
         boxes = [box for box, _, _ in self.boxes]
         if not tiles(self.shape, boxes):
@@ -506,7 +506,7 @@ class _Written:
 
 
 def _is_like(value: Any, param: torch.Tensor) -> bool:
-    """Whether optimizer state is sharded as its parameter is."""
+    """Whether optimizer state is sharded like its parameter."""
     return (
         isinstance(value, torch.Tensor)
         and value.dim() > 0
@@ -516,12 +516,12 @@ def _is_like(value: Any, param: torch.Tensor) -> bool:
 
 
 def _is_quantized(value: Any) -> bool:
-    """Whether this is state of an optimizer of torchao."""
+    """Whether this is state of a torchao optimizer."""
     return isinstance(value, torch.Tensor) and hasattr(to_local(value), "codes")
 
 
 def _dequantized(value: torch.Tensor) -> torch.Tensor:
-    """State as a checkpoint has it: in float32, for any optimizer and number of ranks."""
+    """State as a checkpoint stores it: in float32, for any optimizer and number of ranks."""
     if not _is_quantized(value):
         return value
     local = to_local(value).dequantize().cpu()
@@ -529,7 +529,7 @@ def _dequantized(value: torch.Tensor) -> torch.Tensor:
 
 
 def _as_json(subject: str, value: Any) -> Any:
-    """A value that JSON can hold and `_from_json` gives back as it was."""
+    """Convert a value to one that JSON can hold and that `_from_json` restores."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -548,7 +548,7 @@ def _as_json(subject: str, value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """What `_as_json` was given."""
+    """Restore the value that `_as_json` was given."""
     match value:
         case list():
             return [_from_json(item) for item in value]
@@ -562,8 +562,8 @@ def _from_json(value: Any) -> Any:
     return value
 
 
-# What a run consists of beside its tensors. Each rank writes its own, as plain data in a file that
-# is read without running anything.
+# The state of a run besides its tensors. Each rank writes its own, as plain data in a file that is
+# read without running any code.
 
 
 def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -625,10 +625,10 @@ _OPTION_KEY = re.compile(r"optim(?:izer)?\.param_groups\.(\d+)\.(\w+)(?:\.(\d+))
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load found: the step, what was saved beside tensors, and what did not fit.
+    """What a load found: the step, what was saved besides tensors, and what did not fit.
 
-    `missing` are names of the model that the checkpoint does not have, `unexpected` names of the
-    checkpoint that the model does not have.
+    `missing` are names of the model that the checkpoint does not have, and `unexpected` are names
+    of the checkpoint that the model does not have.
     """
 
     path: Path
@@ -648,17 +648,17 @@ def load(
     verified: bool = True,
     random_state: bool = True,
 ) -> Loaded:
-    """Load a checkpoint; all ranks call it. Each rank reads the blocks that it has.
+    """Load a checkpoint. All ranks call it, and each rank reads the blocks that its shards need.
 
-    Nothing is written before everything is checked: what is missing, unexpected or of another
-    shape is one error that names it, on all ranks.
+    Everything is checked before anything is written: names that are missing, unexpected or of
+    another shape are listed in one error, on all ranks.
 
     Args:
-        path: The folder of a checkpoint of ours, or of `torch.distributed.checkpoint`.
-        model: Sharded in any way, or not at all; on any number of ranks.
-        optimizer: Takes over state by the names of parameters; groups may be in another order.
-        strict: Whether names that only one side has are an error. What a partial checkpoint left
-            out on purpose never is.
+        path: The folder of a checkpoint that fullshard or `torch.distributed.checkpoint` wrote.
+        model: The model, sharded in any way or not at all, on any number of ranks.
+        optimizer: Receives the saved state by parameter name; groups may be in another order.
+        strict: Whether names that only the model or only the checkpoint has are an error. What a
+            partial checkpoint left out on purpose never is.
         extra: Objects with `load_state_dict` to restore, by the names that they were saved under.
         verified: Whether to compare all content with the manifest's checksums first; ranks share
             the work.
@@ -700,7 +700,7 @@ def load(
     for name, value in objects.items():
         value.load_state_dict(saved[name])
     is_same_world = manifest is not None and manifest.num_ranks == ranks.size
-    # What was imported has no random state.
+    # An imported checkpoint has no random state.
     if random_state and is_same_world and _RANDOM in own:
         restore_random_state(own[_RANDOM])
     step = None if manifest is None else manifest.step
@@ -731,8 +731,8 @@ def _restorable_state(
 class NameMatch:
     """Which stored tensor each parameter and buffer is read from.
 
-    `key_of` says what a name of the model is among the stored `keys`, and `misfit` why a stored
-    tensor does not fit. `sources` and `mismatched` are by canonical names.
+    `key_of` maps a name of the model to its key among the stored `keys`, and `misfit` returns why a
+    stored tensor does not fit. `sources` and `mismatched` are keyed by canonical names.
     """
 
     def __init__(
@@ -790,7 +790,7 @@ def _match_model(
         found, expected = list(stored.shape(key)), list(shard.shape)
         return "" if found == expected else f"{expected} is expected, found {found}"
 
-    # Programs of others nest their state dicts as they like.
+    # Other programs nest their state dicts in various ways.
     names = [name for shard in shards for name in shard.names]
     prefix = max(_MODEL_PREFIXES, key=lambda p: sum(p + name in stored for name in names))
     keys = [k for k in stored.keys if k.startswith(prefix) and not k.startswith(_NOT_MODEL)]
@@ -815,7 +815,7 @@ def _plan_optimizer(
     strict: bool,
     wanted: dict[str, list[LocalPart]],
 ) -> Callable[[], None]:
-    """Want the state of an optimizer in new tensors; returns what gives it to the optimizer."""
+    """Add an optimizer's state to `wanted`, in new tensors; return a function that installs it."""
     manifest = stored.manifest
     prefix = max(_OPTIMIZER_PREFIXES, key=lambda p: sum(k.startswith(p) for k in stored.keys))
     by_name: dict[str, dict[str, str]] = {}
@@ -875,7 +875,7 @@ def _wanted_states(
         for shard in each.shards
         for state, key in next((by_name[n] for n in shard.names if n in by_name), {}).items()
     ]
-    # State with one value per element. Without dims every state looks so; the others tell.
+    # State with one value per element. For parameters without dims, only other parameters tell.
     per_element = {
         state
         for _, shard, state, key in found
@@ -896,10 +896,10 @@ def _wanted_states(
                 f"{key}: {list(shard.shape)} is expected, found {list(shape)}; the optimizer state "
                 "is of another model."
             )
-        if state not in own:  # where a shard of a flat parameter has no such state, it stays zero
+        if state not in own:  # stays zero where a shard of a flat parameter has no such state
             source = match.sources.get(shard.name)
             if source is not None and dtype == stored.dtype(source):
-                dtype = each.param.dtype  # it was in the parameter's dtype: so again
+                dtype = each.param.dtype  # it was saved in the parameter's dtype
             own[state] = torch.zeros_like(each.param, dtype=dtype, requires_grad=False)
         wanted[key] = shard.local_parts(own[state])
     return states

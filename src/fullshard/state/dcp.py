@@ -1,12 +1,12 @@
 """The format of `torch.distributed.checkpoint`: an index, and files of entries of `torch.save`.
 
-What is written here, any program reads with `dcp.load`. Boxes of tensors are written and read one
+Any program can read what is written here with `dcp.load`. Boxes of tensors are written and read one
 at a time: torch's own writer keeps all tensors of a file in memory until it closes the file, and
 its own reader trusts what it reads.
 
-A checkpoint may come from a stranger. The index is a pickle, of which only the classes of the
-format are made. What it claims of an entry is compared with the files before memory is allocated,
-and entries are loaded with `weights_only`.
+A checkpoint may come from an untrusted source. The index is a pickle, and unpickling it allows only
+the classes of the format. Its claims about an entry are compared with the files before memory is
+allocated, and entries are loaded with `weights_only`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OPTIMIZER = "optimizer.state."
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The part of a file that holds a box of a tensor, or an object that is no tensor."""
+    """The part of a file that holds a box of a tensor, or an object that is not a tensor."""
 
     path: Path
     offset: int
@@ -52,7 +52,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What an index says of a tensor; `boxes` are the parts that it was written in."""
+    """What an index says about a tensor; `boxes` are the parts that it was written in."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,7 +69,7 @@ def append_entry(file: BinaryIO, path: Path, values: torch.Tensor) -> Entry:
     offset = file.tell()
     try:
         torch.save(host, file)
-    except RuntimeError as error:  # the writer of archives fails again when it is closed
+    except RuntimeError as error:  # the archive writer fails again when it is closed
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     return Entry(path, offset, file.tell() - offset)
 
@@ -94,13 +94,13 @@ def encode_index(
         planner_data={key: _nesting_of(key) for key in tensors},
         storage_data=places,
         storage_meta=StorageMeta(save_id=checkpoint_id),
-        version="1.0.0",  # as torch notes it
+        version="1.0.0",  # as torch writes it
     )
     return pickle.dumps(index)
 
 
 def _nesting_of(key: str) -> tuple[str, ...]:
-    """Where a key belongs in nested dicts, by which torch's tools unflatten it."""
+    """The path of a key in nested dicts, which torch's tools use to unflatten it."""
     if key.startswith(OPTIMIZER):
         name, _, state = key.removeprefix(OPTIMIZER).rpartition(".")
         return ("optimizer", "state", name, state)
@@ -108,11 +108,11 @@ def _nesting_of(key: str) -> tuple[str, ...]:
 
 
 class TensorReader:
-    """The tensors of a checkpoint on disk, whoever wrote it.
+    """Reads the tensors of a checkpoint on disk, whichever program wrote it.
 
-    Reading holds one box in memory at a time, as it was written, beside the result. `object_keys`
-    is what is no tensor, which torch's own checkpoints have; `nesting` the path in nested dicts
-    that a key was made of, where its writer noted it.
+    Reading holds one box in memory at a time, as it was written, besides the result. `object_keys`
+    are the entries that are not tensors, which torch's own checkpoints have. `nesting` maps a key
+    to the path in nested dicts that it was made from, if its writer recorded it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -174,7 +174,7 @@ class TensorReader:
             _damaged(key, f"every element of {info.shape} once", "gaps or overlaps")
 
     def entry(self, key: str, box: Box) -> Entry:
-        """The part of a file that holds a box, which is large enough for it."""
+        """The part of a file that holds a box, checked to be large enough for it."""
         return self._entry(key, box.offsets, box.numel * self.dtype(key).itemsize)
 
     def _entry(self, key: str, offsets: tuple[int, ...] | None, num_bytes: int) -> Entry:
@@ -228,7 +228,7 @@ class TensorReader:
         return result
 
     def read_into(self, wanted: Mapping[str, Sequence[LocalPart]]) -> None:
-        """Fill parts of tensors; each stored box that meets them is read once, file by file."""
+        """Fill parts of tensors; each stored box that overlaps them is read once, file by file."""
         needed = []
         for key, parts in wanted.items():
             self.require_tiled(key)
@@ -243,7 +243,7 @@ class TensorReader:
                 part.values[slices(both, part.box)].copy_(values[slices(both, stored)])
 
     def read_object(self, key: str) -> Any:
-        """Something that is no tensor, as plain data."""
+        """An entry that is not a tensor, as plain data."""
         if key not in self.object_keys:
             raise UnknownNameError(f"{key}: one of {self.object_keys} is expected.")
         return load_entry(key, self._entry(key, None, 0))
@@ -310,9 +310,9 @@ _ALLOWED = {
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Python's own unpickler in Python: that in C makes a table as long as a pickle asks for."""
+    """The unpickler in pure Python: the one in C makes a table as long as a pickle asks for."""
 
-    # Bytes that are made before they are read: a pickle of an index has none.
+    # BYTEARRAY8 allocates its bytes before it reads them. The pickle of an index has none.
     dispatch: ClassVar = {
         op: load for op, load in pickle._Unpickler.dispatch.items() if op != _BYTEARRAY8
     }
@@ -329,12 +329,12 @@ class _IndexUnpickler(pickle._Unpickler):
 
 
 def load_entry(subject: str, entry: Entry) -> Any:
-    """What `torch.save` wrote into a part of a file, without running anything."""
+    """Load what `torch.save` wrote into a part of a file, without running any code in it."""
     try:
         with _FilePart(entry) as part:
             with zipfile.ZipFile(part) as archive:
                 members = archive.infolist()
-            # An archive says how large its members become; together they must fit where they are.
+            # An archive states the sizes of its members; together they must fit into this part.
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise ValueError("a compressed archive")
             if sum(member.file_size for member in members) > entry.length:
@@ -347,7 +347,7 @@ def load_entry(subject: str, entry: Entry) -> Any:
 
 
 class _FilePart(io.BufferedReader):
-    """Some bytes in the middle of a file, as a file."""
+    """A range of bytes of a file, as a file."""
 
     def __init__(self, entry: Entry) -> None:
         super().__init__(io.FileIO(entry.path))

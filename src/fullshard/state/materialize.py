@@ -1,4 +1,4 @@
-"""Memory and values for a model on meta: parameters that are to be loaded, buffers that are not."""
+"""Memory for what is loaded into a model on meta, and values for buffers that are not loaded."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fullshard.unit.param import shard_device
 
 
 def give_memory(model: nn.Module) -> None:
-    """Give parameters and buffers on meta memory without values; shards, for this rank's part.
+    """Allocate memory for parameters and buffers on meta; for shards, only this rank's part.
 
-    Parameters stay the objects that they are, so ties and optimizers hold.
+    The memory has no values yet. Parameters stay the same objects, so ties and optimizers hold.
     """
     for unit in units_below(model):
         device, _ = shard_device(unit.offload, unit.comm_ctx.device.torch_device)
@@ -42,7 +42,7 @@ def give_memory(model: nn.Module) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device for what no unit manages: where units compute, or where there is memory."""
+    """The device for tensors that no unit manages: where units compute, or where others are."""
     for unit in units_below(model):
         return unit.comm_ctx.device.torch_device
     for tensor in (*model.parameters(), *model.buffers()):
@@ -62,10 +62,10 @@ def _allocate(param: nn.Parameter, device: torch.device) -> None:
 def recreate_buffers(
     model: nn.Module, init_buffers: Callable[[nn.Module], object] | None = None
 ) -> tuple[str, ...]:
-    """Compute buffers on meta that are not persistent, and so are in no file; return their names.
+    """Compute buffers on meta that are not persistent, and so in no file; return their names.
 
-    Raises, and leaves the model as it was, if nothing computes one. Parameters are still on meta,
-    so that what initialises them, too, costs nothing.
+    Raises, and leaves the model as it was, if nothing computes one of them. Parameters are still on
+    meta, so a function that initialises them as well costs nothing.
     """
     modules = dict(model.named_modules())
     lost: dict[str, dict[str, torch.Tensor]] = {}  # by the path of their module
@@ -110,14 +110,14 @@ def recreate_buffers(
 def _compute_of(
     modules: Mapping[str, nn.Module], path: str, init_buffers: Callable[[nn.Module], object] | None
 ) -> Callable[[], object]:
-    """How a module, or one around it, says that its buffers are computed."""
+    """The function of a module, or of one around it, that computes the module's buffers."""
     module = modules[path]
     if init_buffers is not None:
         return partial(init_buffers, module)
     reset: Callable[[], object] | None = getattr(module, "reset_non_persistent_buffers", None)
     if callable(reset):
         return reset
-    # Other ways initialise parameters, too: only if there are none to lose.
+    # The other ways also initialise parameters: use them only if no values would be lost.
     if any(p is not None and not p.is_meta for p in module._parameters.values()):
         return lambda: None
     reset_all: Callable[[], object] | None = getattr(module, "reset_parameters", None)

@@ -2,13 +2,13 @@
 
 Saving: a hook on every wrapper converts the entries that `nn.Module.state_dict` found, which are
 slices. Each wrapper is gathered when its turn comes and freed before the next one, so that only
-one unit at a time is whole beside the result.
+one unit at a time is whole, besides the result.
 
-Loading: the outermost wrapper lets `nn.Module` load everything below it once, with parameters in
-their full shapes and nothing kept of it, which tells what is missing, unexpected or of another
-shape. If all ranks find that it fits, this rank's slices are written. An entry may be a whole
-tensor, a DTensor or a ShardedTensor, whatever the settings are. Buffers and ignored parameters stay
-in the dict, and `nn.Module` loads them as usual; it misses the parameters of wrappers, which is not
+Loading: the outermost wrapper first lets `nn.Module` do a dry run of the load below it, with
+parameters in their full shapes, to find what is missing, unexpected or of another shape. If
+everything fits on all ranks, this rank's slices are written. An entry may be a whole tensor, a
+DTensor or a ShardedTensor, whatever the settings are. Buffers and ignored parameters stay in the
+dict, and `nn.Module` loads them as usual. It finds the parameters of wrappers missing, which is not
 reported.
 """
 
@@ -94,7 +94,7 @@ def _default() -> StateDictSettings:
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """The settings of all wrappers at or below a module, which must have the same."""
+    """The settings of all wrappers at or below a module, which must be the same."""
     found = [own_settings(wrapper) for wrapper in wrappers_of(module)] or [_default()]
     if any(each != found[0] for each in found):
         raise LifecycleError(
@@ -116,7 +116,7 @@ def set_settings(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Change the settings of all wrappers at or below a module; returns the ones before."""
+    """Change the settings of all wrappers at or below a module; return the previous ones."""
     state_dict_type = own_value(StateDictType, state_dict_type)
     if state_dict_type not in _CONFIGS:
         raise LifecycleError(
@@ -149,7 +149,7 @@ def settings_scope(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Change the settings inside a scope; each wrapper gets its own ones back at the end."""
+    """Change the settings inside a scope; each wrapper gets its own back at the end."""
     before = [(wrapper, own_settings(wrapper)) for wrapper in wrappers_of(module)]
     try:
         set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -195,7 +195,7 @@ def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadat
     for lane in [*own, *borrowed_lanes_of(wrapper)]:
         names = {name: shard for shard in lane.shards for name in shard.names}
         values: dict[str, StateValue] = {}
-        if lane.unit.is_summoned:  # with what was written; on other ranks as they are
+        if lane.unit.is_summoned:  # with what was written; other ranks have entries as they are
             for name in (name for name in names if prefix + name in state):
                 found = state[prefix + name]
                 is_whole = found.shape == names[name].shape
@@ -246,18 +246,18 @@ def _local_value(lane: FlatLane, to_cpu: bool) -> StateValue:
 
 
 def _arrange(wrapper: nn.Module, state: Entries, prefix: str) -> None:
-    """Sort the entries of a model, and name its modules, as if it was not wrapped."""
+    """Sort the entries of a model, and name its modules, as if it were not wrapped."""
     names = [name for name, _ in walk(wrapper, [*lanes_of(wrapper), *borrowed_lanes_of(wrapper)])]
     order = {prefix + name: index for index, name in reversed(list(enumerate(names)))}
     places: dict[str, int] = {}
     place = 0
     for key in (key for key in state if key.startswith(prefix)):
-        place = places[key] = order.get(key, place)  # what is unknown stays behind its neighbour
+        place = places[key] = order.get(key, place)  # an unknown entry stays after its neighbour
     for key in sorted(places, key=places.__getitem__):
         state[key] = state.pop(key)
     metadata: dict[str, Any] = getattr(state, "_metadata", {})
     for key in list(metadata):
-        # Versions of modules are found under both names: by wrapped models and by others.
+        # Keep versions of modules under both names: wrapped models look up one, others the other.
         metadata.setdefault(clean_name(key), metadata[key])
 
 
@@ -266,9 +266,9 @@ def _arrange(wrapper: nn.Module, state: Entries, prefix: str) -> None:
 
 @contextmanager
 def strict_loading(wrapper: nn.Module, strict: bool) -> Iterator[None]:
-    """Inside, a load of this wrapper refuses missing and unexpected entries before it writes.
+    """Make a strict load of this wrapper refuse missing and unexpected entries before it writes.
 
-    `nn.Module` does not tell whether a load is strict before it is over.
+    `nn.Module` does not tell whether a load is strict until it is over.
     """
     wrapper.__dict__[_STRICT] = strict
     try:
@@ -287,7 +287,7 @@ def _before_loading(
 
 
 def _insert(state: Entries, prefix: str, name: str) -> None:
-    """Put the name of a module into the keys of its entries, where it is not there yet."""
+    """Insert the name of a module into the keys of its entries that do not have it yet."""
     inner = f"{prefix}{name}."
     for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
         state[inner + key[len(prefix) :]] = state.pop(key)
@@ -346,9 +346,9 @@ def _load_below(wrapper: nn.Module, state: Entries, prefix: str, missing: list[s
 
 
 class _DryRun:
-    """A load below a wrapper of which nothing is kept but what it found.
+    """A load below a wrapper that changes nothing and keeps only what it found.
 
-    `values` has the entry of every parameter, or of all parameters of a lane, that has one.
+    `values` holds the entries that it found, each for one parameter or for a whole lane.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class _DryRun:
                         self.values.setdefault(found, value)
 
     def _load(self, module: nn.Module, path: str) -> None:
-        """What `nn.Module.load_state_dict` does, by assigning entries."""
+        """Do what `nn.Module.load_state_dict` does, by assigning entries."""
         if _COMPILED in module._modules:
             _insert(self._state, path, _COMPILED)
         metadata = self._metadata
@@ -403,7 +403,7 @@ class _DryRun:
 
 @contextmanager
 def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, modules may be given other tensors and attributes, which they lose at the end."""
+    """Undo, at the end of the scope, all changes to the tensors and attributes of modules."""
     kept = [
         (live, dict(live))
         for module in dict.fromkeys(modules)

@@ -54,7 +54,7 @@ State: TypeAlias = dict[str, Any]
 class OptimParam:
     """One parameter as an optimizer holds it, and the tensors of the model that it stands for.
 
-    That is one tensor, or all those of a lane where the optimizer holds a flat parameter.
+    It stands for one tensor, or for all tensors of a lane if the optimizer holds a flat parameter.
     """
 
     param: torch.Tensor
@@ -102,8 +102,8 @@ def saved_options(
 ) -> list[State | None]:
     """For each group of an optimizer, the options that its parameters were saved with.
 
-    `saved` are parameter groups with names as "params". None stands for a group of which no
-    parameter was saved. Parameters of one group must have been saved with the same options.
+    `saved` are parameter groups with names as "params". The options of a group are None if none of
+    its parameters were saved. Parameters of one group must have been saved with the same options.
     """
     group_of = {clean_name(name): i for i, group in enumerate(saved) for name in group["params"]}
     result: list[State | None] = []
@@ -140,13 +140,13 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 class _ModelParams:
-    """All parameters of a wrapped model as its optimizers see them, in one order on all ranks.
+    """All parameters of a wrapped model as its optimizers see them, in the same order on all ranks.
 
     Attributes:
         params: All of them.
-        by_tensor: The same by what the optimizer holds.
-        by_key: The same by their names in `named_parameters`, where flat parameters are listed.
-        by_name: The shards of the original parameters, by any of their names.
+        by_tensor: The same, keyed by the tensor that the optimizer holds.
+        by_key: The same, keyed by the name in `named_parameters`, which lists flat parameters.
+        by_name: The shards of the original parameters, keyed by any of their names.
         shard_groups: The process groups that they are sharded over.
     """
 
@@ -197,8 +197,8 @@ def _param_groups(
 ) -> list[list[nn.Parameter]]:
     """The parameters of an optimizer, group by group.
 
-    They are those that it was built with if that is given, else those of the optimizer; without
-    either it is assumed to have all parameters of the model.
+    They are `optim_input`, which it was built with, if that is given, and otherwise those of
+    `optim`. Without either, the optimizer is assumed to have all parameters of the model.
     """
     if optim_input is None:
         groups = [{"params": model.parameters()}] if optim is None else optim.param_groups
@@ -226,8 +226,8 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """The state of a wrapped model's optimizer, keyed by the names of the original parameters.
 
-    In the form that `set_state_dict_type` asked for. `optim_state_dict` is what to convert, by
-    default what the optimizer has. All ranks of the model call it.
+    It has the form that `set_state_dict_type` asked for. `optim_state_dict` is the state dict to
+    convert, by default that of the optimizer. All ranks of the model call this.
     """
     for wrapper in wrappers_of(model):
         require_kind(wrapper, "optim_state_dict")
@@ -325,8 +325,8 @@ def _agreed_states(
 ) -> dict[OptimParam, State]:
     """What the state of every parameter consists of, the same on all ranks that share it."""
     cut = [(param, param.lane) for param in params.params if param.lane is not None]
-    # State of another size than what this rank has of a parameter has a shape of its own, also
-    # where that happens to be the size of a slice.
+    # State whose size differs from that of this rank's part of a parameter has a shape of its own,
+    # even for parameters where the sizes happen to be equal.
     own_shaped = {
         name
         for param, _ in cut
@@ -355,7 +355,7 @@ def _agreed_states(
         told = [each[name] for each in everyone if name in each]
         for key in dict.fromkeys(key for state in told for key in state):
             found = [state.get(key) for state in told]
-            # An optimizer that sums up the flat parameter that it sees has another number on
+            # An optimizer that sums up the flat parameter that it sees has a different number on
             # every rank: the first rank's is as good as any.
             is_free = lane.is_flat and not isinstance(found[0], _PerElement)
             if not is_free and not all(is_same(value, found[0]) for value in found):
@@ -418,12 +418,12 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """What `optim.load_state_dict` takes on this rank, from a state dict keyed by name.
+    """Convert a state dict keyed by name to what `optim.load_state_dict` takes on this rank.
 
     It may have been saved with any wrapping, strategy, number of ranks or API, in any form.
-    With `rank0_only` in the settings only rank 0 needs to have it. `is_named_optimizer` is for
-    optimizers whose own state dicts are keyed by name. Nothing is changed except with
-    `load_directly`, and then only after all of it was found to fit.
+    With `rank0_only` in the settings, only rank 0 needs to have it. `is_named_optimizer` is for
+    optimizers whose own state dicts are keyed by name. The optimizer is changed only with
+    `load_directly`, and then only after everything was found to fit.
     """
     config = settings_of(model).optim_state_dict_config
     rank0_only = getattr(config, "rank0_only", False)
@@ -440,7 +440,7 @@ def shard_full_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """What an optimizer can load on this rank, from whole tensors that every rank has."""
+    """Convert whole tensors that every rank has to what an optimizer loads on this rank."""
     _warn_deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
     # Every rank has everything and needs no other: it may be called on one rank alone.
     return _Load(model, optim, optim_input, is_alone=True).convert(full_optim_state_dict)
@@ -453,7 +453,7 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """What an optimizer can load on this rank, from whole tensors that rank 0 has."""
+    """Convert whole tensors that rank 0 has to what an optimizer loads on this rank."""
     _warn_deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
     load = _Load(model, optim, optim_input, rank0_only=True, group=group)
     return load.convert(full_optim_state_dict)
@@ -462,7 +462,7 @@ def scatter_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
 ) -> dict[str, Any]:
-    """What an optimizer can load on this rank, from sharded tensors."""
+    """Convert sharded tensors to what an optimizer loads on this rank."""
     _warn_deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return _Load(model, optim).convert(sharded_optim_state_dict)
 
@@ -474,7 +474,7 @@ class _Load:
     Attributes:
         is_named: Whether the result is keyed by name.
         rank0_only: Whether only rank 0 of `group` has values, which it sends tensor by tensor.
-        is_alone: Whether other ranks may not take part.
+        is_alone: Whether this rank loads without the others.
         states: What is loaded, by the canonical names of parameters.
         unmatched: State that belongs to no parameter.
         per_element: The names of state with one value per element of its parameter. Other state has
@@ -510,7 +510,7 @@ class _Load:
             saved_groups = self._match(state_dict)
             self._find_per_element()
             param_groups = self._param_groups(saved_groups, groups)
-            # What other ranks do not fetch may be this rank's alone, such as its own part of a
+            # Values that other ranks do not fetch may differ between ranks, such as the parts of a
             # model that is split in another way.
             shared = [
                 (path, self._described(value))
@@ -528,7 +528,7 @@ class _Load:
                 "optim_state_dict: all ranks must load state of the same parameters, in the same "
                 "shapes and dtypes, found differences; load the same checkpoint on every rank."
             )
-        # In the order of the model, which is the same on all ranks, also what is not held here.
+        # In the order of the model, the same on all ranks, including parameters not held here.
         own = {param: self._state_of(param) for param in self.params.params}
         state: dict[Any, Any] = {}
         keys = {param: key for group in groups for key, param in group.items()}
@@ -557,7 +557,7 @@ class _Load:
             elif not isinstance(state, Mapping):
                 wrong.append(key)
             elif clean_name(key) == shard.name or shard.name not in self.states:
-                # Tied parameters may come under each of their names: the canonical one decides.
+                # Tied parameters may have an entry for each name: that of the canonical one counts.
                 self.states[shard.name] = state
         if wrong or not is_dict:
             found = [*state_dict] if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -593,9 +593,9 @@ class _Load:
     def _param_groups(
         self, saved: Sequence[Mapping[str, Any]] | None, groups: Sequence[Mapping[Key, OptimParam]]
     ) -> list[dict[str, Any]] | None:
-        """The saved groups in the order of the optimizer's, which matches by position.
+        """The saved groups in the order of the optimizer's, which loads groups by position.
 
-        Parameters outside of all wrappers that were not saved are left out, as torch does it.
+        Parameters outside of all wrappers that were not saved are left out, as in torch.
         """
         if saved is None:
             return None
@@ -603,7 +603,7 @@ class _Load:
         held = {name: key for p, key in keys.items() for s in p.shards for name in s.names}
         names = [[clean_name(name) for name in group["params"]] for group in saved]
         known = {name for group in names for name in group}
-        # A frozen parameter has no state: optimizers are built with them or without.
+        # Frozen parameters have no state, and optimizers are built with them or without.
         shards = self.params.by_name
         unknown = [n for n in known - held.keys() if n not in shards or shards[n].is_trainable]
         absent = [
@@ -625,7 +625,7 @@ class _Load:
         result: list[dict[str, Any]] = []
         options = saved_options([list(group.values()) for group in groups], saved)
         for own, params, chosen in zip(self.optim.param_groups, groups, options, strict=True):
-            if chosen is None:  # a group of which nothing was saved
+            if chosen is None:  # nothing of this group was saved
                 chosen = copy.deepcopy({key: own[key] for key in own if key != "params"})
             if "param_names" in own:
                 chosen["param_names"] = list(own["param_names"])
@@ -665,7 +665,7 @@ class _Load:
         states = {shard: self.states.get(shard.name, {}) for shard in param.shards}
         names = dict.fromkeys(key for state in states.values() for key in state)
         own: State = {}
-        for key in sorted(names):  # one order on all ranks, whatever that of the names
+        for key in sorted(names):  # in the same order on all ranks, unlike the names
             entries = [(shard, state[key]) for shard, state in states.items() if key in state]
             own[key] = self._value(param, key, entries)
         return {key: own[key] for key in names}
@@ -676,7 +676,7 @@ class _Load:
         """One state of a parameter; zero where parts of a flat parameter have none."""
         if isinstance(param.param, DTensor) and is_sharded(entries[0][1]):
             return _copied(entries[0][1])
-        # For a parameter without dims only the state of others tells elements from numbers.
+        # For a parameter without dims, only the state of others tells elements from other numbers.
         is_unclear = not self.per_element and key != "step"
         cuts = [
             (shard, value)
@@ -714,7 +714,7 @@ def _has_dims(value: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested state with all its values changed, one by one in one order on all ranks."""
+    """Nested state with `change` applied to each value, in the same order on all ranks."""
     if isinstance(value, Mapping):
         changed = {key: _mapped(value[key], change) for key in sorted(value, key=str)}
         return {key: changed[key] for key in value}
@@ -747,9 +747,9 @@ def rekey_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """An optimizer's state dict with parameters called by name, or by number.
+    """Return an optimizer's state dict with parameters keyed by name, or by number.
 
-    For converting between optimizers of wrapped models, whose state dicts are keyed by name, and
+    This converts between optimizers of wrapped models, whose state dicts are keyed by name, and
     those of a `model` that is not wrapped. The same dict is returned if there is nothing to do.
     """
     _warn_deprecated(None, None, optim_input)

@@ -22,15 +22,15 @@ from fullshard.errors import CheckpointError, FullshardError
 
 _T = TypeVar("_T")
 
-# The groups of a default process group: one that programs wait for, one for what is written in the
-# background. They are kept for as long as the default group lives, to which nothing can be added.
+# Two groups for each default process group: one that programs wait for, one for writes in the
+# background. They are kept as long as the default group lives, to which nothing can be added.
 _groups: WeakKeyDictionary[object, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
 
 
 class OtherRankError(CheckpointError):
-    """Something failed on another rank, which raises what happened to it."""
+    """Something failed on another rank, which raises the original error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,8 @@ class RankGroup:
     def world(cls, *, in_background: bool = False) -> RankGroup:
         """All ranks, over a gloo group of their own, which the first call makes on all of them.
 
-        It has the timeout of the default group.
-        A thread in the background has another group: two threads on one group would read each
-        other's messages.
+        The group has the timeout of the default group. A background thread has another group: two
+        threads on one group would read each other's messages.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
@@ -78,8 +77,8 @@ class RankGroup:
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(own) for _ in range(self.size)]
         work: Any = dist.all_gather(found, own, group=self.group, async_op=True)
-        # A program that waits raises when a rank fails; where it waits in the background is not
-        # where its rank is.
+        # A program that waits raises when a rank fails. A wait in the background does not: it says
+        # nothing about where the rank is.
         (work.wait if self.in_background else partial(watcher.wait_for, work))()
         return found
 
@@ -109,7 +108,7 @@ class RankGroup:
         return [each for each, _ in everyone]  # type: ignore[misc]
 
     def run(self, what: str, step: Callable[[], _T], consequence: str = "") -> _T:
-        """Take a step on every rank; return this rank's result, of which others are not told."""
+        """Take a step on every rank; return this rank's result, which is not sent to others."""
         results: list[_T] = []
         self.gather(what, lambda: results.append(step()), consequence)
         return results[0]

@@ -5,8 +5,8 @@ read and written here and not by the `safetensors` package because that package 
 from one process, keeps what it has read of a file in memory, and is not a dependency of fullshard:
 here each rank writes and reads boxes of tensors, within bounded memory, with torch alone.
 
-A file may come from a stranger: its header is compared with its size before anything else is done,
-and there is nothing in it that could run.
+A file may come from an untrusted source: its header is compared with its size before anything else
+is done, and nothing in it could be executed.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # what the format's own library accepts at most
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
-# What is on its way from one rank to another at a time: all the memory that an export takes.
+# How much one rank sends another at a time, which is all the memory that an export takes.
 _PIECE_BYTES = 8 * 2**20
-# How much of a file is looked at before its memory is given back.
+# How many elements of a file are read before their memory is released.
 _PIECE_NUMEL = 2**20
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
@@ -84,7 +84,7 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.ind
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One tensor of a file as its header has it: offsets count from the end of the header."""
+    """One tensor of a file as its header describes it; offsets count from the header's end."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -92,12 +92,12 @@ class FileEntry:
 
 
 class TensorFile:
-    """One file, mapped into memory: what is not looked at is not read."""
+    """One file, mapped into memory: only what is accessed is read."""
 
     def __init__(self, path: Path) -> None:
         try:
             with path.open("rb") as file:
-                # Private, so that tensors may be made of it; nobody writes to them.
+                # Private, so that tensors may be made of it; nothing writes to them.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self.entries = self._read_header()
         except (ValueError, RecursionError) as error:
@@ -128,7 +128,7 @@ class TensorFile:
         return DTYPES.get(self.entries[name].dtype)
 
     def view(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a tensor, as the file's memory where that is possible."""
+        """A box of a tensor, as a view of the file's memory if possible."""
         entry, dtype = self.entries[name], self.dtype(name)
         assert dtype is not None  # asked before
         if prod(entry.shape) == 0:
@@ -143,7 +143,7 @@ class TensorFile:
         return raw.view(dtype).squeeze(-1)
 
     def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """A box in pieces. The memory that looking at one took is given back before the next."""
+        """A box in pieces. The memory of a piece is released before the next one is read."""
         entry, dtype = self.entries[name], self.dtype(name)
         assert dtype is not None
         for piece in pieces(box, _PIECE_NUMEL):
@@ -205,7 +205,7 @@ def _open_index(path: Path) -> dict[str, TensorFile]:
     for name, file_name in weight_map.items():
         if name not in files[file_name].entries:
             raise _damaged(path, f"no {name!r} in {file_name!r}")
-    # A tensor that the index does not name is there, too: who reads the folder must hear of it.
+    # Include tensors that the index does not name: a reader of the folder must know of them.
     everything = {name: file for file in files.values() for name in file.entries}
     return {**everything, **{name: files[file] for name, file in weight_map.items()}}
 
@@ -253,7 +253,7 @@ class FilePlan:
 
 
 def plan_files(tensors: Mapping[str, TensorSpec], max_bytes: int) -> list[FilePlan]:
-    """Tensors in as many files as are needed, in their order.
+    """Distribute tensors, in their order, over as many files as are needed.
 
     A tensor is never split: one that is larger than `max_bytes` has a file of its own.
     """
@@ -273,8 +273,8 @@ def plan_files(tensors: Mapping[str, TensorSpec], max_bytes: int) -> list[FilePl
 class FileWriter:
     """Writes the boxes of one file in any order.
 
-    What goes wrong is kept for `finish`: the ranks that send boxes must not be left waiting because
-    the disk of the one that writes them is full.
+    Errors are kept for `finish`: the ranks that send boxes must not be left waiting because the
+    disk of the rank that writes them is full.
     """
 
     def __init__(self, folder: Path, plan: FilePlan) -> None:
@@ -307,7 +307,7 @@ class FileWriter:
                 begin = end
 
     def finish(self) -> None:
-        """Make sure that the file is on disk, whole; raise what went wrong."""
+        """Make sure that the whole file is on disk; raise an error that was kept."""
         if self._file is not None and self._error is None:
             with self._keeping_errors():
                 self._file.flush()
@@ -321,23 +321,23 @@ class FileWriter:
 
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # told by `finish`
+            with suppress(OSError):  # reported by `finish`
                 self._file.close()
 
 
 def new_staging(folder: Path) -> Path:
     """Where files are written before they appear in a folder.
 
-    Inside of a folder that is there: it may be a link or a disk of its own, beside which there is
-    no room.
+    This is inside the folder if that exists: it may be a link or a disk of its own, with no room
+    beside it.
     """
     return store.staging_folder(folder / "model" if folder.is_dir() else folder)
 
 
 def install(staging: Path, folder: Path, plans: Sequence[FilePlan]) -> None:
-    """Let files that are whole appear in a folder, which may have others, such as a configuration.
+    """Move complete files into a folder, which may have others, such as a configuration.
 
-    A folder that is not there appears in one step. In others older weights are replaced.
+    A folder that does not exist appears in one step. In others, older weights are replaced.
     """
     for plan in plans:
         path = staging / plan.name
@@ -366,11 +366,11 @@ def install(staging: Path, folder: Path, plans: Sequence[FilePlan]) -> None:
 
 
 def _replace_weights(staging: Path, folder: Path) -> None:
-    """Replace older weights. At no time are old and new files taken for a whole together."""
+    """Replace older weights, so that old and new files are never read together as one model."""
     new = sorted((p.name for p in staging.iterdir()), key=lambda name: name == INDEX_FILE)
     old = [p for p in folder.iterdir() if _WEIGHTS.fullmatch(p.name) and p.name not in new]
     if new != [ONE_FILE]:
-        # Without these nobody takes the files for a whole; the new index comes last.
+        # Without these, the files are not taken for a whole model; the new index comes last.
         for name in (INDEX_FILE, ONE_FILE):
             (folder / name).unlink(missing_ok=True)
     for name in new:
@@ -389,19 +389,19 @@ def export_safetensors(
 ) -> Path:
     """Write the parameters and persistent buffers of a model as safetensors; all ranks call it.
 
-    The files are laid out as `transformers` does it. The names are those of the model before it was
-    sharded; tied parameters are written once. Each tensor travels to the rank that writes its file
-    in small pieces, so no rank has more of it in memory than before; files are written by several
-    ranks at a time.
+    The files have the layout of `transformers`. The names are those of the model before it was
+    sharded; tied parameters are written once. Each tensor is sent in small pieces to the rank that
+    writes its file, so no rank has more of it in memory than before. Several ranks write files at
+    a time.
 
     Args:
         path: A folder, on a file system that all ranks share. It may have other files, such as the
             configuration of the model; older weights in it are replaced. The files appear when
-            all of them are whole.
+            all of them are complete.
         model: Sharded through either API, in part, or not at all.
-        dtype: What floating point numbers are converted to; others stay what they are.
-        max_shard_bytes: How large a file may become, if it has more than one tensor.
-        only: "trainable" for what is trained alone (adapters), or a function of a name.
+        dtype: What floating point tensors are converted to; others keep their dtypes.
+        max_shard_bytes: The maximum size of a file that has more than one tensor.
+        only: "trainable" to export only what is trained (adapters), or a function of a name.
     """
     path, ranks = Path(path), RankGroup.world()
     subject = f"export {path}"
@@ -439,7 +439,7 @@ def export_safetensors(
 
 
 def require_export(path: Path, dtype: torch.dtype | None, max_bytes: int) -> None:
-    """Raise for arguments of an export that cannot be."""
+    """Raise if the arguments of an export are invalid."""
     if path.suffix == ".safetensors" or path.is_file():
         raise ConfigError(f"export {path}: a folder is expected, found the name of a file.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -457,7 +457,7 @@ def exported_dtype(kept: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def _require_same(
     subject: str, everyone: Sequence[tuple[int, dict[str, TensorSpec], dict[str, list[Box]]]]
 ) -> None:
-    """Raise, on all ranks alike, if they do not export the same, or not all of it."""
+    """Raise, on all ranks alike, if they export different tensors or do not cover all of one."""
     asked = [[f"max_shard_bytes={limit}", *specs.items()] for limit, specs, _ in everyone]
     for rank, others in enumerate(asked):
         for one, other in zip_longest(asked[0], others):
@@ -477,9 +477,9 @@ def _require_same(
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """Sends every piece of every tensor to the rank that writes its file; `boxes` of each rank.
+    """Sends all pieces of tensors to the ranks that write their files; `boxes` are by rank.
 
-    Files are written in rounds, one by each rank. In each step of a round every file takes one
+    Files are written in rounds, one by each rank. In each step of a round, every file takes one
     piece, if possible each from another rank, so that few pieces are in memory and all ranks work.
     """
 
@@ -496,7 +496,7 @@ class _Transfer:
             try:
                 for step in zip_longest(*map(self._pieces, some, range(size))):
                     self._take(step, writer)
-            except RuntimeError as error:  # of a rank that is gone
+            except RuntimeError as error:  # because a rank is gone
                 raise CheckpointError(
                     f"{subject}: an exchange between the ranks failed ({error}); nothing appears "
                     "under this name."
@@ -536,7 +536,7 @@ class _Transfer:
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Bytes can be sent, whatever the dtype."""
+    """View a tensor as bytes, which can be sent whatever the dtype."""
     return values.reshape(-1).view(torch.uint8)
 
 
@@ -544,10 +544,10 @@ def _as_bytes(values: torch.Tensor) -> torch.Tensor:
 class LoadedWeights:
     """What a load found.
 
-    `missing` are names of the model that the files do not have, `unexpected` names of the files
-    that the model does not have, `mismatched` names of both that do not fit, and why. `tied` says
-    for further names of tied parameters whose values they share. `recreated` are buffers that are
-    not part of files.
+    `missing` are names of the model that the files do not have, and `unexpected` are names of the
+    files that the model does not have. `mismatched` maps names of both that do not fit to the
+    reason. `tied` maps further names of tied parameters to those whose values they share.
+    `recreated` are buffers that are not part of files.
     """
 
     path: Path
@@ -570,18 +570,18 @@ def load_safetensors(
 
     Each rank reads the bytes of its own shards, and no others, straight from the files. Values are
     converted to the model's dtypes. Parameters on meta are given memory, for this rank's shards
-    only. Everything is checked before anything is written: what does not fit is one error that
-    names it, on all ranks.
+    only. Everything is checked before anything is written: one error names all that does not fit,
+    on all ranks.
 
     Args:
         path: A file, a folder with one, or a folder with an index of several.
-        model: Sharded through either API, in part, or not at all; on meta, or not.
+        model: Sharded through either API, in part, or not at all. It may be on meta.
         strict: Whether names that are missing, unexpected or do not fit are an error. If not,
-            they are reported, and what the model has stays as it is.
+            they are reported, and the model keeps its values for them.
         init_buffers: Called with each module that has buffers on meta which are not part of
             files, to compute them in place. Without it, a module's `reset_non_persistent_buffers`
             or `reset_parameters`, or the `_init_weights` of a module around it, is called.
-        rename: What a name of the model is in the files.
+        rename: Maps a name of the model to its name in the files.
     """
     path, ranks = Path(path), RankGroup.world()
     subject = f"load {path}"
@@ -625,7 +625,7 @@ def _differing_ties(
     found: NameMatch,
     rename: Callable[[str], str],
 ) -> dict[str, str]:
-    """Tensors of the files that are one in the model, but differ where this rank has a part."""
+    """Tied tensors of the model whose values in the files differ where this rank has a part."""
 
     def is_same(one: str, other: str, shard: TensorShard) -> bool:
         first, second = files[one], files[other]
@@ -660,7 +660,7 @@ def _misfit(file: TensorFile, name: str, shard: TensorShard) -> str:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """What can be converted without a change of meaning."""
+    """The kind of a dtype, within which values convert without a change of meaning."""
     if dtype is torch.bool:
         return "truth"
     return "real" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"

@@ -1,12 +1,12 @@
 """Which part of which tensor of a model this rank holds, for state dicts and checkpoints alike.
 
-A model may be sharded through either API, through both, in part, or not at all. Whoever saves or
-loads it needs the same of every parameter and buffer: its names and shape in the model as it was
-written, and which boxes of it are in this rank's memory. That is a `TensorShard`; `tensor_shards`
-lists those of a model without communication.
+A model may be sharded through either API, through both, in part, or not at all. Saving and loading
+it take the same facts about every parameter and buffer: its names and shape in the model as it was
+written, and which boxes of it are in this rank's memory. A `TensorShard` has these facts;
+`tensor_shards` lists those of a model without communication.
 
-State dicts of wrapped models are made one `FlatLane` at a time: the parameters of a wrapper that
-have one dtype and are trained alike, of which each rank holds a contiguous slice.
+State dicts of wrapped models are made one `FlatLane` at a time. A lane is the parameters of a
+wrapper that have one dtype and are trained alike; each rank holds a contiguous slice of it.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ class TensorShard:
 
 @dataclass(slots=True, eq=False)
 class FlatShard(TensorShard):
-    """A parameter of a wrapper, of whose flattened form this rank holds a range of elements.
+    """A parameter of a wrapper. This rank holds a range of elements of its flattened form.
 
-    Of a DTensor (tensor parallelism), what is flattened is its local tensor. With
-    `use_orig_params=False` its `tensor` is the flat parameter, which it has in common with the
-    other parameters of its lane.
+    If the parameter is a DTensor (tensor parallelism), its local tensor is flattened. With
+    `use_orig_params=False`, its `tensor` is the flat parameter, which it shares with the other
+    parameters of its lane.
 
     Attributes:
         lane: The lane that the parameter belongs to.
@@ -180,7 +180,7 @@ class FlatShard(TensorShard):
         return buffer[begin : begin + len(self.elements)]
 
     def local_of(self, full: torch.Tensor) -> torch.Tensor:
-        """What is flattened of a tensor that has the parameter's shape, or is placed like it."""
+        """The flattened part of a tensor that has the parameter's shape, or is placed like it."""
         is_cut = isinstance(full, DTensor) or self.param.full_spec is None
         return to_local(full) if is_cut else full[slices(self.own, Box.whole(self.shape))]
 
@@ -232,7 +232,7 @@ class FlatLane:
         return torch.zeros(self.shard_numel, dtype=dtype, device=self.device)
 
     def gather(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The whole lane, of tensors arranged like the shard buffer; a collective."""
+        """Gather the whole lane from tensors arranged like the shard buffer; a collective."""
         return all_gather_flat(buffer.to(self.device).contiguous(), self.mesh_info.shard)
 
 
@@ -255,7 +255,7 @@ def tensor_shards(model: nn.Module) -> list[TensorShard]:
 
 
 def all_shards(model: nn.Module, lanes: Sequence[FlatLane]) -> list[TensorShard]:
-    """The parameters and persistent buffers of a model, of which these are all lanes."""
+    """The parameters and persistent buffers of a model, given all of its lanes."""
     return [
         found if isinstance(found, FlatShard) else TensorShard(names, found, found.shape)
         for found, names in _grouped(model, lanes).items()
@@ -372,11 +372,11 @@ def _with_names(model: nn.Module, lanes: list[FlatLane]) -> list[FlatLane]:
 def exchange(
     groups: Sequence[dist.ProcessGroup | None], value: _T, problem: Exception | None = None
 ) -> list[list[_T]]:
-    """For each group the values of its ranks; raises what went wrong on any of them.
+    """Return, for each group, the values of its ranks; raise if any of them has a problem.
 
-    A rank that has a problem takes part, so that the others hear of it and do not wait forever.
+    A rank that has a problem takes part, so that the others learn of it and do not wait forever.
     """
-    # As words: not every exception can be sent.
+    # As text: not every exception can be sent.
     kind = type(problem) if isinstance(problem, FullshardError) else DisagreementError
     said = None if problem is None else (kind, f"rank {dist.get_rank()}: {problem}")
     values: list[list[_T]] = []
@@ -424,11 +424,11 @@ class StateForm:
     to_cpu: bool = False
 
     def copy(self, full: torch.Tensor, shard: FlatShard) -> StateValue:
-        """A full tensor of a parameter in this form, in memory of its own.
+        """Copy a full tensor of a parameter into this form.
 
-        Sharded tensors are split along the first dim like `torch.chunk` does it: a `DTensor` on
-        the wrapper's mesh, or a `ShardedTensor` over the ranks of its shard axis. A parameter that
-        is a `DTensor` itself is one on the mesh of all axes, split along its own axes after that.
+        Sharded tensors are split along the first dim as by `torch.chunk`: a `DTensor` on the
+        wrapper's mesh, or a `ShardedTensor` over the ranks of its shard axis. A parameter that is
+        itself a `DTensor` becomes one on the mesh of all axes, split along its own axes after that.
         """
         lane = shard.lane
         device = torch.device("cpu") if self.to_cpu else full.device

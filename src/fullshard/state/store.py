@@ -7,11 +7,11 @@ A checkpoint is a folder of
     __<rank>_<n>.distcp tensors, as `torch.distributed.checkpoint` writes them
     rank_<rank>.pt      what each rank saved for itself, and the state of its random generators
 
-It is written into a folder beside its place and gets its name by renaming, which the file system
-does at once or not at all. Whatever dies in between, these are all the folders there can be beside
-a checkpoint "step_10":
+It is written into a folder next to its place and then renamed, which the file system does
+completely or not at all. Whatever dies in between, only these folders can exist for a checkpoint
+"step_10":
 
-    step_10                             whole, or damaged by something else than us
+    step_10                             whole, or damaged by something other than fullshard
     .step_10.incoming-<id>-<process>    being written, or left by a process that died
     .step_10.replaced-<id>              on its way out; put aside while the next takes the name
 
@@ -91,7 +91,7 @@ def checksum(shape: Sequence[int], box: Box, values: torch.Tensor) -> int:
 
 
 def joined(parts: Iterable[int]) -> int:
-    """The checksum of what the parts with these checksums make up."""
+    """The checksum of a tensor whose parts have these checksums."""
     return sum(parts) & MASK
 
 
@@ -100,7 +100,7 @@ def as_text(value: int) -> str:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Every bit of a word made to depend on every other, in place."""
+    """Make every bit of a word depend on every other, in place."""
     low, high = words.view(torch.int32).view(-1, 2).unbind(1)
     low ^= high  # words ^= words >> 32, without the sign that torch's shift drags along
     for factor in _FACTORS:
@@ -110,21 +110,21 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """The number in torch's int64 that has the bits of an unsigned 64-bit number."""
+    """The int64 that has the bits of an unsigned 64-bit number."""
     value &= MASK
     return value - 2**64 if value >= 2**63 else value
 
 
-# The manifest may come from a stranger: types, and that files are inside the checkpoint's folder,
-# are checked before it is believed. What it says of tensors is compared with the index when they
-# are verified. Its own text has a checksum, so that a damaged number is not taken for another one.
+# The manifest may come from an untrusted source. Before it is used, its types are checked, and that
+# its files are inside the checkpoint's folder. What it says about tensors is compared with the
+# index when they are verified. Its own text has a checksum, so that damaged numbers are noticed.
 
 _FORMAT = "fullshard checkpoint"
 _FORMAT_VERSION = 1
 
 
 def versions_here() -> dict[str, str]:
-    """The versions of what writes a checkpoint in this process."""
+    """The versions of the libraries that write a checkpoint in this process."""
     try:
         own = importlib.metadata.version("fullshard")
     except importlib.metadata.PackageNotFoundError:
@@ -152,7 +152,7 @@ class StoredTensor:
 
 
 class StoredOptimizer(TypedDict):
-    """Parameter groups with names as "params", and state that is no tensor, by parameter."""
+    """Parameter groups with names as "params", and state that is not a tensor, by parameter."""
 
     param_groups: list[Mapping[str, Any]]
     values: Mapping[str, Mapping[str, Any]]
@@ -160,10 +160,10 @@ class StoredOptimizer(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All there is to know of a checkpoint without opening its tensors.
+    """What is known about a checkpoint without opening its tensors.
 
-    `id` is also in each rank's file, `files` are all others of the folder with their bytes,
-    `aliases` leads from further names of tied parameters to the one they are stored under, and
+    `id` is also in each rank's file. `files` maps all other files of the folder to their sizes in
+    bytes. `aliases` maps further names of tied parameters to the one they are stored under.
     `selection` is "all" or says in words what was chosen.
     """
 
@@ -186,7 +186,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, subject: str) -> Manifest:
-        """What `to_json` wrote. Errors speak of `subject`."""
+        """Parse what `to_json` wrote. Errors name `subject`."""
         try:
             outer = parse_json(text)
             _require(outer.get("format") == _FORMAT, "format", repr(_FORMAT), outer.get("format"))
@@ -207,7 +207,7 @@ class Manifest:
         has_zone = datetime.fromisoformat(self.created).tzinfo is not None
         _require(has_zone, "created", "a time with its zone", self.created)
         for name in self.files:
-            # A name that stays in the folder, whatever system it is opened on.
+            # A name that cannot leave the folder, on any system.
             is_plain = re.fullmatch(r"[A-Za-z0-9._+-]{1,255}", name) is not None
             is_inside = is_plain and name not in (".", "..", MANIFEST)
             _require(is_inside, "files", "names of files inside the checkpoint's folder", name)
@@ -253,14 +253,14 @@ _hints_of = functools.cache(get_type_hints)
 
 
 def decode(kind: Any, value: Any, what: str) -> Any:
-    """A parsed JSON value as the type that it is declared with, or a ValueError."""
+    """Convert a parsed JSON value to the type that it is declared with, or raise ValueError."""
     if kind is Any:
         return value
     if kind is str:
         _require(isinstance(value, str), what, "text", value)
         return value
     if kind is int:
-        # bool is an int to Python, and not to us.
+        # bool is an int in Python, but not here.
         fits = type(value) is int and 0 <= value < 2**63
         _require(fits, what, "an integer of at least 0 that fits in 64 bits", value)
         return value
@@ -280,7 +280,7 @@ def decode(kind: Any, value: Any, what: str) -> Any:
 
 def _require(condition: object, what: str, expected: str, found: Any) -> None:
     if not condition:
-        # A stranger's lists may nest deeper than repr can go.
+        # Lists from an untrusted source may nest deeper than repr can go.
         is_short = isinstance(found, str | int | float | None)
         shown = ascii(found)[:200] if is_short else type(found).__name__
         raise ValueError(f"{what} must be {expected}, found {shown}")
@@ -293,7 +293,7 @@ _BESIDE = re.compile(
     r"(-(?P<machine>[0-9a-f]{16})-(?P<pid>\d+)-(?P<started>\d+))?"
 )
 _OWN_FILES = re.compile(r"__\d+_\d+\.distcp|rank_\d+\.pt|\.metadata(\.tmp)?|manifest\.json")
-# For writers on another machine, of which nothing else can be known.
+# For writers on another machine, about which nothing else can be known.
 _ABANDONED_S = 24 * 3600
 
 
@@ -302,7 +302,7 @@ def rank_file(rank: int) -> str:
 
 
 def staging_folder(path: Path) -> Path:
-    """A place for what becomes `path` when it is whole; its name says which process writes it."""
+    """The folder that becomes `path` once it is whole; its name says which process writes it."""
     pid = os.getpid()
     return Path(f"{_beside(path, 'incoming')}-{machine_id()}-{pid}-{start_of(pid) or 0}")
 
@@ -317,7 +317,7 @@ def begin(path: Path, num_bytes: int = 0) -> Path:
 
 
 def require_room(path: Path, num_bytes: int) -> None:
-    """Raise if the disk that a path is on, or will be, has less room."""
+    """Raise if the disk that a path is on, or will be on, has less free space."""
     folder = next(each for each in _absolute(path).parents if each.is_dir())
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
@@ -334,7 +334,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have what the system keeps of a file or folder on disk."""
+    """Flush what the system caches of a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -343,11 +343,11 @@ def sync(path: Path) -> None:
 
 
 def commit(staging: Path, path: Path) -> None:
-    """Give a finished checkpoint its name, in place of one that has it.
+    """Give a finished checkpoint its name, replacing one that has it.
 
-    Who wrote its files has synced them: they are on disk before the name is. Of the two, one is
-    whole at any moment: under the name or, for as long as a rename takes, put aside, where
-    `located` and `latest` find it.
+    The writers of its files have synced them: they are on disk before the name is. One of the two
+    checkpoints is whole at any moment: under the name or, for as long as a rename takes, put aside,
+    where `located` and `latest` find it.
     """
     path = _absolute(path)
     require_replaceable(path)
@@ -370,7 +370,7 @@ def commit(staging: Path, path: Path) -> None:
 
 
 def discard(staging: Path) -> None:
-    """Remove what was written of something that will not be finished."""
+    """Remove the files of something that will not be finished."""
     shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -396,12 +396,12 @@ def is_unfinished(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether fullshard wrote a checkpoint; then it is nothing without its manifest."""
+    """Whether fullshard wrote a checkpoint; if so, it is invalid without its manifest."""
     return (path / MANIFEST).exists() or (path / rank_file(0)).exists()
 
 
 def whole_manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint that has all files in their sizes. Opens no tensors."""
+    """The manifest of a checkpoint if all files have the right sizes. Opens no tensors."""
     try:
         manifest = read_manifest(path)
         sizes = {name: (path / name).stat().st_size for name in manifest.files}
@@ -437,7 +437,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 
 def latest(folder: str | Path, *, verify: bool = False) -> Path | None:
-    """The newest whole checkpoint in a folder, or None; with `verify`, content counts, too."""
+    """The newest whole checkpoint in a folder, or None; with `verify`, content is verified, too."""
     found = reversed(checkpoints(folder))
     return next((path for path in found if not (verify and _problems_of(path))), None)
 
@@ -460,7 +460,7 @@ def prune(folder: str | Path, keep: int, pinned: str | None = None) -> list[Path
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder. A checkpoint loses its name first: it is never half there."""
+    """Remove a folder. A checkpoint loses its name first, so it is never seen half removed."""
     with suppress(FileNotFoundError):  # another process removed it
         if _BESIDE.fullmatch(path.name) is None:
             path = path.rename(_beside(path, "replaced"))
@@ -473,7 +473,7 @@ def _beside(path: Path, state: str) -> Path:
 
 
 def _absolute(path: Path) -> Path:
-    """With a name of its own, also for "." and "..". A link stays a link."""
+    """The absolute path, which has a name even for "." and "..". A link stays a link."""
     found = Path(os.path.abspath(path))
     if not found.name:
         raise ConfigError(f"{path}: a folder with a name is expected, found {found}; choose one.")
@@ -481,14 +481,14 @@ def _absolute(path: Path) -> Path:
 
 
 def _put_aside(path: Path) -> list[Path]:
-    """Checkpoints that had this name."""
+    """Checkpoints that had this name and were put aside."""
     matches = ((each, _BESIDE.fullmatch(each.name)) for each in _folders(path.parent))
     state = (path.name, "replaced")
     return [each for each, match in matches if match and match.group("name", "state") == state]
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Those that are not links: what a link leads to is listed where it is."""
+    """The folders inside that are not links: the target of a link is listed where it is."""
     try:
         return sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink())
     except (FileNotFoundError, NotADirectoryError):
@@ -496,7 +496,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether a folder beside a name is one that nobody works on."""
+    """Whether a folder beside a checkpoint is one that no process works on."""
     match = _BESIDE.fullmatch(path.name)
     if match is None or match["state"] == "replaced":
         return match is not None
@@ -504,7 +504,7 @@ def _is_abandoned(path: Path) -> bool:
         return match["started"] != start_of(match["pid"])
     try:
         newest = max(os.path.getmtime(each) for each in (path, *path.iterdir()))
-    except FileNotFoundError:  # somebody works on it
+    except FileNotFoundError:  # another process works on it
         return False
     return time.time() - newest > _ABANDONED_S
 
@@ -517,7 +517,7 @@ class StoredCheckpoint(TensorReader):
         self.manifest = manifest
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """What a rank saved for itself. On a larger world, further ranks begin with the first."""
+        """What a rank saved for itself. In a larger world, further ranks begin with the first."""
         if self.manifest is None:
             return {}
         name = rank_file(rank % self.manifest.num_ranks)
@@ -525,7 +525,7 @@ class StoredCheckpoint(TensorReader):
 
 
 def open_checkpoint(path: str | Path, *, check_files: bool = True) -> StoredCheckpoint:
-    """Open a checkpoint of ours or of torch's, which must have all its files."""
+    """Open a checkpoint that fullshard or torch wrote, which must have all its files."""
     found = located(Path(path))
     if not found.is_dir() or is_unfinished(found):
         what = "one that was not written to its end" if found.is_dir() else "a file"
@@ -556,7 +556,7 @@ def _read_rank_file(path: Path, checkpoint_id: str) -> dict[str, Any]:
             changed = archive.testzip()
         if changed:
             raise ValueError(f"other bytes than were written in {changed}")
-    except Exception as error:  # zipfile has many for a damaged archive
+    except Exception as error:  # zipfile raises many kinds for a damaged archive
         raise CheckpointError(
             f"{path}: a rank's file is expected, found one that cannot be read ({error}); the "
             "checkpoint is damaged."
@@ -585,16 +585,16 @@ def verify(
 ) -> list[Problem]:
     """Compare every file and tensor of a checkpoint with its manifest.
 
-    One block is in memory at a time. What torch wrote has no manifest: then it is checked that
-    every tensor can be read and is covered by its blocks.
+    One block is in memory at a time. A checkpoint that torch wrote has no manifest: in it, every
+    tensor must be readable and covered by its blocks.
 
     Args:
         path: The folder of a checkpoint.
-        progress: Called with the bytes of tensors that are done, and with all there are.
+        progress: Called with the bytes of tensors that are done, and with their total.
         share: `(i, n)` does the i-th of n shares of the work. All shares together do everything.
 
     Returns:
-        What is wrong, empty if nothing is.
+        The problems that were found; empty if there are none.
     """
     folder, (index, num_shares) = located(Path(path)), share
     if is_unfinished(folder):

@@ -25,7 +25,7 @@ from fullshard.unit.grad_buckets import set_grad
 
 
 def is_first_rank(wrapper: nn.Module) -> bool:
-    """Whether this rank is the one that `rank0_only` means."""
+    """Whether this rank is the one that `rank0_only` refers to."""
     mesh_info = wrapper_unit(wrapper).mesh_info
     return mesh_info.shard.rank == 0 and mesh_info.replicate.rank == 0
 
@@ -86,7 +86,7 @@ def summon_full_params(
         )
 
     def mark(is_summoned: bool) -> None:
-        """Inside, parameters have clean names and the wrappers cannot run."""
+        """Mark wrappers: while summoned, they cannot run, and parameters have clean names."""
         for wrapper in wrappers:
             wrapper.__dict__["_is_summoned"] = wrapper_unit(wrapper).is_summoned = is_summoned
 
@@ -104,7 +104,7 @@ def summon_full_params(
 def _summoned(
     lane: FlatLane, shards: list[FlatShard], writeback: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
-    """Register parameters of one lane in full shape, and everything as it was afterwards."""
+    """Register the full parameters of one lane, and restore everything afterwards."""
     with torch.no_grad():
         full = lane.gather(lane.shard_buffer())
         grads = _full_grads(lane) if with_grads else {}
@@ -142,7 +142,7 @@ def _summoned(
         for place, _ in places:
             place.module._parameters.pop(place.name, None)
         for module, params in registered.items():
-            # In the order before, with what was registered meanwhile at the end.
+            # In the previous order, with what was registered meanwhile at the end.
             merged = params | module._parameters
             module._parameters.clear()
             module._parameters.update(merged)
@@ -157,7 +157,7 @@ def _set(
     param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, with_grads: bool
 ) -> None:
     if with_grads:
-        param.grad = None  # of another shape than the data will be
+        param.grad = None  # its shape differs from that of the new data
     param.data = data
     if with_grads and grad is not None:
         set_grad(param, grad)

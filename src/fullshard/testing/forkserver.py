@@ -10,7 +10,7 @@ Everything ends with the pool's process: the server and the ranks read from sock
 
 `multiprocessing`'s forkserver cannot do this: a process has only one of them, so that all ranks
 would share the seed of `hash` and order their sets alike, and its processes either may not have
-children (a `DataLoader`'s workers) or keep a parent that forgot to stop them from exiting.
+children (a `DataLoader`'s workers) or keep their parent from exiting until it stops them.
 """
 
 import atexit
@@ -60,8 +60,8 @@ _PRELOADED = (
 def spawn(spec: RankSpec, output: BinaryIO, *, fresh: bool) -> "RankProcess":
     """Start the process of one rank, with stdout and stderr in `output`.
 
-    With `fresh` it is an interpreter of its own. So it is where there is an accelerator, whose
-    runtime does not survive a fork.
+    The process is a new interpreter if `fresh` is set or if there is an accelerator, whose runtime
+    does not survive a fork.
     """
     if fresh or torch.accelerator.is_available():
         return _popen("run_rank", json.dumps(asdict(spec)), spec.connection_fd, output)
@@ -97,7 +97,7 @@ def _environment() -> dict[str, str]:
 
 
 class _Server:
-    """This process's end of a server."""
+    """This process's end of the connection to a server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class _Server:
         return self._process.poll() is None
 
     def ask(self, request: object, descriptors: tuple[int, ...] = ()) -> tuple[Any, list[int]]:
-        """The answer to a request, None if the server has ended."""
+        """Return the answer to a request, or None if the server has ended."""
         with self._lock:
             try:
                 socket.send_fds(self._socket, [pack(request)], descriptors)
@@ -126,7 +126,7 @@ class _Server:
         self._process.wait()
 
 
-_servers: dict[tuple[int, int], _Server] = {}  # by process, because a fork must not use ours
+_servers: dict[tuple[int, int], _Server] = {}  # by process: a fork must not use its parent's
 
 
 def _server(number: int) -> _Server:
@@ -161,7 +161,7 @@ class _ForkedProcess:
     def poll(self) -> int | None:
         if self._returncode is None and self._has_ended(0):
             exit_code, _ = self._server.ask(self._pid)
-            # Without its server nobody knows how a rank ended: report it as killed.
+            # Without the server the exit code is unknown: report the rank as killed.
             self._returncode = -signal.SIGKILL if exit_code is None else int(exit_code)
             os.close(self._pid_fd)
         return self._returncode
@@ -197,7 +197,7 @@ def serve(argument: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer loads many modules
     with torch.device("meta"):
-        torch.empty(0)  # looks torch's functions up, some of which transformers replaces for a time
+        torch.empty(0)  # looks up torch's functions: transformers replaces some of them for a time
     for name in preloaded:
         importlib.import_module(name)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Trains a model twice, sharded and not, and compares the two after every step."""
+"""Trains a model twice, sharded and unsharded, and compares the two after every step."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -92,16 +92,16 @@ def assert_same_training(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> Trained:
-    """Train `build()` sharded and not, and compare after every step; collective.
+    """Train `build()` with and without sharding, and compare after every step; collective.
 
     The sharded model sees this rank's batches. The reference sees every rank's, and averages
     their gradients. Losses, full gradients and full parameters must agree; gradients that are
-    None on both sides do. With `oracle`, another way to shard, the reference is `build()`
+    None on both sides agree. With `oracle`, another way to shard, the reference is `build()`
     sharded by it, sees this rank's batches only, and local shards must agree.
 
-    `shard` and `oracle` change their model in place or return another one. Both models start
-    from the same seed, and every forward does, so dropout agrees too. The AssertionError names
-    the first step and parameter that differ, and by how much.
+    `shard` and `oracle` change their model in place or return another one. Construction and every
+    forward are seeded alike for both models, so dropout agrees too. The AssertionError names the
+    first step and parameter that differ, and by how much.
     """
     data_rank, num_data_ranks = _place_in(training.data_mesh)
     everyone = tuple(range(num_data_ranks))
@@ -113,7 +113,7 @@ def assert_same_training(
         def message(found: str) -> str:
             return f"{what} differs from the reference. {found}"
 
-        # A tenth of what `assert_close` takes, which is left to find and to say what differs.
+        # Takes a tenth of the time of `assert_close`, which only describes what differs.
         if (actual.shape, actual.dtype) == (expected.shape, expected.dtype) and torch.allclose(
             actual, expected, rtol=rtol, atol=atol
         ):
@@ -176,7 +176,7 @@ def _learner(
 
 
 def _accumulate(learner: _Learner, training: Training, step: int) -> dict[int, Tensor]:
-    """Forward and backward of every micro batch; the summed loss of each replica."""
+    """Run forward and backward of every micro-batch; return the summed loss of each replica."""
     losses: dict[int, Tensor] = {}
     for micro_batch in range(training.micro_batches):
         for replica in learner.replicas:

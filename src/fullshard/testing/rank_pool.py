@@ -53,8 +53,8 @@ class RankPool:
     time may call `run`.
 
     Ranks are forked from a process that has loaded torch, so that a pool starts in a fraction of a
-    second. `fresh` ranks load it themselves, for variables that torch reads at import. Where there
-    is an accelerator all ranks are fresh.
+    second. `fresh` ranks load it themselves, for environment variables that torch reads at import.
+    If there is an accelerator, all ranks are fresh.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class RankPool:
         """Call `function(rank, *args, **kwargs)` on every rank; returns the results in rank order.
 
         `function` is defined at module level; arguments and results are pickled. Every call starts
-        with `torch.manual_seed(0)`, default dtype float32 and this process's warning filters. The
-        output of the ranks is printed here when they have answered.
+        with `torch.manual_seed(0)`, default dtype float32 and this process's warning filters. This
+        process prints the output of the ranks once they have answered.
 
         Raises `RanksFailed` if any rank raises, dies or does not answer in time. With
         `expect_failure`, the processes are kept if all ranks raise the same type of exception.
@@ -111,7 +111,7 @@ class RankPool:
                     self._kill()
                 raise
             except BaseException:
-                self._kill()  # interrupted: nobody knows where the ranks are
+                self._kill()  # interrupted: the ranks may be anywhere
                 raise
             if max(answer.num_groups for answer in answers) > MAX_GROUPS:
                 self._kill()
@@ -154,13 +154,13 @@ class RankPool:
             processes.kill()
 
 
-_shared_pools: dict[tuple[int, str], RankPool] = {}  # of this process; the latest comes last
+_shared_pools: dict[tuple[int, str], RankPool] = {}  # of this process, the last used last
 
 
 def pool(num_ranks: int, backend: str = "gloo") -> RankPool:
     """The shared pool of this size and backend.
 
-    Its ranks end with this process, or when pools that were used since have many ranks.
+    Its ranks end with this process, or once the pools used after it have many ranks.
     """
     key = (num_ranks, backend)
     found = _shared_pools.pop(key, None)
@@ -179,9 +179,9 @@ def pool(num_ranks: int, backend: str = "gloo") -> RankPool:
 def on_ranks(
     *sizes: int, backend: str = "gloo", timeout_s: float = 300.0
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the body of a pytest test on every rank of the shared pool of each of these sizes.
+    """Run the body of a pytest test on every rank of a shared pool, for each of these sizes.
 
-    The body's first parameter is its `Rank`; pytest sees the others. Their values (of
+    The body's first parameter is its `Rank`; pytest sees the others. Their values (from
     `pytest.mark.parametrize`, or fixtures that can be pickled) are sent to the ranks.
 
         @pytest.mark.parametrize("dim", [0, 1])
@@ -285,7 +285,7 @@ class _Processes:
 
     def __init__(self, pool: RankPool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fullshard-ranks-")
-        # Here instead of on rank 0: the port is known at once, and no rank's end closes it.
+        # Here, not on rank 0: the port is known at once, and no rank closes the store when it ends.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         folder = Path(self._folder.name)
         self._ranks: list[_Process] = []
@@ -303,9 +303,9 @@ class _Processes:
     def collect(
         self, subject: str, timeout_s: float, grace_s: float, *, print_output: bool = True
     ) -> list[Returned]:
-        """One answer from every rank; raises `RanksFailed` if one raised or gave none.
+        """Return the answer of every rank; raise `RanksFailed` if one raised or gave none.
 
-        Once a rank has failed the others may wait for it forever: they have `grace_s` left.
+        Once a rank has failed, the others get only `grace_s`: they may wait for it forever.
         """
         began = time.monotonic()
         deadline = began + timeout_s
@@ -370,7 +370,7 @@ def _exception(answer: Raised) -> RankException:
         try:
             exception = unpack(answer.exception)
         except Exception:
-            pass  # its class exists only on the ranks: the text has to do
+            pass  # its class exists only on the ranks: keep just the text
     return RankException(answer.type_name, answer.message, answer.traceback, exception)
 
 

@@ -35,7 +35,7 @@ from fullshard.comm import watcher
 from fullshard.errors import ConfigError
 
 SHOWN_LOCAL_CHARS = 300
-GC_THRESHOLD = 5000  # of new objects; at 700, Python's own, a twentieth of the time is collection
+GC_THRESHOLD = 5000  # new objects; at 700, Python's own, collection takes a twentieth of the time
 
 # Not multiprocessing's pickler, which would move tensors into shared memory: that outlives neither
 # the rank nor its file descriptors.
@@ -203,7 +203,7 @@ def main(spec: RankSpec) -> None:
     gc.collect()  # process groups that unused models hold are destroyed before the default group
     if dist.is_initialized():  # a function may have destroyed it
         dist.destroy_process_group()
-    # Skip the interpreter's own end, which spends a second on freeing torch's modules.
+    # Skip the interpreter's shutdown, which spends a second freeing torch's modules.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -234,7 +234,7 @@ def _join(spec: RankSpec) -> Rank:
         torch.cuda.set_device(device)
         torch.zeros((), device=device)  # DeviceMesh keeps the device once CUDA is initialized
     if not torch.accelerator.is_available():
-        # torch's own takes down a stack trace for every kind of accelerator that might come later.
+        # torch's own records a stack trace for each kind of accelerator that might come later.
         torch.manual_seed = torch.default_generator.manual_seed
     gc.set_threshold(GC_THRESHOLD)
     if sys.platform == "linux":

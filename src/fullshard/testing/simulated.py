@@ -1,7 +1,7 @@
 """Simulates one rank of a large world in a single process, without communication.
 
-`fake_world` uses torch's `fake` backend, which copies every message once per rank. That is most of
-what a step of a small model takes, so `quiet_world` has a process group of its own. It is a Python
+`fake_world` uses torch's `fake` backend, which copies every message once per rank. In a step of a
+small model these copies take most of the time, so `quiet_world` has its own process group: a Python
 subclass of `ProcessGroup`: callers reach its methods without torch's dispatcher, and these return
 a finished `Work`.
 """
@@ -22,8 +22,8 @@ from fullshard.testing.rank_process import Rank
 
 QUIET = "quiet"
 
-# What ranks compare (numbers, pickled objects) is small and of integers. It is delivered as if
-# every rank had sent the same; parameters and gradients are not delivered at all.
+# Ranks compare small integer tensors (numbers, pickled objects). These are delivered as if every
+# rank had sent the same; parameters and gradients are not delivered at all.
 _MAX_DELIVERED_BYTES = 1 << 16
 
 
@@ -43,8 +43,8 @@ def quiet_world(size: int, rank: int = 0, device: torch.device | str = "cpu") ->
     """Simulate `rank` of `size` ranks: collectives return at once, copy and launch nothing.
 
     For measuring what a library does around its collectives. An all-gather delivers whatever was in
-    the memory before; only small messages of integers, by which ranks compare their plans, arrive,
-    as if all ranks had sent the same.
+    the memory before. Only small integer messages, with which ranks compare their plans, arrive, as
+    if all ranks had sent the same.
     """
     if QUIET not in dist.Backend.backend_list:
         dist.Backend.register_backend(
@@ -79,7 +79,7 @@ def _simulated(
 
 
 class _QuietGroup(dist.ProcessGroup):
-    """A process group whose collectives are done when they are called.
+    """A process group whose collectives complete when they are called.
 
     `gathered_bytes` counts what all-gathers would have delivered.
     """
@@ -121,7 +121,7 @@ class _QuietGroup(dist.ProcessGroup):
         return self._finished
 
 
-# torch's own names of each collective; where there are two, the second is that of torch 2.13.
+# torch's names for each collective; where there are two, the second is from torch 2.13.
 _METHODS = {
     "_all_gather": ("_allgather_base", "all_gather_single"),
     "_all_gather_several": ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
@@ -145,8 +145,8 @@ def _is_delivered(tensor: torch.Tensor) -> bool:
 
 def _make_quiet_group(common: Any, options: Any) -> _QuietGroup:
     group = _QuietGroup(common.group_rank, common.group_size)
-    # Answers what is asked of a backend instead of its group, and the few calls that C++ makes
-    # past the methods above.
+    # Serves queries to a backend instead of its group, and the few calls from C++ that bypass the
+    # methods above.
     backend = _torch.create_fake_group(common, options)
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)

@@ -46,7 +46,7 @@ class Clock:
         return float(first.elapsed_time(second)) / 1000
 
     def allocated_bytes(self) -> int:
-        """Memory in use now; on a CPU that of the process, where the system tells."""
+        """Memory in use; on a CPU, the memory of the process, if the system reports it."""
         if self._module is not None:
             return int(self._module.memory_allocated(self._device))
         try:
@@ -57,12 +57,12 @@ class Clock:
 
 
 class Recording:
-    """Everything that happens on this rank until the recording ends. Gives a `Timeline` then."""
+    """Records everything that happens on this rank, and makes a `Timeline` of it at the end."""
 
     def __init__(self, device: torch.device, rank: int = 0) -> None:
         self._rank = rank
         self._clock = Clock(device)
-        # Other threads report, and finalizers in the middle of a report: `append` needs no lock.
+        # Other threads report, and so do finalizers during a report: `append` needs no lock.
         self._edges: list[tuple[Any, Activity, str, bool]] = []
         self._samples: list[tuple[float, int, dict[str, int]]] = []
         self._timeline: Timeline | None = None
@@ -103,9 +103,9 @@ class Recording:
         return self._timeline
 
     def _spans(self, duration_s: float) -> Iterator[Span]:
-        """Each begin with the end that follows it, or with the end of the recording."""
+        """Pair each begin with the end that follows it, or with the end of the recording."""
         open_s: dict[tuple[Activity, str], list[float]] = {}
-        # Threads report ends, so edges are not in the order of time.
+        # Other threads report ends, so edges are not in chronological order.
         edges = [(self._clock.between(self._zero, edge[0]), *edge[1:]) for edge in self._edges]
         for at_s, activity, unit, is_begin in sorted(edges, key=lambda edge: edge[0]):
             begun = open_s.setdefault((activity, unit), [])
@@ -157,9 +157,9 @@ class Exposure:
             self._begun = None
 
     def hold(self, unit: str, num_bytes: int) -> None:
-        """Does not look at memory."""
+        """Ignore memory."""
 
     def taken(self) -> list[tuple[Any, Any]]:
-        """Stamps of where each wait since the last call began and ended."""
+        """The stamps at which each wait since the last call began and ended."""
         waits, self._waits = self._waits, []
         return waits

@@ -44,12 +44,12 @@ class Activity(Enum):
 
     @property
     def is_exposed(self) -> bool:
-        """Whether compute waits meanwhile: communication that is not overlapped."""
+        """Whether compute waits for communication, which is then not overlapped."""
         return self in (Activity.AWAIT_GATHER, Activity.AWAIT_REDUCE)
 
 
 class Observer(Protocol):
-    """Is told what happens, when it happens on the host.
+    """Receives the engine's reports, as things happen on the host.
 
     On a device with streams, the current stream is the one that the activity runs on, so that an
     event recorded there times it. On a CPU, the thread that completes a gather or a reduce reports

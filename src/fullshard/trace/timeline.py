@@ -9,7 +9,7 @@ from typing import Any
 
 from fullshard.trace.seam import Activity, Track
 
-# The rest of the memory on a CPU, where that of the process is measured.
+# The rest of the memory on a CPU, where the memory of the whole process is measured.
 PROCESS_KIND = "activations, program and libraries"
 
 
@@ -31,7 +31,7 @@ class Span:
 class MemorySample:
     """Memory in use at one moment.
 
-    `full_bytes` is that of the full parameters that were gathered then. `allocated_bytes` is what
+    `full_bytes` is the memory of the full parameters that were gathered. `allocated_bytes` is what
     the device had allocated, or on a CPU the memory of the process.
     """
 
@@ -52,7 +52,7 @@ class Timeline:
     def on(self, track: Track) -> tuple[Span, ...]:
         """The spans of a track, one after another.
 
-        Units contain others, and so do their spans: the one that ends first is what the rank does.
+        Units nest, and so do their spans: the one that ends first is what the rank does.
         """
         return tuple(_innermost(span for span in self.spans if span.activity.track is track))
 

@@ -70,7 +70,7 @@ class Batches:
     `batch * num_ranks`, but not on the number of ranks alone. `rank` and `num_ranks` may change.
 
     The share `held_out` of the sequences, chosen by the seed, is left to batches with `is_eval`.
-    These have one epoch, in one order: what follows it has no loss.
+    These have one epoch, in one order; sequences after it have no loss.
     """
 
     corpus: Corpus
@@ -100,7 +100,7 @@ class Batches:
     def next(self) -> tuple[torch.Tensor, ...]:
         """Return inputs and targets, [batch, sequence] of int64, and advance the position.
 
-        With conversations, positions in documents come third, and targets may be -100: no loss.
+        With conversations, positions in documents come third. A target of -100 has no loss.
         """
         first = self.position + self.rank * self.batch
         rows = torch.stack(

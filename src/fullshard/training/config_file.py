@@ -46,7 +46,7 @@ def config_of(file: Path | None, given: Given) -> TrainConfig:
 
 
 def read_config(path: Path) -> dict[str, dict[str, Value]]:
-    """Return the sections of a file with their keys; raise for what is wrong, with its line."""
+    """Return the sections of a file with their keys; errors name the line."""
     text = _text_of(path)
     return {
         name: _section(path, text, name, values) for name, values in _parsed(path, text).items()
@@ -83,7 +83,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: valid TOML is expected, found it nested too deeply; flatten it."
         ) from None
-    except ValueError as error:  # of tomllib, or of a number with too many digits
+    except ValueError as error:  # from tomllib, or for a number with too many digits
         match = _POSITION.fullmatch(str(error))
         what = match["what"] if match else str(error)
         line, column = (match["line"], match["column"]) if match else (None, None)
@@ -123,7 +123,7 @@ def _section(path: Path, text: str, name: str, values: object) -> dict[str, Valu
         try:
             found[key] = KEYS[name, key].checked(value, str(path))
         except ConfigError:
-            # Searching the line is slow, so it is done only for an error.
+            # Searching for the line is slow, so it is done only for an error.
             KEYS[name, key].checked(value, f"{path}, line {_line(text, name, given)}")
     return found
 
@@ -148,7 +148,7 @@ def _line(text: str, section: str, key: str | None = None) -> int:
 
 
 def config_as_toml(config: TrainConfig) -> str:
-    """Return the configuration as a file with comments, which reads back as the same."""
+    """Return the configuration as a file with comments, which reads back unchanged."""
     parts = []
     for section in SECTIONS:
         about = str(type(getattr(config, section)).__doc__).partition(": ")[2]

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 DEBUG = "FULLSHARD_DEBUG"
-# What a plan says of the run, as JSON, from the launcher to the ranks.
+# The prediction of a plan for the run, as JSON, from the launcher to the ranks.
 PREDICTED = "FULLSHARD_PREDICTED"
 
 _STATUS_FOLDER = "FULLSHARD_STATUS_FOLDER"
@@ -26,7 +26,7 @@ _GRACE_S = 20.0
 
 
 def wants_tracebacks() -> bool:
-    """Return whether tracebacks are shown; a variable, so that ranks inherit it."""
+    """Return whether to show tracebacks: an environment variable, which ranks inherit."""
     return os.environ.get(DEBUG, "0") not in ("", "0")
 
 
@@ -36,7 +36,7 @@ def num_restarts() -> int:
 
 
 def end_with_launcher(server: int | None = None) -> None:
-    """On Linux, end this rank when its launcher is killed, also if that has happened already.
+    """On Linux, end this rank when its launcher is killed, or if it has been killed already.
 
     `server` is the process that has forked this rank, if one has; it ends with the launcher.
     """
@@ -51,9 +51,9 @@ def end_with_launcher(server: int | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """Which of the replicas this rank belongs to, how often that was started before, and a port.
+    """The replica of this rank, how often the replica was started before, and a port.
 
-    The port is that of the store in which replicas agree, on this machine.
+    The port belongs to the store, on this machine, in which replicas agree.
     """
 
     replica: int
@@ -63,12 +63,12 @@ class ReplicaPlace:
 
     @classmethod
     def of_launcher(cls) -> ReplicaPlace | None:
-        """Return what the launcher said; None if all ranks are one world."""
+        """Return the place that the launcher set; None if all ranks are one world."""
         found = os.environ.get(_REPLICA)
         return None if found is None else cls(**json.loads(found))
 
     def export(self) -> dict[str, str]:
-        """Return the variable that tells a rank."""
+        """Return the environment variable that passes this to a rank."""
         return {_REPLICA: json.dumps(asdict(self))}
 
 
@@ -116,7 +116,7 @@ class StopRequest:
         os.close(self._readable)
 
     def acknowledge(self) -> None:
-        """The ranks have agreed to stop after this step; saving may take longer than the grace."""
+        """Note that the ranks have agreed to stop after this step: saving may outlast the grace."""
         self._is_acknowledged.set()
 
     def _exit_after_grace(self) -> None:
@@ -132,8 +132,8 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 class StatusFolder:
     """A folder of the launcher in which its ranks report their status as small files.
 
-    Names of files say how often the ranks had been restarted: what they reported before the last
-    restart no longer counts.
+    File names contain the number of restarts of the ranks: reports from before the last restart do
+    not count.
     """
 
     path: Path
@@ -147,7 +147,7 @@ class StatusFolder:
     def export(self) -> dict[str, str]:
         """Let ranks that this process starts find the folder and know their launcher.
 
-        Returns the variables that this takes.
+        Returns the environment variables that it sets.
         """
         exported = {_STATUS_FOLDER: str(self.path), _LAUNCHER: str(os.getpid())}
         os.environ.update(exported)
@@ -156,15 +156,15 @@ class StatusFolder:
     # Written by ranks
 
     def report_ready(self) -> None:
-        """This rank handles signals from now on."""
+        """Report that this rank handles signals from now on."""
         (self.path / f"{_READY}{num_restarts()}-{os.getpid()}").touch()
 
     def report_error(self, message: str) -> None:
-        """The request is invalid; a restart would not help."""
+        """Report that the request is invalid, so that a restart would not help."""
         self._write(_ERROR, message)
 
     def report_stopped(self) -> None:
-        """The run was stopped before its last step, and saved."""
+        """Report that the run was stopped before its last step, and saved."""
         self._write(_STOPPED, "")
 
     # Read by the launcher

@@ -21,7 +21,7 @@ import torch
 from fullshard.errors import ConfigError
 from fullshard.models.tokenizers import Tokenizer
 
-# The fingerprint covers all bytes of inputs up to this size, and a part of each file beyond.
+# The fingerprint covers all bytes of inputs up to this size, and part of each file of larger ones.
 HASHED_BYTES = 256 * 2**20
 _PROBE_BYTES = 2**20
 _LINES = ".jsonl"
@@ -93,7 +93,7 @@ class Documents:
 
 
 def require_files(paths: Sequence[str]) -> None:
-    """Raise unless every path is a folder or a file with contents, which may not be text."""
+    """Raise unless every path is a folder or a file with contents, even if these are not text."""
     for path in (Path(given).expanduser() for given in paths):
         if not path.is_dir():
             _require_file(path)
@@ -114,7 +114,7 @@ def _require_file(path: Path) -> None:
 
 
 def _single_file(path: Path) -> TextFile:
-    """Return a file that was named, which must exist and be text."""
+    """Return a file that was passed by name; it must exist and be text."""
     _require_file(path)
     if not _is_text(path):
         raise ConfigError(
@@ -282,7 +282,7 @@ def _document(subject: str, line: bytes, text_field: str) -> Document:
 
 
 def _conversation(subject: str, messages: Any) -> list[Mapping[str, str]]:
-    """Return messages that have a role and text, one of them of the assistant."""
+    """Return the messages; each must have a role and text, and one must be the assistant's."""
     found = messages if isinstance(messages, list) else []
     roles = [each.get("role") if isinstance(each, dict) else None for each in found]
     is_text = all(role and isinstance(each.get("content"), str)
@@ -297,7 +297,7 @@ def _conversation(subject: str, messages: Any) -> list[Mapping[str, str]]:
 
 # Tokens
 
-# In a file with conversations: a token that is not trained is inverted, and one that begins a
+# In a file with conversations, a token that is not trained is inverted, and the first token of a
 # document has this bit.
 _BEGINS = 2**30
 
@@ -348,7 +348,7 @@ def unmarked(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     rows = rows.where(is_trained, ~rows)
     begins, places = rows >= _BEGINS, torch.arange(rows.shape[1])
     first = places.where(begins, 0).cummax(1).values
-    # What begins a document does not follow from the one before.
+    # The first token of a document is not predicted from the document before.
     return rows % _BEGINS, is_trained & ~begins, places - first
 
 
@@ -458,7 +458,7 @@ def _encode(path: Path, documents: Documents, tokenizer: Tokenizer) -> _Contents
 
 
 def _encoded(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[list[int], bool]]:
-    """Yield the tokens of a document in parts, and whether loss is taken on each."""
+    """Yield the tokens of a document in parts, and whether each part has a loss."""
     last = None
     for text, is_trained in _parts(document, tokenizer):
         if tokens := tokenizer.encode(text):

@@ -101,7 +101,7 @@ class _LiveLines:
 def step_line(metrics: StepMetrics) -> str:
     """Format the metrics of a step as one line."""
     share = metrics.exposed_s / metrics.step_s if metrics.step_s else 0.0
-    # In a replayed step nobody sees compute wait.
+    # In a replayed step, the waits of compute are not measured.
     exposed = "captured" if math.isnan(share) else f"exposed {share:.0%}"
     speed = f"{metrics.tflops:.2g} TFLOP/s" if math.isnan(metrics.mfu) else f"MFU {metrics.mfu:.0%}"
     exposed += "" if math.isnan(metrics.tflops) else f"  {speed}"

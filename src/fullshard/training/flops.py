@@ -1,4 +1,4 @@
-"""What a step computes for the model, and what the device could compute: tflops and MFU."""
+"""The floating-point operations of a step, and the peak of the device, for TFLOP/s and MFU."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fullshard.training.sharding import Dtypes
 
 
 def step_tflop(config: TrainConfig, architecture: Architecture) -> float:
-    """Return what a rank computes in a step, in units of 1e12; NaN if it cannot be told.
+    """Return the operations of a rank in a step, in units of 1e12; NaN if they cannot be counted.
 
-    Counts the matrix products of forward and backward on the meta device, without recomputation,
-    attention's as if nothing were masked. Frozen weights have no gradients.
+    Counts the matrix products of forward and backward on the meta device, without recomputation.
+    Attention counts as if nothing were masked. Frozen weights have no gradients.
     """
     shape = (config.optimizer.batch, config.model.sequence)
     tokens, model = torch.zeros(shape, dtype=torch.int64, device="meta"), architecture.build()
     trained = [param for param in model.parameters() if param.requires_grad]
-    # Fake tensors are slower, and suit models that read values.
+    # Fake tensors are slower, but work for models that read values.
     for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
         with suppress(Exception), mode, FlopCounterMode(display=False) as counter:
             loss = architecture.logits(model, tokens).sum()
@@ -34,7 +34,7 @@ def step_tflop(config: TrainConfig, architecture: Architecture) -> float:
 
 
 def peak_tflops(config: TrainConfig, device: torch.device) -> float:
-    """Return what the device can compute in a second in the dtype of the run; NaN if unknown."""
+    """Return the peak TFLOP/s of the device in the dtype of the run; NaN if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     profile, dtype = known_profile(name), Dtypes.of(config.sharding.precision, device).param
     return math.nan if profile is None else profile.tflops(4 if dtype is None else dtype.itemsize)

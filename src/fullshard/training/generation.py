@@ -131,7 +131,7 @@ def _generated(request: GenerateRequest, world: World) -> str:
     precision = config.sharding.precision if is_possible else "float32"
     sharding = ShardingSection(units=config.sharding.units, precision=precision)
     model = build_sharded_model(architecture, sharding, world)
-    # A checkpoint may lack the weights below adapters, and buffers that are computed.
+    # A checkpoint may lack the base weights of adapters, and buffers that are computed.
     architecture.fill(model, config.run.seed)
     _require_same_model(path, architecture.name, model)
     load(path, model, random_state=False)

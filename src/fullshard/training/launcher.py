@@ -4,8 +4,8 @@ The launcher runs in a thread, so that this module handles signals: the launcher
 after half a minute, and a checkpoint may take longer. Ranks run in their own sessions and do not
 receive the terminal's signals; this process forwards them to the ranks that have reported ready.
 
-Without a GPU, ranks are forks of a server (`multiprocessing`'s) that has loaded torch for all of
-them, also for those that replace them after a failure. The server starts before this process loads
+Without a GPU, ranks are forks of `multiprocessing`'s server, which has loaded torch for all of
+them, including those that replace failed ones. The server starts before this process loads
 torch, so that both load it at the same time. With a GPU, each rank is an interpreter of its own.
 """
 
@@ -88,7 +88,7 @@ def default_ranks(device_type: str) -> int:
 
 
 def _require_possible(config: TrainConfig, num_ranks: int) -> None:
-    """Raise what every rank would, as far as one process can tell without a device."""
+    """Raise the errors that one process can detect for every rank without a device."""
     from fullshard.training.corpus import require_files
     from fullshard.training.output import RunFolder
     from fullshard.training.sharding import architecture_for, unit_classes
@@ -102,11 +102,11 @@ def _require_possible(config: TrainConfig, num_ranks: int) -> None:
 
 
 def _predicted(config: TrainConfig, num_ranks: int, *, is_forked: bool) -> dict[str, Any]:
-    """Simulate a step, if ranks are forked in a fork like them, which has loaded what it needs."""
+    """Simulate a step; if ranks are forked, in such a fork, which has loaded what it needs."""
     if is_forked:
         start_server()
         server = ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"))
-        with suppress(BrokenProcessPool), server:  # the run can do without, if somebody kills it
+        with suppress(BrokenProcessPool), server:  # the run can do without, if it is killed
             return server.submit(_predicted, config, num_ranks, is_forked=False).result()
         return {}
     from fullshard.training.planning import predicted
@@ -117,7 +117,7 @@ def _predicted(config: TrainConfig, num_ranks: int, *, is_forked: bool) -> dict[
 def start_server() -> None:
     """Start the process that ranks are forked from, which ends with this one.
 
-    It ignores what the terminal or a supervisor sends to the whole process group.
+    It ignores signals that the terminal or a supervisor sends to the whole process group.
     """
     multiprocessing.set_forkserver_preload(["fullshard.training.preloaded"])
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -130,7 +130,7 @@ def start_server() -> None:
 
 
 def run_forked_rank(config_file: str, environment: dict[str, str]) -> None:
-    """Be a rank, in a fork of the server."""
+    """Run a rank in a fork of the server."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -270,7 +270,7 @@ class Launch:
         )
 
     def _forward_signal(self) -> None:
-        """Ask every rank that is ready to stop, once."""
+        """Ask every rank that has reported ready to stop, once."""
         if not self._num_signals:
             return
         for pid in self._status.ready_pids():

@@ -209,7 +209,7 @@ def meminfo() -> dict[str, int]:
 
 
 def _text(path: str | Path) -> str:
-    """Return what a file says; nothing if it is missing or not readable."""
+    """Return the text of a file; empty if it is missing or not readable."""
     with suppress(OSError):
         return Path(path).read_text()
     return ""

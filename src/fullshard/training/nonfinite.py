@@ -1,4 +1,4 @@
-"""Finds what was first not finite in a step, by a second pass over it with hooks."""
+"""Finds the first value of a step that is not finite, by a second pass with hooks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fullshard.runtime.names import clean_name
 from fullshard.runtime.trees import map_tensors
 from fullshard.state.rank_group import RankGroup
 
-# In the order in which one follows from the other, on this rank or on another.
+# In the order in which one causes the next, on this rank or on another.
 _KINDS = ("parameter", "output of", "gradient of the output of", "gradient of")
 
 
 def first_nonfinite(model: nn.Module, device: torch.device, step: Callable[[], object]) -> str:
-    """Repeat a step on all ranks; say what was first not finite, or nothing if all of it is."""
+    """Repeat a step on all ranks; say what is the first not finite, or nothing if all is finite."""
     found: list[tuple[int, str]] = []
 
     def check(kind: int, name: str, values: torch.Tensor) -> None:

@@ -30,13 +30,13 @@ def build_optimizer(
 
     The model may be sharded with either API, or not at all. Weight decay applies to matrices, but
     not to vectors, biases, norms and embeddings, nor to a head that is tied to an embedding. The
-    shape of the unsharded parameter decides. Muon trains those that decay, without heads.
+    shape of the unsharded parameter decides. Muon trains the matrices that decay, except heads.
     """
     decayed: dict[torch.Tensor, None] = {}
     others: dict[torch.Tensor, None] = {}
     matrices: dict[torch.Tensor, None] = {}
     kinds = _modules_by_name(model)
-    # A matrix of the shape of an embedding is a head.
+    # A matrix with the shape of an embedding is a head.
     heads = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Embedding)]
     for shard in tensor_shards(model):
         if shard.is_buffer or not shard.is_trainable:
@@ -65,7 +65,7 @@ def build_optimizer(
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer quantize its state, so that what a checkpoint has is quantized, too."""
+    """Have an optimizer create its quantized state, so that a loaded state is quantized, too."""
     for group in optimizer.param_groups:
         group["lr"].fill_(0.0)
         for param in group["params"]:
@@ -75,10 +75,10 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for matrices, its first group, and another optimizer's groups.
+    """Muon for matrices, its first group, and another optimizer for the other groups.
 
     Learning rate and weight decay are those of AdamW (`adjust_lr_fn="match_rms_adamw"`). Whole
-    matrices are gathered to be orthogonalized, as many at a time as there are ranks, one by each.
+    matrices are gathered to be orthogonalized: as many at a time as there are ranks, one per rank.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=group["lr"])
 
     def _momentum(self, param: torch.Tensor, momentum: float) -> torch.Tensor:
-        """Return the whole matrix that Nesterov's momentum makes of the gradient."""
+        """Apply Nesterov momentum to the gradient, and return the whole matrix."""
         grad: Any = param.grad
         if "momentum_buffer" not in self.state[param]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(grad)
@@ -152,7 +152,7 @@ def _is_undecayed(module: nn.Module) -> bool:
 
 
 def learning_rate(step: int, section: OptimizerSection) -> float:
-    """Return the learning rate of the step after `step` others: linear warmup, then the schedule.
+    """Return the learning rate of step `step`, counted from 0: linear warmup, then the schedule.
 
     The rate is `lr` in the last step of the warmup and, unless it is constant, `lr * lr_end` in the
     last step of all. If the warmup is longer than the run, it ends with the last step.

@@ -51,10 +51,10 @@ class RunFolder:
         return cls(Path("runs") / f"{model}-{datetime.now():%Y%m%d-%H%M%S}")
 
     def lock(self) -> None:
-        """Create the folder and make this process its only writer; raise if another one is.
+        """Create the folder and make this process its only writer; raise if it has another one.
 
-        The lock of a process that is gone is taken over, and so is that of a rank on another host
-        which the launcher of this one has replaced.
+        Takes over the lock of a process that is gone, and the lock of a rank on another host that
+        the launcher of this one has replaced.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class RunFolder:
         return checkpoints(self.checkpoints)[::-1]
 
     def incomplete(self) -> list[Path]:
-        """Return newer checkpoints than those, whose files are missing or of another size."""
+        """Return checkpoints newer than complete ones: files are missing or of another size."""
         complete = self.complete()
         step = read_manifest(complete[0]).step or 0 if complete else -1
         names = (
@@ -110,13 +110,13 @@ class RunFolder:
         return [path for path, match in names if match and int(match[1]) > step and path.is_dir()]
 
     def put_aside(self, damaged: Path) -> None:
-        """Move a checkpoint to where it is not counted among those to keep."""
+        """Move a checkpoint to a folder where it does not count among those to keep."""
         folder = self.path / "damaged"
         folder.mkdir(exist_ok=True)
         damaged.rename(folder / f"{damaged.name}-{datetime.now():%Y%m%d-%H%M%S-%f}")
 
     def require_usable(self, config: TrainConfig) -> None:
-        """Raise if the folder contains a run that is not resumed, or none that could be."""
+        """Raise if the folder contains a run that is not to be resumed, or lacks one that is."""
         found = next(iter(self.complete()), None)
         if config.run.resume and found is None:
             raise ConfigError(
@@ -143,7 +143,7 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def config_beside(checkpoint: Path) -> TrainConfig | None:
-    """Return the configuration of the run that a checkpoint is in the folder of, if of any."""
+    """Return the configuration of the run whose folder contains a checkpoint, or None."""
     # abspath removes `..` but, unlike resolve, does not follow a link to a checkpoint.
     file = RunFolder(Path(os.path.abspath(checkpoint)).parent.parent).config
     return config_of(file, {}) if file.is_file() else None
@@ -153,7 +153,7 @@ _NUM_RECENT = 4  # metrics of steps that another replica may have had no time to
 
 
 def _parsed(text: str, names: Iterable[str]) -> dict[str, Any]:
-    """Return what a lock says; nothing if its writer died while it wrote."""
+    """Return the contents of a lock; empty if its writer died while it wrote."""
     try:
         found: dict[str, Any] = json.loads(text)
         return {name: found[name] for name in names}
@@ -174,7 +174,7 @@ def _is_alive(found: dict[str, Any], own: dict[str, Any]) -> bool:
         is_own = found["process"] == own["process"]
         return not is_own and found["started"] == start_of(found["process"])
     was_rebooted = found["host"] == own["host"] and found["boot"] != own["boot"]
-    # torchrun's own name for a launch that was given none is "none".
+    # torchrun names a launch "none" if it was given no name.
     is_same_launch = found["launch"] == own["launch"] not in ("", "none")
     return not was_rebooted and not is_same_launch
 
@@ -207,7 +207,7 @@ class MetricsLog:
     def add(self, metrics: StepMetrics) -> None:
         values = dataclasses.asdict(metrics).items()
         line = {name: None if value != value else value for name, value in values if value != ()}
-        self._file.write(json.dumps(line) + "\n")  # which has no NaN
+        self._file.write(json.dumps(line) + "\n")  # JSON has no NaN
         self._file.flush()
         self.last_step = metrics.step
         if self._writer is not None:
@@ -224,7 +224,7 @@ class MetricsLog:
 
 
 class ReplicaLog:
-    """The log of metrics with replicas: one that leads writes, and the others can go on with it."""
+    """The log of metrics with replicas: the leader writes it, and any other can take over."""
 
     def __init__(self, make: Callable[[int], MetricsLog], leads: Callable[[], bool]) -> None:
         self._make, self._leads = make, leads
@@ -236,7 +236,7 @@ class ReplicaLog:
         self.write()
 
     def write(self) -> None:
-        """Write what is not written yet, if this replica leads; who led before may have died."""
+        """Write what is not written yet, if this replica leads; the last leader may have died."""
         if self._leads() and self._recent:
             if self._log is None:
                 self._log = self._make(self._recent[-1].step)

@@ -34,11 +34,11 @@ from fullshard.training.world import World, best_device
 from fullshard.wrap import repeated_blocks
 
 _META = torch.device("meta")
-# Of a model with more blocks than these, models of few say what each further block adds.
+# For models with more blocks than this, models with few tell what each further block adds.
 _MANY_BLOCKS = 12
 _FEW_BLOCKS = (3, 4)
 _FEW_MICRO_BATCHES = 2
-# Python sees each operation of a block that is recomputed selectively; fitted on a CPU.
+# Selective recomputation runs Python for each operation of a block; fitted on a CPU.
 _SELECTIVE_LAUNCH = 2.0
 _CPU_RANKS = 2  # as the launcher starts
 _MOST_RANKS = 1024  # that are suggested
@@ -193,7 +193,7 @@ class Candidate:
 
     @cached_property
     def python(self) -> str:
-        """The call that shards a model so."""
+        """The Python call that shards a model with these settings."""
         section = self.config.sharding
         replicas, shards = mesh_shape(section, self.machine.num_ranks)
         shape = f"({shards},)"
@@ -229,7 +229,7 @@ def choose_settings(
 ) -> list[Candidate]:
     """Return settings that fit, the fastest first, and then those that do not fit.
 
-    Settings of `given` stay. A step keeps its number of tokens: a larger micro-batch means fewer.
+    Settings in `given` stay. A step keeps its number of tokens: larger micro-batches are fewer.
 
     Raises:
         ConfigError: If nothing fits.
@@ -240,10 +240,10 @@ def choose_settings(
     if machine.num_hosts > 1 and is_free:
         meshes.append({("sharding", "mesh"): f"{machine.num_hosts}x{machine.ranks_per_host}"})
     for mesh in meshes:
-        # Each of these takes longer than the one before and less memory: the first that fits. With
-        # a larger micro-batch, those before do not fit either.
+        # Each of these takes longer than the one before but less memory: take the first that fits.
+        # With a larger micro-batch, those before it do not fit either.
         savings = list(_savings(config, architecture, machine, given))
-        # It takes more memory than to recompute all, and less time unless the host is slow.
+        # Selective recomputation takes more memory than full; less time unless the host is slow.
         tries_selective = not {_RECOMPUTED, _SELECTIVE} & {*given}
         for batch in _batches(config, given):
             while savings:
@@ -300,7 +300,7 @@ def _with(config: TrainConfig, changes: dict[Place, Any]) -> TrainConfig:
 
 
 def _batches(config: TrainConfig, given: Collection[Place]) -> Iterator[dict[Place, Any]]:
-    """Micro-batches that make up the same step."""
+    """Yield sizes and numbers of micro-batches that make up the same step."""
     batch, accumulate = ("optimizer", "batch"), ("optimizer", "accumulate")
     total = config.optimizer.batch * config.optimizer.accumulate
     for size in range(1, total + 1):
@@ -310,7 +310,7 @@ def _batches(config: TrainConfig, given: Collection[Place]) -> Iterator[dict[Pla
 
 
 def _refinements(config: TrainConfig, machine: Machine) -> Iterator[tuple[Place, int]]:
-    """Settings that may make the best one faster, and take more memory."""
+    """Yield settings that may make the best ones faster, but take more memory."""
     section, local = config.sharding, machine.ranks_per_host
     if section.api == "wrapper":
         return
@@ -359,7 +359,7 @@ def _parts_of_blocks(architecture: Architecture) -> tuple[str, ...]:
 
 
 def _estimated(config: TrainConfig, architecture: Architecture, machine: Machine) -> Candidate:
-    """Plan a run; of many blocks, few and one more: every further block adds as much."""
+    """Plan a run; instead of many blocks, plan few and one more: each further one adds the same."""
     few, more = _FEW_BLOCKS
     if not isinstance(architecture, BuiltinArchitecture) or (
         architecture.size.num_blocks <= _MANY_BLOCKS
@@ -386,7 +386,7 @@ def _estimated(config: TrainConfig, architecture: Architecture, machine: Machine
 
 
 def _candidate(config: TrainConfig, architecture: Architecture, machine: Machine) -> Candidate:
-    """Plan a run of few micro-batches: every further one takes as long as the last."""
+    """Plan a run with few micro-batches: every further one takes as long as the last."""
     accumulate = min(config.optimizer.accumulate, _FEW_MICRO_BATCHES)
     shorter = _with(config, {("optimizer", "accumulate"): accumulate})
     found = plan_run(shorter, architecture, machine)
@@ -404,7 +404,7 @@ def _candidate(config: TrainConfig, architecture: Architecture, machine: Machine
 
 
 def this_machine(device_type: str, num_ranks: int, num_local_ranks: int) -> Machine:
-    """Return the devices that a run on machines like this one has."""
+    """Return the devices of a run on machines like this one."""
     profile = profile_named("CPU")
     if device_type == "cuda":
         name = torch.cuda.get_device_name()
@@ -414,9 +414,9 @@ def this_machine(device_type: str, num_ranks: int, num_local_ranks: int) -> Mach
 
 
 def predicted(config: TrainConfig, num_ranks: int, num_local_ranks: int) -> dict[str, Any]:
-    """Return what a step will take, for the report and for errors, if the run fits into memory.
+    """Return the predicted time and memory of a step, for the report and for errors.
 
-    Of a model that cannot be simulated nothing is predicted.
+    Returns an empty dict if the model cannot be simulated.
 
     Raises:
         ConfigError: If the run does not fit; the message lists changes that would make it fit.
@@ -465,7 +465,7 @@ def require_fit(own: Candidate, architecture: Architecture, capacity_bytes: int)
 def _remedies(
     own: Candidate, architecture: Architecture, limit_bytes: int
 ) -> Iterator[tuple[str, Candidate]]:
-    """Yield the smallest changes that make a run fit, and what it would take then."""
+    """Yield the smallest changes that make a run fit, and what the run would take with them."""
     config, machine = own.config, own.machine
 
     def changed(words: Collection[str]) -> TrainConfig:
@@ -552,7 +552,7 @@ def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> Tr
 
 
 def measured_profile(facts: MachineFacts, speeds: Speeds) -> DeviceProfile:
-    """Return the profile of this machine's devices: measured speeds, the rest as it is known."""
+    """Return the profile of this machine's devices: measured speeds, known values for the rest."""
     profile, name = profile_named("CPU"), facts.processor
     if facts.gpus:
         name = facts.gpus[0].name

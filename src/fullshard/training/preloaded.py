@@ -1,9 +1,9 @@
-"""What a rank needs, loaded once by the process that ranks are forked from."""
+"""Loads what ranks need, once, in the process that they are forked from."""
 
 import gc
 from importlib import import_module
 
-gc.disable()  # what is imported stays: collections would only visit it, again and again
+gc.disable()  # imported objects stay: collections would only visit them again and again
 for _module in ("launcher", "run"):
     import_module(f"fullshard.training.{_module}")
 _torch = import_module("torch")

@@ -1,8 +1,8 @@
-"""`--elastic-replicas`: starts a world of ranks for each replica, and another for one that dies.
+"""`--elastic-replicas`: starts a world of ranks for each replica, and a new one if it dies.
 
-The others go on meanwhile (see `fullshard.elastic`). This process knows who is dead, because it is
-the parent of all ranks, and it has the store in which replicas agree. If all replicas are lost that
-have the state of the run, all start again from the newest checkpoint.
+The others go on meanwhile (see `fullshard.elastic`). This process knows which ranks are dead,
+because it is their parent, and it has the store in which replicas agree. If all replicas that have
+the state of the run are lost, all start again from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Replica:
 
     @property
     def exit_status(self) -> int | None:
-        """Return that of a rank that has failed, 0 once all have ended well, None before."""
+        """The exit status of a rank that has failed; 0 once all have ended well, None before."""
         found = [process.exitcode for process in self.processes]
         failed = [status for status in found if status]
         return failed[0] if failed else None if None in found else 0
@@ -64,7 +64,7 @@ class _Replica:
 
 
 class ReplicaLaunch(Launch):
-    """Replicas that are watched, and started again, until one of them has done the last step."""
+    """Watches replicas and restarts them until one of them has done the last step."""
 
     _lost = ("", "")  # the last replica that failed, and how, if none is left
 
@@ -92,7 +92,7 @@ class ReplicaLaunch(Launch):
     ) -> tuple[bool, int]:
         """Watch replicas until the run is over, or until none has its state.
 
-        Returns which of both, and how many restarts are left.
+        Returns whether the run is over, and how many restarts are left.
         """
         from fullshard.elastic import ReplicaGroup
 

@@ -100,7 +100,7 @@ class Run:
         if self._replica is not None:
             trainer.join(self._replica)
         if self._is_late:
-            found = []  # another replica gives it what it has to know
+            found = []  # another replica sends it the state
         elif not found or config.model.lora_rank:
             # A checkpoint of adapters does not contain the weights of the model.
             architecture.fill(parts.model, config.run.seed)
@@ -127,7 +127,7 @@ class Run:
                 return is_done
 
     def _resume(self, trainer: Trainer, found: list[Path]) -> str:
-        """Load the newest checkpoint that is not damaged; say which ones are, if any."""
+        """Load the newest undamaged checkpoint; return a message about damaged ones, if any."""
         failures: dict[Path, CheckpointError] = {}
         for path in found:
             try:
@@ -145,7 +145,7 @@ class Run:
             folder = self._folder.path / "damaged"
             return f"{', '.join(damaged)}: damaged and moved to {folder}; resuming from {path.name}"
         for failure in failures.values():
-            raise failure  # of the newest: all are, or the model is another one
+            raise failure  # the newest one's: all are damaged, or the model is another one
         return ""
 
     def _put_aside(self, failed: Iterable[Path]) -> list[str]:
@@ -163,15 +163,15 @@ class Run:
         if not self._is_restarted and not self._is_late:
             self._folder.require_usable(config)
         if self._replica is None:
-            self._folder.lock()  # of replicas, the launcher has it
+            self._folder.lock()  # with replicas, the launcher has the lock
         if self._replica is None or (self._replica.replica == 0 and not self._is_late):
             self._folder.config.write_text(config_as_toml(self._written), encoding="utf-8")
         return self._folder.complete()
 
     def _require_room(self, parts: Parts, num_complete: int) -> None:
-        """Raise if the disk has no room for the checkpoints that will be there at a time."""
+        """Raise if the disk has no room for the checkpoints that will exist at the same time."""
         run, is_adapted = self._config.run, bool(self._config.model.lora_rank)
-        # With two moments of what is trained.
+        # Trainable parameters have two moments.
         num_bytes = sum(
             shard.shape.numel() * shard.tensor.itemsize * (3 if shard.is_trainable else 1)
             for shard in tensor_shards(parts.model)
@@ -229,7 +229,7 @@ class Run:
         if self._replica is None:
             return make(trainer.step)
         if trainer.leads:
-            make(trainer.step).close()  # drops what follows
+            make(trainer.step).close()  # drops the steps that follow
         return ReplicaLog(make, lambda: trainer.leads)
 
     def _opening(self, parts: Parts, step: int) -> str:
@@ -316,7 +316,7 @@ def run_rank(config: TrainConfig) -> int:
 
 
 def exit_status_after(error: Exception, status: StatusFolder | None) -> int:
-    """Report an error once, from the rank on which it occurred; raise one that nobody expects."""
+    """Report an error once, from the rank on which it occurred; raise an unexpected one."""
     if _is_lost_connection(error):
         if wants_tracebacks():
             raise error
@@ -345,9 +345,9 @@ def exit_status_after(error: Exception, status: StatusFolder | None) -> int:
 
 
 def _is_lost_connection(error: Exception) -> bool:
-    """Return whether another rank has died, here or where a CheckpointError comes from.
+    """Return whether an error, or the cause of a CheckpointError, says that another rank has died.
 
-    Its own error is the one that matters.
+    The error of that rank is the one that matters.
     """
     messages = [f"Connection {how}" for how in ("closed by peer", "reset by peer", "refused")]
     messages += ["Broken pipe", "connectFullMesh failed"]  # a rank died while others began

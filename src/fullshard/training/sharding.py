@@ -103,7 +103,7 @@ def build_sharded_model(
 
 
 def _prefetch(model: nn.Module, number: int) -> None:
-    """Gather so many units ahead, in the order of the model's modules."""
+    """Prefetch `number` units ahead, in the order of the model's modules."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for index, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[index + 1 :][:number])

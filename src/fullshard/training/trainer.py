@@ -57,7 +57,7 @@ _JOINED_STATE = ("step", "num_nonfinite", "_cause", "_best", "_num_parts", "_is_
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a run trains, and with what."""
+    """The model that a run trains, its optimizer and its data."""
 
     architecture: Architecture
     model: nn.Module
@@ -87,7 +87,7 @@ class Trainer:
         self._scaler = ShardedGradScaler(device=world.device.type) if is_fp16 else None
         self.step = 0
         # Inputs and targets of steps that are not read yet. Steps in a row that were not finite,
-        # where they began, and checkpoints that were gone back to because of them.
+        # where they began, and the checkpoints that the run was rolled back to because of them.
         self._tensors: deque[list[torch.Tensor]] = deque()
         self.num_nonfinite, self._cause = 0, ""
         self._rollbacks: list[list[Path]] = []
@@ -96,7 +96,7 @@ class Trainer:
         self._saving: Handle | None = None
         self._num_run = 0
         self._is_8bit = config.optimizer.name == "adamw8bit"
-        # Others have to be told by the host not to apply a step.
+        # For other optimizers, the host decides whether to apply a step.
         self._is_fused = bool(parts.optimizer.defaults.get("fused"))
         is_possible = world.device.type == "cuda" and not config.sharding.offload and self._is_fused
         self._on_oom, self._num_parts = config.run.on_oom, 1  # of a micro-batch
@@ -126,15 +126,15 @@ class Trainer:
 
     @property
     def leads(self) -> bool:
-        """Whether the replica of this rank writes what the run writes."""
+        """Whether the replica of this rank writes the files of the run."""
         return self._replicas is None or self._replicas.is_leader
 
     def ends(self) -> bool:
-        """Return whether no replica has died before the one that leads was done."""
+        """Return whether no replica died before the leader was done."""
         return self._replicas is None or self._replicas.barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a replica that joins has to know, beside what a checkpoint has."""
+        """Return the state that a joining replica needs beyond that of a checkpoint."""
         return {name: getattr(self, name) for name in _JOINED_STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,7 +194,7 @@ class Trainer:
             extra={**self._extra(), "best": self._best, "optimizer": self._config.optimizer.name},
             step=self.step,
             only="trainable" if self._config.model.lora_rank else None,
-            # Whether this one is any good, the next step shows.
+            # Only the next step shows whether this checkpoint is any good.
             keep=max(keep, 2) if in_background else keep,
             pinned=self._folder.checkpoint(self._best[1]).name,
         )
@@ -219,7 +219,7 @@ class Trainer:
             self._rehearse()
         meter = Meter(self._world, self._config, self._parts.architecture)
         if self._replicas is not None:
-            meter.max_pending = 0  # one that joins has no step before
+            meter.max_pending = 0  # a replica that joins has no step before
         pending: deque[PendingStep] = deque()
         is_eval_due = False
 
@@ -277,7 +277,7 @@ class Trainer:
         return every > 0 and self.step % every == 0
 
     def _evaluate(self) -> float:
-        """Return the validation loss, a mean over the tokens of all ranks that have a loss."""
+        """Return the validation loss: the mean over the tokens with a loss, on all ranks."""
         model, batches = self._parts.model, cast(Batches, self._parts.eval_batches)
         batches.position = 0
         total = torch.zeros(2, dtype=torch.float64, device=self._world.device)
@@ -303,7 +303,7 @@ class Trainer:
             tensors += self._parts.batches.next()
         tokens = tensors[1].numel() * self._config.optimizer.accumulate * self._world.size
         tensors = self._on_device(tensors)
-        if self._replicas is not None:  # which agree on it in the step
+        if self._replicas is not None:  # replicas agree on it in the step
             self._must_stop = stop.is_requested or self._has_failed_save()
         captured = None if is_eager else self._captured
         num_graphs = 0 if captured is None else captured.num_graphs
@@ -358,7 +358,7 @@ class Trainer:
         width = len(tensors) // number
         for first in range(0, len(tensors), width):
             whole = tensors[first : first + width]
-            count = whole[1].ge(0).sum().clamp(min=1)  # none may be trained
+            count = whole[1].ge(0).sum().clamp(min=1)  # there may be no trained token
             for part in zip(*(each.tensor_split(self._num_parts) for each in whole), strict=True):
                 loss = self._loss_and_count(*part)[0] / count / number
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
@@ -385,7 +385,7 @@ class Trainer:
             self._say(found + f", with micro-batches in {number} parts from now on" * (number > 1))
 
     def _rehearse(self) -> None:
-        """Do two small steps for nothing, which show the guard what a step has to issue."""
+        """Run two small dummy steps, which show the guard what a step has to issue."""
         device, number = self._world.device, self._config.optimizer.accumulate
         tensors = self._on_device([torch.zeros(1, 2, dtype=torch.int64)] * 2 * number)
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
@@ -432,7 +432,7 @@ class Trainer:
     ) -> bool:
         """Report the first step that is not finite; return whether to roll back, or raise."""
         run = self._config.run
-        # With a scaler, a gradient that overflows is how it finds its scale.
+        # A scaler finds its scale through gradients that overflow.
         norm = metrics.grad_norm if self._scaler is None else 0.0
         self.num_nonfinite += 1
         if math.isfinite(metrics.loss + norm):
@@ -522,8 +522,8 @@ class Trainer:
 class PendingStep:
     """A step of this rank that may still be running on its device.
 
-    `facts` are metrics that are known. `waits` are those of compute for communication; None if
-    nobody saw them. `own` is how long the host was busy with it, and whether the run must stop.
+    `facts` are the known metrics. `waits` are compute's waits for communication; None if they were
+    not measured. `own` is how long the host was busy with the step, and whether the run must stop.
     """
 
     facts: Mapping[str, Any]
@@ -538,7 +538,7 @@ class Meter:
     """Measures the steps of this rank, and combines them with those of the other ranks.
 
     On a device with streams, a step is read while the next one runs, so that no stream waits.
-    `host_share` is the share of the last step that was read in which the busiest host was busy.
+    `host_share` is the share of the last read step in which the busiest host was busy.
     """
 
     def __init__(self, world: World, config: TrainConfig, architecture: Architecture) -> None:
@@ -555,7 +555,7 @@ class Meter:
     def start(
         self, facts: Mapping[str, Any], both: torch.Tensor, own: Any, *, is_replayed: bool
     ) -> PendingStep:
-        """Start reading the loss and the norm, and the times, of a step that has been issued."""
+        """Start reading the loss, the norm and the times of a step that has been issued."""
         if self._world.device.type != "cpu":
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             both = host.copy_(both, non_blocking=True)

@@ -25,9 +25,9 @@ from fullshard.layout import Bucket, BucketKind, Lane, Split, UnitLayout
 from fullshard.unit.context import AddressRanges, CommContext, wait_all
 from fullshard.unit.param import ShardBuffers, ShardedParam
 
-# On an accelerator a bucket is copied out by one kernel. Below this size it is given an index in
-# device memory, a quarter of the bucket's size, which all units with such a bucket share. Above, it
-# sends a table of addresses to the device first, which takes more of the host's time.
+# On an accelerator one kernel copies a bucket out. Below this size it reads an index in device
+# memory, a quarter of the bucket's size, which all units with such a bucket share. Above, it first
+# sends a table of addresses to the device, which takes more host time.
 MAX_INDEXED_BYTES = 16 << 20
 
 
@@ -46,7 +46,7 @@ class InFlightAllGather:
 
     def abort(self) -> None:
         """Wait for what is under way; never raises (rule 11)."""
-        with suppress(Exception):  # whoever aborts already knows of a failure
+        with suppress(Exception):  # the caller already knows of a failure
             self.wait_works()
 
 
@@ -66,11 +66,11 @@ class UnitAllGather:
 
     `start` issues the collectives; `finish` makes the full parameters readable on the current
     stream. Shared buckets arrive in a staging buffer. Small ones are copied out at once, on the
-    all-gather stream; the others by `finish`: if nothing else arrives, the full buffer is allocated
-    only then, when compute has left that of the unit before, so that a forward holds two units and
-    not three. Where the shard buffers are the full parameters (nothing is sharded, nothing cast),
-    full parameters are views of them: there is no full buffer and nothing to gather. `extensions`
-    gather by themselves.
+    all-gather stream; `finish` copies out the others. If nothing else arrives, the full
+    buffer is allocated only then, when compute has left the previous unit's, so that a forward
+    holds two units and not three. Where the shard buffers are the full parameters (nothing is
+    sharded, nothing cast), full parameters are views of them: there is no full buffer and nothing
+    to gather. `extensions` gather by themselves.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class UnitAllGather:
         self._splits: list[tuple[torch.Tensor, list[int], list[torch.Tensor]]] = []
         self._indexed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._bytes = self._full_buffer.view(0, (self._full_buffer.num_bytes,), torch.uint8)
-        # Then nothing arrives in the full buffer itself: it is needed only for the copy-out.
+        # If so, nothing arrives in the full buffer itself: only the copy-out needs it.
         self._is_all_copied = not self._is_in_shards and len(copied) == len(buckets)
         self._make_views(params, shard_buffers)
-        # Small buckets are copied out as soon as they are there, while compute does something else.
+        # Small buckets are copied out as soon as they arrive, while compute does something else.
         self._is_copied_early = bool(self._indexed) and not (self._splits or self._copy_to)
         self._is_all_copied &= not self._is_copied_early
         self._full_buffer.free()
@@ -301,10 +301,10 @@ class UnitAllGather:
             torch.gather(words, 0, index, out=to)
 
     def free(self, *, keep_storage: bool = False) -> AddressRanges:
-        """Free what was gathered; the address ranges that it had.
+        """Free what was gathered; return its address ranges.
 
-        With `keep_storage` the next all-gather finds the memory of the full parameters where it
-        was, and waits for compute that still reads it, as for any other.
+        With `keep_storage`, the full parameters keep their memory for the next all-gather, which
+        waits for compute that still reads it, as for any other memory.
         """
         address_range = self._full_buffer.address_range
         if not keep_storage:
@@ -322,7 +322,7 @@ def _allocate(buffer: ResizableBuffer, comm_ctx: CommContext) -> None:
 def permuted_pairs(
     split: Split, full: torch.Tensor, segments: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For a tensor with a bucket of its own: the same elements in the tensor and in the bucket."""
+    """Pairs of views of the same elements, in a tensor and in the bucket that it has to itself."""
     pairs = []
     rows = full.reshape(split.outer, split.num_rows, split.inner)
     for run in split.blocks():

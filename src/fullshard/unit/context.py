@@ -23,7 +23,7 @@ from fullshard.layout import Bucket, CopyIndex
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 
-# Of buckets with large gradients that are reduced before the rest of their unit.
+# How many bytes of gradients may be in flight when a large unit adds its own (rule 15).
 MAX_EARLY_BYTES = 256 << 20
 
 AddressRanges = list[tuple[int, int]]
@@ -65,11 +65,11 @@ class CommContext:
 
     `_pending_frees` has full buffers to free once another all-gather is issued (rule 3), by owner,
     with the event of the compute that used them. `_freed` has the address ranges that were freed,
-    and these events: the allocator may give such a range to the next all-gather at once, which has
-    to wait for the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are
-    the owners of all-gathers that nobody has waited for yet. `_is_capturing` says that what is
-    issued now becomes part of a CUDA graph. `num_collectives` have been issued: where ranks are.
-    `_copy_indices` are shared by all units that have such a bucket.
+    and these events: the allocator may give such a range to the next all-gather at once, which must
+    wait for the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are
+    the owners of all-gathers that nothing has waited for yet. `_is_capturing` says that what is
+    issued now becomes part of a CUDA graph. `num_collectives` counts issued collectives: it
+    says where a rank is. `_copy_indices` are shared by all units that have such a bucket.
     """
 
     def __init__(self, device: Device) -> None:
@@ -85,7 +85,7 @@ class CommContext:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the device still has collectives to do; may be asked from another thread."""
+        """Whether the device still has collectives to do; may be called from another thread."""
         if not self.device.has_streams or self._is_capturing:
             return False
         return not (self.streams.all_gather.query() and self.streams.reduce_scatter.query())
@@ -97,7 +97,7 @@ class CommContext:
     # All-gathers
 
     def all_gathers_follow_compute(self, event: Any = None) -> None:
-        """Make all-gathers from now on see what compute has written: the optimizer's new shards."""
+        """Make later all-gathers see what compute has written: the optimizer's new shards."""
         if self.device.has_streams:
             event = event or self.device.record()
             self.device.wait(event, self.streams.all_gather)
@@ -105,11 +105,11 @@ class CommContext:
     def wait_until_unused(self, address_range: tuple[int, int] = (0, sys.maxsize)) -> None:
         """Make the current stream wait for compute that may still use this memory.
 
-        By default all of it: for memory that a user's code is about to allocate.
+        The default is all memory, for what a user's code is about to allocate.
         """
         first, last = address_range
-        if not self._is_capturing:  # then events cannot be queried
-            # The oldest pass first; to ask for all of them would take long when there are many.
+        if not self._is_capturing:  # a capture cannot query events
+            # The oldest pass first; querying all of them would take long when there are many.
             while self._freed and self._freed[0][2].query():
                 self._freed.popleft()
         for start, end, event in self._freed:
@@ -131,19 +131,19 @@ class CommContext:
         num_ranks: int,
         itemsize: int,
     ) -> CopyIndex | None:
-        """What `make` returns, made once; None also if a capture is the first to ask for it."""
+        """The result of `make`, made once; None also if a capture is the first to ask for it."""
         key = make, bucket, num_ranks, itemsize
         if key not in self._copy_indices:
             if self._is_capturing:
                 return None
-            self.wait_until_unused()  # memory may be of the all-gather stream (rule 2)
+            self.wait_until_unused()  # memory may belong to the all-gather stream (rule 2)
             self._copy_indices[key] = make(bucket, num_ranks, itemsize, self.device.torch_device)
         return self._copy_indices[key]
 
     # Captures
 
     def begin_capture(self) -> None:
-        """Forget events of the past, which the device has seen all: a capture cannot wait for them.
+        """Forget past events: the device has passed them all, and a capture cannot wait for them.
 
         Everything must be sharded, and nothing in flight.
         """
@@ -170,7 +170,7 @@ class CommContext:
         return owner in self._pending_frees
 
     def cancel_free(self, owner: object) -> bool:
-        """Keep the memory of one owner; whether it was to be freed."""
+        """Keep the memory of one owner; return whether it was to be freed."""
         return self._pending_frees.pop(owner, None) is not None
 
     def free_now(self, owner: object) -> None:
@@ -205,7 +205,7 @@ class CommContext:
             self._finish_oldest()
 
     def make_room_for(self, num_bytes: int) -> None:
-        """Finish the oldest until `num_bytes` more stay below the limit for large gradients."""
+        """Finish the oldest until `num_bytes` more fit below the limit for large gradients."""
         held_bytes = sum(each.num_bytes for each in self._reduce_scatters)
         while self._reduce_scatters and held_bytes + num_bytes > MAX_EARLY_BYTES:
             held_bytes -= self._reduce_scatters[0].num_bytes

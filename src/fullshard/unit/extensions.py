@@ -1,8 +1,8 @@
-"""Tensors that define what is all-gathered and what is made of it.
+"""Tensors that define their own all-gather.
 
 A tensor with `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a float8 weight with its scale, for
 example) turns its shard into tensors to gather, and what was gathered into the full parameter.
-Most often its subclass defines them; they may also be set on the local tensor of a shard.
+Usually a tensor subclass defines them; they may also be set on the local tensor of a shard.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Extension:
     def prepare(
         self, local: Any, mesh: DeviceMesh, module: nn.Module, policy: Any, split: Split
     ) -> list[torch.Tensor]:
-        """What this rank sends, flattened, once there is memory for what arrives."""
+        """Allocate memory for what arrives, and return what this rank sends, flattened."""
         hook = local.fsdp_pre_all_gather
         if len(inspect.signature(hook).parameters) == 1:
             tensors, self._metadata = hook(mesh)
@@ -84,7 +84,7 @@ class Extension:
     def make_full(
         self, local: Any, dtype: torch.dtype, full: nn.Parameter | None, split: Split
     ) -> torch.Tensor | None:
-        """The full tensor from what arrived; None if it was put into the `full` that exists."""
+        """Make the full tensor of what arrived; None if it was written into an existing `full`."""
         pairs = zip(self.outs, self._sizes, strict=True)
         arrived = tuple(_join(out, size, split) for out, size in pairs)
         metadata, self._metadata = self._metadata, None
@@ -102,7 +102,7 @@ class Extension:
         return result
 
     def free(self, keep_storage: bool) -> list[tuple[int, int]]:
-        """Free what was gathered, unless it is kept; the address ranges that it had."""
+        """Free what was gathered, unless it is kept; return its address ranges."""
         ranges = [buffer.address_range for buffer in self._buffers]
         if not keep_storage:
             for buffer in self._buffers:
@@ -113,7 +113,7 @@ class Extension:
 
 
 def _join(out: torch.Tensor, size: torch.Size, split: Split) -> torch.Tensor:
-    """What arrived from all ranks, side by side along the dim that the parameter is sharded on."""
+    """Join what arrived from all ranks along the dim that the parameter is sharded on."""
     if not split.dim or split.dim >= len(size):
         return out.view(-1, *size[1:])
     whole = torch.cat(list(out.view(split.num_ranks, *size)), dim=split.dim)

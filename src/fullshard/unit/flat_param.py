@@ -1,7 +1,7 @@
 """The parameters of `FullyShardedDataParallel`: one after another, cut evenly over the ranks.
 
 `OrigParamSlice` is a parameter with `use_orig_params=True`: the optimizer holds the original
-object, its data this rank's slice. With `use_orig_params=False` the optimizer holds one
+object, whose data is this rank's slice. With `use_orig_params=False` the optimizer holds one
 `FlatParameter` per lane, and a `FlatParamSlice` is a part of it.
 """
 
@@ -37,7 +37,7 @@ class FlatParameter(nn.Parameter):
     """This rank's slice of all parameters of a wrapper with one dtype that are trained alike.
 
     Made by `FullyShardedDataParallel` with `use_orig_params=False`. With `use_orig_params=True`
-    frameworks see one beside the original parameters: what is assigned to its `data` is followed.
+    frameworks see one beside the original parameters, which follow what is assigned to its `data`.
     `_fqns` are the names of the parameters in the wrapped module.
     """
 
@@ -52,7 +52,7 @@ def flat_name(lane: int) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatParamHolder:
-    """The flat parameter of a lane, and where it is registered; receives gradients as a param."""
+    """The flat parameter of a lane, and where it is registered; gets gradients like a parameter."""
 
     param: FlatParameter
     location: ParamLocation
@@ -72,8 +72,8 @@ class FlatParamHolder:
 class FlatSlice(ShardedParam):
     """A parameter of a wrapper. `whole` is its value while it is not cut yet.
 
-    Of a DTensor (tensor parallelism) that is its local tensor, and `placed` says where it is on the
-    mesh of all axes; with `full_spec`, modules see a DTensor again.
+    For a DTensor (tensor parallelism), `whole` is its local tensor, and `placed` says where it is
+    on the mesh of all axes; with `full_spec`, modules see a DTensor again.
     """
 
     split: FlatSplit
@@ -111,7 +111,7 @@ class FlatSlice(ShardedParam):
 
     @property
     def tp_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups over which what is flattened is a part of a DTensor."""
+        """The groups over which the flattened tensor is one part of a DTensor."""
         if self.full_spec is None:
             return ()
         mesh, pairs = self.full_spec.mesh, enumerate(self.full_spec.placements)
@@ -208,7 +208,7 @@ def _require_size(name: str, found: torch.Tensor, own: torch.Tensor) -> None:
 
 
 def _set_data(param: nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter other memory; a gradient of before it was cut is dropped."""
+    """Give a parameter other memory; drop a gradient from before it was cut."""
     if param.grad is not None and param.grad.shape != data.shape:
         param.grad = None
     param.data = data
@@ -218,9 +218,9 @@ def _set_data(param: nn.Parameter, data: torch.Tensor) -> None:
 class FlatParams:
     """How a flat unit is cut, and with `ParamForm.FLAT_PARAM` the flat parameters of its lanes.
 
-    `owner` is the module that those are registered at. With `ParamForm.ORIG_PARAMS`, `_shown` is
-    what a framework that asked for the flat parameter was given: one of `_shown_buffer`, the shard
-    buffer of the first lane that is trained.
+    `owner` is the module that these are registered at. With `ParamForm.ORIG_PARAMS`, `_shown` is
+    the flat parameter that a framework asked for and was given: it shares the memory of
+    `_shown_buffer`, the shard buffer of the first lane that is trained.
     """
 
     form: ParamForm
@@ -307,7 +307,7 @@ class FlatParams:
         return self._shown
 
     def _take_over_shown(self) -> None:
-        """Follow what was assigned to the flat parameter that is shown, and its dtype in others."""
+        """Follow what was assigned to the shown flat parameter; others follow its dtype."""
         shown, buffer = self._shown, self._shown_buffer
         if shown is None or buffer is None or self._layout is None or same_memory(shown, buffer):
             return

@@ -1,4 +1,4 @@
-"""How the gradients of a unit lie in buckets on their way to other ranks, and where they end.
+"""How the gradients of a unit lie in buckets on their way to other ranks, and where they end up.
 
 All of it is made once (rule 7): `GradLane` and `GradBucket` follow the layout of the unit,
 `BucketInput` is the memory that goes into a reduce-scatter, `GradBuffer` what optimizers are given.
@@ -38,14 +38,14 @@ GradTarget = ShardedParam | FlatParamHolder
 GradSlot = tuple[GradTarget, int]
 """What receives a gradient, and where in a bucket's sums it begins."""
 
-# Buckets are cast and reduced by pieces (rule 9): those of one parameter, and flat ones, by as many
-# of this size as they fill; those that parameters share by fewer. What travels in a narrow dtype is
-# small already.
+# Buckets are cast and reduced in pieces (rule 9): those of one parameter, and flat ones, in as many
+# pieces of this size as they fill; those that parameters share, in fewer. Gradients that travel in
+# a narrow dtype are small already.
 PIECE_BYTES = 64 << 20
 NUM_PIECES = 2
-# Fewer ranks hold much more than what that saves, and pay for every piece: on 4 NCCL ranks a step
+# Fewer ranks each hold much more than pieces save, and pay for every piece: on 4 NCCL ranks a step
 # with 2 or 3 pieces for each block took 4 % longer (benchmarks/bench_gpu.py ranks). So there pieces
-# are as much larger, and a shared bucket is one.
+# are larger by this factor, and a shared bucket is one piece.
 FEWEST_CUT_RANKS = 8
 FEW_RANKS_FACTOR = 4
 # Smaller pieces, or smaller parts of them for each rank, cost more time than they save memory.
@@ -62,10 +62,10 @@ MOST_COPIES = MOST_RUNS = 128
 class GradBuffer:
     """The gradients of a lane, arranged like its shard buffer, and the tensors that become `.grad`.
 
-    They are made once: a step fills `result` and assigns `grads` to their targets (rule 8), unless
-    someone has kept anything of the step before: then another buffer is made. Memory is freed
-    between steps if the gradients were dropped. `num_reserved` counts the reduce-scatters that
-    have not assigned their gradients yet.
+    They are made once: a step fills `result` and assigns `grads` to their targets (rule 8). If
+    anything from the previous step is still held, another buffer is made. Memory is freed between
+    steps if the gradients were dropped. `num_reserved` counts the reduce-scatters that have not
+    assigned their gradients yet.
     """
 
     def __init__(self, lane: GradLane, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class GradBuffer:
 
     @property
     def is_unused(self) -> bool:
-        """Whether nobody holds a gradient, a part of one, or the memory, beside this object."""
+        """Whether nothing but this object holds a gradient, a part of one, or the memory."""
         if self.num_reserved:
             return False
         # Gradients without memory were not assigned to anything.
@@ -95,13 +95,13 @@ class GradBuffer:
 
 
 def part_of(sums: torch.Tensor, target: GradTarget, offset: int) -> torch.Tensor:
-    """What a target receives of sums that may begin anywhere in their memory."""
+    """The part of `sums` that a target receives. They may begin anywhere in their memory."""
     local = target.local
     return sums.as_strided(local.size(), local.stride(), sums.storage_offset() + offset)
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Make a tensor the gradient of a parameter, also one of another dtype."""
+    """Make a tensor the gradient of a parameter, even if its dtype is another."""
     if grad_dtype_of(param) in (grad.dtype, None):
         param.grad = grad
         return
@@ -119,9 +119,9 @@ def has_hooks(param: torch.Tensor) -> bool:
 
 
 class BucketInput:
-    """Memory that the gradients of a bucket go into to be reduced, with views made once (rule 7).
+    """The memory from which a bucket's gradients are reduced, with views made once (rule 7).
 
-    With a `copy_index`, gradients are first copied to memory beside it, one after another.
+    With a `copy_index`, gradients are first copied to a second buffer, one after another.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class BucketInput:
 
 
 def _copy_parts(parts: Sequence[torch.Tensor], grads: Sequence[Grad]) -> None:
-    """Copy gradients, with zeros for those that are missing, and behind the last."""
+    """Copy gradients; fill the parts of missing ones, and what follows the last, with zeros."""
     outs, ins = [], []
     for part, grad in zip(parts, (*grads, None), strict=True):
         if grad is not None:
@@ -177,10 +177,10 @@ def _copy_parts(parts: Sequence[torch.Tensor], grads: Sequence[Grad]) -> None:
 class BucketPieces:
     """The pieces of a bucket, one after another in the same memory, with views made once.
 
-    A piece has some columns of every rank's segment (rule 9). What is copied there: where to, of
-    which gradient, and in which shape and stride, from which element on. Runs of elements are
-    copied all at once, blocks of several ranks' rows one by one. Where parameters that share a
-    bucket would make too many runs, `GradBucket.copy_in` is faster.
+    A piece has some columns of every rank's segment (rule 9). A `_Copy` into it has the
+    destination, the index of the gradient, the shape and stride, and the first element. Runs of
+    elements are copied all at once, blocks of several ranks' rows one by one. Where parameters that
+    share a bucket would make too many runs, `GradBucket.copy_in` is faster.
     """
 
     def __init__(self, plan: GradBucket, bucket: Bucket, device: torch.device) -> None:
@@ -218,7 +218,7 @@ class BucketPieces:
         return runs, blocks
 
     def filled(self, grads: Sequence[Grad]) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Copy one piece after another into the memory; which columns it is, and the piece."""
+        """Copy one piece after another into the memory; yield its columns and the piece."""
         self._memory.allocate()
         flats: list[Grad] = [None] * (len(grads) + 1)
         for index, (grad, numel) in enumerate(zip(grads, self._numels, strict=True)):
@@ -246,7 +246,7 @@ class GradBucket:
     """A bucket to be reduced: the parameters whose gradients it carries, and how they lie in it.
 
     `slots` says where in a segment the shard of each parameter begins, `targets` what receives a
-    part of the sums, and `in_shards` where these belong in the shard buffer. `num_pieces` says by
+    part of the sums, and `in_shards` where these belong in the shard buffer. `num_pieces` says in
     how many pieces it is reduced, on a device with streams (rule 9).
     """
 
@@ -263,8 +263,8 @@ class GradBucket:
         self.dtypes = lane.dtypes
         self.numel = num_ranks * bucket.segment_numel
         self.in_shards = slice(bucket.buffer_offset, bucket.buffer_offset + bucket.segment_numel)
-        # A flat bucket is always reduced: other ranks may have used parameters that this rank has
-        # a part of, without its knowing.
+        # A flat bucket is always reduced: this rank may hold a part of parameters that other ranks
+        # have used, without knowing that they have.
         is_flat_param = any(isinstance(param.split, FlatSplit) for param in self.params)
         self.is_always_reduced = is_flat_param and lane.is_trainable
         self.is_flat = bucket.kind is BucketKind.FLAT
@@ -286,12 +286,12 @@ class GradBucket:
             is_cut = not are_few and not self.dtypes.sums_on_arrival
             most, piece_bytes = NUM_PIECES if is_cut else 1, SMALLEST_PIECE_BYTES
         elif kind is BucketKind.PERMUTED or (self.is_flat and len(self.params) == 1):
-            most = 1  # the gradient may be the bucket on some ranks, and lack on others
+            most = 1  # the gradient may be the bucket on some ranks, and be missing on others
         smallest = max(piece_bytes, self.num_ranks * SMALLEST_PIECE_PART_BYTES)
         return max(1, min(most, self.num_bytes // smallest))
 
     def piece_bounds(self) -> list[int]:
-        """The columns where pieces begin and end; in a shared bucket between parameters."""
+        """The columns where pieces begin and end: in a shared bucket, between parameters."""
         num_columns, alignment = self._bucket.segment_numel, self.dtypes.alignment_numel
         step = -(-num_columns // (self.num_pieces * alignment)) * alignment
         bounds = list(range(0, num_columns, step))
@@ -321,7 +321,7 @@ class GradBucket:
         return None if self._input.is_in_use else self._input
 
     def pieces(self, device: torch.device) -> BucketPieces:
-        """Memory for pieces of a bucket that goes by them, with views made once."""
+        """The memory of the pieces that a bucket is reduced in, with views made once."""
         if self._pieces is None:
             self._pieces = BucketPieces(self, self._bucket, device)
         return self._pieces
@@ -330,7 +330,7 @@ class GradBucket:
         self._input = self._pieces = None
 
     def in_place(self, grads: Sequence[Grad]) -> Grad:
-        """The tensor that autograd produced, if it is the bucket (rule 4)."""
+        """The tensor that autograd produced, if it can be the bucket as it is (rule 4)."""
         grad = grads[0]
         if len(grads) > 1 or self._bucket.kind.is_copied or grad is None:
             return None
@@ -340,9 +340,9 @@ class GradBucket:
     def copy_in(
         self, grads: Sequence[Grad], buffer: torch.Tensor, columns: slice = slice(0, sys.maxsize)
     ) -> None:
-        """Copy gradients to where they belong in a buffer of all ranks' segments, cast.
+        """Copy and cast gradients to where they belong in a buffer of all ranks' segments.
 
-        Or, of a shared bucket, only those that lie in some columns of the segments.
+        For a shared bucket, `columns` selects those that lie in some columns of the segments.
         """
         num_chunks, split = self.num_ranks, self.params[0].split
         if self._bucket.kind in (BucketKind.IN_PLACE, BucketKind.PERMUTED):
@@ -380,7 +380,7 @@ class GradBucket:
             chunk_cat(parts, dim=0, num_chunks=num_chunks, out=buffer.view(num_chunks, -1))
 
     def parts_of(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Where gradients are that lie in memory one after another, and the rest of it."""
+        """Views of gradients that lie in memory one after another, and of the rest of it."""
         shapes = [param.split.shape for param in self.params]
         sizes = [prod(shape) for shape in shapes]
         parts = memory.split_with_sizes([*sizes, self.numel - sum(sizes)])
@@ -411,7 +411,7 @@ class GradLane:
             self.buckets[0].targets = [(target, 0)]
         self.buffer: GradBuffer | None = None
         self.in_buffer: set[GradBucket] = set()
-        """The buckets that are in it already, from the backward under way."""
+        """The buckets that the backward under way has already put into `buffer`."""
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -422,7 +422,7 @@ class GradLane:
         return self.grad_dtype != self.dtypes.reduced
 
     def follow_grads(self, grads: Iterable[Grad]) -> None:
-        """Where gradients may have any dtype, reduce them in the widest that backward has made."""
+        """If gradients may have any dtype, reduce them in the widest that backward has produced."""
         if self.dtypes.grad is not None:
             return
         found = {grad.dtype for grad in grads if grad is not None}

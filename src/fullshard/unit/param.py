@@ -68,8 +68,8 @@ class ShardedParam(ABC):
     unit's shard buffer. `full` is made at the first unshard and then kept: its memory comes and
     goes. `accumulated` holds a full gradient that was not reduced yet, and `partial_grad` this
     rank's part of one that was summed over the shard axis but not over the replicas. `keeps_dtype`
-    says that a policy's `param_dtype` is not for this parameter; `dtypes` is what the unit's plan
-    made of the policy.
+    says that a policy's `param_dtype` does not apply to this parameter; `dtypes` is what the unit's
+    plan made of the policy.
     """
 
     name: str
@@ -126,11 +126,11 @@ class ShardedParam(ABC):
         """What the shard holds now, which a user may have replaced."""
 
     def values_for(self, rank: int) -> torch.Tensor:
-        """What belongs into a new shard buffer."""
+        """The values of a rank's shard, for a new shard buffer."""
         return self.current_local
 
     def view_in(self, buffer: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """The part of a shard buffer that is to be the memory of the shard."""
+        """The part of a shard buffer that becomes the memory of the shard."""
         return buffer[offset : offset + prod(shape)].view(shape)
 
     @abstractmethod
@@ -143,22 +143,22 @@ class ShardedParam(ABC):
 
     @abstractmethod
     def follow_registered(self) -> bool:
-        """Take over a shard that a user registered in place of ours; whether it is in the buffer.
+        """Take over a shard that a user registered for ours; return whether it is in the buffer.
 
-        If it sees that memory through another tensor, ours is put back.
+        If it is another tensor over the same memory, ours is put back.
         """
 
     # What the module sees
 
     def make_full(self, data: torch.Tensor) -> None:
-        """Make the full parameter over memory that from now on comes and goes."""
+        """Make the full parameter over `data`, whose memory comes and goes from now on."""
         if self.full_spec is not None:
             data = as_dtensor(data, with_dtype(self.full_spec, data.dtype))
         self.full = nn.Parameter(data, requires_grad=self.is_trainable)
         self.is_hooked = False
         if isinstance(self.split, Split) and self.dtype.is_floating_point:
-            # What is narrower than its bucket is cast when it is copied there; what is wider, by
-            # autograd, as in torch.
+            # A gradient narrower than its bucket is cast when it is copied there; a wider one is
+            # cast by autograd, as in torch.
             reduced = self.dtypes.reduced
             is_any = self.dtypes.grad is None or reduced.itemsize > self.dtypes.computed.itemsize
             set_grad_dtype(self.full, None if is_any else reduced)

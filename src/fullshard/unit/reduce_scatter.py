@@ -1,8 +1,8 @@
 """From full gradients to the gradients of shards.
 
 `UnitGrads` belongs to a unit: it takes the full gradients that autograd left on the full
-parameters, and starts an `InFlightReduceScatter`. The first half of that runs on the stream that
-computes (copy the gradients into buckets), the second on the reduce-scatter stream: reduce-scatter,
+parameters, and starts an `InFlightReduceScatter`. Its first half runs on the compute stream (copy
+the gradients into buckets), its second half on the reduce-scatter stream: reduce-scatter,
 all-reduce over the replicas, scale, cast, assign as `.grad`.
 
 `grad_buckets.py` has what does not change from step to step.
@@ -54,7 +54,7 @@ from fullshard.unit.settings import UnitComm, UnitSettings
 
 
 def require_no_wire_dtype(what: str, unit: str, layout: UnitLayout) -> None:
-    """Raise where gradients travel in a dtype that a user's own reduction does not know of."""
+    """Raise if gradients travel in a dtype that a user's own reduction does not know of."""
     for lane in layout.lanes:
         if lane.dtypes.sums_on_arrival:
             raise ConfigError(
@@ -77,7 +77,7 @@ def scaling_of(
     factor = float(num_ranks) if factor is None else factor
     before = 1.0
     if dtype == torch.float16:
-        # Its range is small: divide by about a square root on either side of the sum.
+        # Its range is small: divide by about a square root both before and after the sum.
         while factor % before == 0 and factor / before > before:
             before *= 2
     return before, False, factor / before
@@ -93,9 +93,9 @@ _NO_WORK = CollectiveWork()
 class BucketReduce:
     """One bucket's part of a reduce-scatter.
 
-    `grads` are by slot, and emptied when they are in the bucket. `targets` receive a part of the
-    sums, to which `partials` are added: what earlier steps summed over the shard axis. A bucket
-    without `inp` goes by pieces. `memory` is that of `inp`, if it has to be freed.
+    `grads` has one per slot, and is emptied when they are in the bucket. `targets` receive a part
+    of the sums, to which `partials` are added: what earlier steps summed over the shard axis. A
+    bucket without `inp` is reduced in pieces. `memory` is that of `inp`, if it has to be freed.
     """
 
     plan: GradBucket
@@ -131,7 +131,7 @@ class LaneReduce:
 class InFlightReduceScatter:
     """One unit's gradients under way. Holds all that the streams still read (rules 5, 10).
 
-    When `_scattered` has passed, the inputs are read; when `_event` has, the results are complete.
+    Once `_scattered` has passed, the inputs are read; once `_event` has, the results are complete.
     `_has_followed` says whether anything was enqueued in between.
     """
 
@@ -158,7 +158,7 @@ class InFlightReduceScatter:
 
     @property
     def _frees_inputs(self) -> bool:
-        """Whether nobody needs inputs for longer than the reduce-scatter.
+        """Whether nothing needs the inputs after the reduce-scatter.
 
         The sums over one rank are its inputs, a comm hook may keep them, and on a CPU collectives
         choose where they lie.
@@ -199,7 +199,7 @@ class InFlightReduceScatter:
             raise
 
     def _release(self) -> None:
-        """Let go of all tensors; compute has waited for what read them."""
+        """Drop all tensors; compute has waited for everything that reads them."""
         for lane in self.lanes:
             for bucket in lane.buckets:
                 if bucket.memory is not None:
@@ -207,7 +207,7 @@ class InFlightReduceScatter:
         self.lanes.clear()
 
     def _wait_for_enqueued(self) -> None:
-        """After a failure: make compute, which gets the inputs' memory back, wait for the rest."""
+        """After a failure, make compute wait for the rest: it gets the inputs' memory back."""
         device = self.device
         self._wait_works()
         for stream in dict.fromkeys((self.comm_ctx.streams.reduce_scatter, self._last_stream)):
@@ -217,23 +217,23 @@ class InFlightReduceScatter:
 
     def _wait_works(self) -> None:
         """Wait for the collectives; never raises (rule 11)."""
-        with suppress(Exception):  # whoever aborts already knows of a failure
+        with suppress(Exception):  # the caller already knows of a failure
             wait_all(lane.work for lane in self.lanes)
 
     @property
     def _last_stream(self) -> Any:
-        """Where sums are all-reduced, and hooks on them run."""
+        """The stream on which sums are all-reduced, and hooks on them run."""
         stream = self.comm.all_reduce_stream
         return self.comm_ctx.streams.all_reduce if stream is None else stream
 
     def finish(self) -> HeldResults:
-        """Make compute wait for the reduce-scatter, and let go of the inputs."""
+        """Make compute wait for the reduce-scatter, and drop the inputs."""
         if seam.observers:
             seam.begin(Activity.AWAIT_REDUCE, self.unit)
         if not self.device.has_streams:
             self._complete()
-        # The inputs were allocated by compute, which may reuse their memory from here on. The sums
-        # over one rank are its inputs, and are read until the end.
+        # Compute allocated the inputs, and may reuse their memory from here on. The sums over one
+        # rank are its inputs, and are read until the end.
         is_read_on = self.comm.reduce_axis.is_single
         self.device.wait(self._event if is_read_on else self._scattered)
         if seam.observers:
@@ -253,7 +253,7 @@ class InFlightReduceScatter:
     def _is_copied_late(self, bucket: BucketReduce) -> bool:
         """Whether gradients are copied piece by piece, on the stream that reduces them (rule 9).
 
-        Then what is in flight is the gradients that autograd made and one piece.
+        Then only the gradients that autograd made and one piece are in flight.
         """
         plan, comm = bucket.plan, self.comm
         if not self.device.has_streams or comm.reduce_axis.is_single:
@@ -306,7 +306,7 @@ class InFlightReduceScatter:
             or self.comm.comm_hook is not None
         )
         if is_single and not lane.plan.is_cast:
-            # What autograd made may be the sum over one rank, and the gradient, as it is.
+            # The tensor that autograd made may be both the sum over one rank and the gradient.
             is_assigned_apart |= plans[0].in_place(lane.buckets[0].grads) is not None
         if not is_assigned_apart:
             lane.buffer = lane.plan.acquire_buffer(plans, device)
@@ -321,7 +321,7 @@ class InFlightReduceScatter:
             sizes = [plan.in_shards.stop - plan.in_shards.start for plan in plans]
             whole = torch.empty(sum(sizes), dtype=lane.plan.dtypes.reduced, device=device)
             lane.results = [whole]
-            # A comm hook may give its tensor other memory, in another dtype: not a view.
+            # A comm hook may give its tensor other memory, in another dtype: it gets no view.
             lane.outs = [whole] if len(plans) == 1 else list(whole.split(sizes))
 
     def _reduce_scatter(self, lane: LaneReduce) -> None:
@@ -367,7 +367,7 @@ class InFlightReduceScatter:
                 self._end()
 
     def _add_partial_sums(self) -> None:
-        """Add sums over the shard axis that were kept until the replicas are reduced over, too."""
+        """Add sums over the shard axis that were kept until a reduction over the replicas."""
         for lane in self.lanes:
             for bucket, out in zip(lane.buckets, lane.outs, strict=True):
                 for param, offset in bucket.targets:
@@ -408,7 +408,7 @@ class InFlightReduceScatter:
                 if not is_written:
                     foreach_copy_(grads, lane.outs)
             if buffer is not None and self.device.has_streams:
-                # Just now they had no gradients and no hooks, or there would be no buffer.
+                # The targets had no gradients and no hooks just now, or there would be no buffer.
                 for bucket in lane.buckets:
                     self.unit_grads.assign_made(bucket.targets, buffer.grads)
                 continue
@@ -417,8 +417,8 @@ class InFlightReduceScatter:
                 self._has_followed |= self.unit_grads.assign(grad, bucket.targets, made)
 
     def _end(self) -> None:
-        """All is enqueued, on the current stream."""
-        # Most often nothing follows the reduce-scatter: its sums are the gradients as they are.
+        """Note that everything is enqueued, on the current stream."""
+        # Usually nothing follows the reduce-scatter: its sums are the gradients as they are.
         self._event = self.device.record() if self._has_followed else self._scattered
         if seam.observers and self.device.has_streams:
             seam.end(Activity.REDUCE, self.unit)
@@ -437,8 +437,8 @@ class UnitGrads:
 
     `was_reduced` says whether the backward under way has taken some gradients already. `_created`
     are the targets that it gave a `.grad`; `_host_events` are copies of gradients to the host that
-    nobody has waited for. `_shown` are the gradients that parameters of a wrapper show while more
-    than that is kept unreduced, with their versions, and whether they are mere placeholders.
+    nothing has waited for. `_shown` has the gradients that a wrapper's parameters show while more
+    is kept unreduced, with their versions, and whether they are mere placeholders.
     """
 
     def __init__(self, mesh_info: MeshInfo, offload: OffloadPolicy, device: Any) -> None:
@@ -470,8 +470,8 @@ class UnitGrads:
     def accumulate(self, params: Sequence[ShardedParam], *, is_flat: bool) -> None:
         """Take the full gradients and keep them unreduced, in the dtype of the reduction.
 
-        Wrapped parameters show a gradient, so that `zero_grad` drops what is kept: in the dtype
-        that they compute in, as torch's class shows what it keeps.
+        Wrapped parameters show a gradient, so that `zero_grad` drops what is kept. Its dtype is
+        the one that they compute in, as in what torch's class shows.
         """
         self._drop_zeroed(params)
         self.was_reduced = True
@@ -497,7 +497,7 @@ class UnitGrads:
             param.accumulated = param.partial_grad = None
 
     def _drop_zeroed(self, params: Sequence[ShardedParam]) -> None:
-        """Forget what was kept for parameters whose gradients were zeroed since, in either way."""
+        """Forget what was kept for parameters whose gradients were zeroed or set to None since."""
         for param, (grad, version, is_placeholder) in list(self._shown.items()):
             if param.grad is grad:
                 was_zeroed = version_of(grad) != version and not grad.any()
@@ -505,7 +505,7 @@ class UnitGrads:
                 was_zeroed = param.grad is None
             if was_zeroed:
                 del self._shown[param]
-                if is_placeholder:  # not what gradients of another dtype should be added to
+                if is_placeholder:  # gradients of another dtype should not be added to it
                     param.grad = None
                 for each in params:
                     if each.param is param:
@@ -600,7 +600,7 @@ class UnitGrads:
     def assign_made(
         self, targets: Sequence[GradSlot], made: Mapping[GradTarget, torch.Tensor]
     ) -> None:
-        """Give targets that have no gradient those that were made for them (rules 7, 8)."""
+        """Assign the gradients that were made for targets that have none (rules 7, 8)."""
         with disable_torch_function():
             for target, _ in targets:
                 target.param.grad = made[target]
@@ -612,9 +612,9 @@ class UnitGrads:
         targets: Sequence[GradSlot],
         made: Mapping[GradTarget, torch.Tensor],
     ) -> bool:
-        """Make parts of sums gradients; whether some were added to gradients that were there.
+        """Assign parts of sums as gradients; return whether some were added to others or hooked.
 
-        `made` are the gradients as views of the sums, where they exist already.
+        `made` has the gradients that already exist as views of the sums.
         """
         if self.to_host:
             sums = self._on_host(sums, targets)
@@ -658,7 +658,7 @@ class UnitGrads:
         host = torch.empty(sums.size(), dtype=sums.dtype, device="cpu", pin_memory=self._pin_memory)
         host.copy_(sums, non_blocking=self._pin_memory)
         event = self._device.record()
-        # Adding to a gradient that is there, and users' hooks, read on the host right away.
+        # Adding to an existing gradient reads on the host right away, and so do users' hooks.
         if any(t.param.grad is not None or has_hooks(t.param) for t, _ in targets):
             self._device.synchronize(event)
         else:
@@ -678,7 +678,7 @@ class UnitGrads:
                 buffer.memory.free()
 
     def forget_buffers(self) -> None:
-        """Make gradients in other memory from now on."""
+        """Drop the buffers, so that later gradients are made in other memory."""
         for lane in self._lanes:
             lane.buffer = None
             lane.in_buffer.clear()
@@ -695,7 +695,7 @@ class UnitGrads:
     def reset(self, params: Sequence[ShardedParam]) -> None:
         """Drop everything that a failed step left behind, also gradients that it created."""
         self.was_reduced = False
-        self.forget_buffers()  # results may lie in them that were assigned to nothing
+        self.forget_buffers()  # they may hold results that were assigned to nothing
         self._hide()
         self._host_events.clear()
         self.drop_kept(params)

@@ -1,4 +1,4 @@
-"""What stands for a full parameter that is freed while its module still computes (rule 15)."""
+"""The stand-in for a full parameter that is freed while its module still computes (rule 15)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _METHODS = (
     "__len__ dim element_size get_device is_complex is_contiguous is_floating_point nelement numel "
     "size stride"
 )
-# What is answered without values, as the full parameter answers it.
+# These need no values: the full parameter answers them as it is.
 _NEEDS_NO_VALUES: frozenset[Callable[..., Any]] = frozenset(
     [getattr(_Tensor, name).__get__ for name in _PROPERTIES.split()]
     + [getattr(_Tensor, name) for name in _METHODS.split()]
@@ -29,10 +29,10 @@ _NEEDS_NO_VALUES: frozenset[Callable[..., Any]] = frozenset(
 
 
 class ReleasedParam(torch.Tensor):
-    """Is registered in place of a full parameter that was read and has no memory any more.
+    """Is registered in place of a full parameter that was released; its memory may be free.
 
-    Like the full parameter in all but its values. Whoever wants those has them gathered again, on
-    all ranks, and goes on with the full parameter itself.
+    It is like the full parameter in all but its values. Code that reads these has them gathered
+    again, on all ranks, and goes on with the full parameter itself.
     """
 
     _is_param = True  # for isinstance

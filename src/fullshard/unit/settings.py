@@ -39,8 +39,8 @@ class UnitComm:
     """The collectives of a unit, and the user's functions in them.
 
     `reduce_axis` is the shard axis, perhaps on a process group of its own. `all_reduce_hook` is
-    called on reduced gradients, on `all_reduce_stream` if there is one. `comm_hook` reduces
-    gradients in place of ours, scaling included: it is called with the gradients and the shard, or
+    called on reduced gradients, on `all_reduce_stream` if there is one. `comm_hook` replaces our
+    reduction of gradients, scaling included: it is called with the gradients and the shard, or
     without the shard if nothing is sharded.
     """
 

@@ -38,7 +38,7 @@ from fullshard.unit.reduce_scatter import UnitGrads
 from fullshard.unit.released import ReleasedParam
 from fullshard.unit.settings import UnitComm, UnitSettings
 
-# What a unit may be; each state carries what exists only in it.
+# The states of a unit; each carries what exists only in it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Unsharded:
 class Released:
     """Stand-ins for the full parameters are registered; the full buffer is free, unless it is held.
 
-    That a large unit is released does not depend on this rank alone, whether it is free does.
+    Whether a large unit is released does not depend on this rank alone; whether it is free does.
     """
 
     is_free: bool
@@ -86,8 +86,8 @@ UNSHARDED = Unsharded()
 class Registration:
     """Registers the shards of a unit at their modules, or its full parameters.
 
-    Everything that does not change from step to step is looked up once (rule 7): whoever changes
-    where parameters are registered, or as what, makes a new one.
+    Everything that does not change from step to step is looked up once (rule 7): code that changes
+    where parameters are registered, or as what, makes a new `Registration`.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
@@ -101,7 +101,7 @@ class Registration:
         ]
 
     def follow_requires_grad(self) -> int:
-        """Train full parameters as the shards are trained; how many are."""
+        """Set `requires_grad` of full parameters as on the shards; return how many require it."""
         with disable_torch_function():
             self._trainable = trainable = [param.requires_grad for param in self._held]
         if trainable != [full.requires_grad for full in self.fulls]:
@@ -118,12 +118,12 @@ class Registration:
             registry[name] = full
 
     def register(self, released: ReleasedParam) -> None:
-        """Register what stands for the only full parameter."""
+        """Register the stand-in for the only full parameter."""
         for registry, name, *_ in self._places:
             registry[name] = released
 
     def register_shards(self) -> None:
-        """Also train the shards as the full parameters are, which users may have changed."""
+        """Register the shards; take over the `requires_grad` that users set on full parameters."""
         trainable = [full.requires_grad for full in self.fulls]
         if trainable != self._trainable:
             for param, before, after in zip(self._held, self._trainable, trainable, strict=True):
@@ -139,12 +139,12 @@ class Unit:
     """The parameters of one wrapper, or of one `fully_shard` call that share a mesh.
 
     Owns shard buffers, full buffer and gradients, and changes `state` when told to; `hooks.py`
-    says when. `flat` is there for the parameters of a wrapper. `stands_alone` says that it was made
-    for a single large parameter (rule 15), and `is_unread` that the backward to come does not read
+    says when. `flat` exists for the parameters of a wrapper. `stands_alone` says that it was made
+    for a single large parameter (rule 15), and `is_unread` that the next backward does not read
     it. `is_held` says that a state dict may hold the shards, `is_summoned` that
-    `summon_full_params` shows the full parameters. `on_grads_ready` is called once every trainable
-    parameter of a unit that listens has its gradient; `_arrived` are those that have. `on_read` is
-    called if a released parameter is read after all.
+    `summon_full_params` shows the full parameters. A unit that listens calls `on_grads_ready` once
+    every trainable parameter has its gradient; `_arrived` are those that have. `on_read` is called
+    if a released parameter is read after all.
     """
 
     name: str
@@ -244,7 +244,7 @@ class Unit:
         self.grads.follow_lanes([*self._grad_lanes()])
 
     def make_whole(self) -> None:
-        """Before parameters come or go: make flat ones whole (a collective)."""
+        """Make flat parameters whole, before parameters come or go (a collective)."""
         self.reshard_now()
         if self.flat is not None:
             self.flat.detach()
@@ -259,7 +259,7 @@ class Unit:
             if param.is_trainable
         ]
         reduce_dtype = DtypePlan.unit_reduce_dtype(policy.reduce_dtype, trained, is_flat=is_flat)
-        wire_dtype = None if axis.is_single else policy.wire_dtype  # they travel nowhere
+        wire_dtype = None if axis.is_single else policy.wire_dtype  # one rank sends nothing
         for param in params:
             split = param.split
             if not isinstance(split, Split):
@@ -276,18 +276,18 @@ class Unit:
         return None if param.keeps_dtype else self.policy.param_dtype
 
     def _planned_by(self) -> list[tuple[bool, torch.dtype | None, bool]]:
-        """What the plan depends on beside the shards' memory, and users may change."""
+        """What users may change that the plan depends on, beside the shards' memory."""
         return [
             (p.is_trainable, p.grad_dtype, hasattr(p.current_local, "fsdp_pre_all_gather"))
             for p in self.params
         ]
 
     def begin_forward(self) -> None:
-        """A forward begins, which may reach this unit."""
+        """Note that a forward begins, which may reach this unit."""
         self._is_entered = self.is_unread = False
 
     def enter_forward(self) -> None:
-        """Get ready for the forward that has begun, once: as late as that, compute is under way."""
+        """Get ready, once, for the forward that has begun. By then, compute is under way."""
         if not self._is_entered:
             self._is_entered = True
             self.refresh()
@@ -296,9 +296,9 @@ class Unit:
     def refresh(self, *, plan_training: bool = False) -> None:
         """Notice shards that changed since they were gathered, or that a user replaced.
 
-        With `plan_training`, also those that were frozen or unfrozen, or whose `grad_dtype` or
-        own all-gather was set, since the plan was made: not while a state dict may be held, since
-        its tensors would be left behind.
+        With `plan_training`, also notice those that were frozen or unfrozen since the plan was
+        made, or whose `grad_dtype` or own all-gather was set since then. But not while a state dict
+        may be held, whose tensors would be left behind.
         """
         self._require_not_summoned()
         self._is_training_followed = False
@@ -319,7 +319,7 @@ class Unit:
             self._versions = self._shard_versions()
 
     def _follow_registered(self) -> bool:
-        """Take over shards that a user registered; whether all lie in their shard buffers."""
+        """Take over shards that a user registered; return whether all lie in their buffers."""
         registration = self._registration
         is_registered = registration is not None and registration.has_shards()
         if is_registered and all(param.is_in_buffer() for param in self.params):
@@ -333,9 +333,9 @@ class Unit:
         return is_current
 
     def _shard_versions(self) -> list[tuple[int, int]]:
-        """Changes whenever an optimizer, or anyone else, has written to a shard.
+        """Versions, which change whenever an optimizer, or anyone else, writes to a shard.
 
-        Taken when a forward reaches the unit: what it gathers is as new as that, or newer.
+        They are read when a forward reaches the unit: what it gathers is as new as that, or newer.
         """
         with disable_torch_function():
             return list(map(shard_versions, self.params))
@@ -370,7 +370,7 @@ class Unit:
         """Issue the all-gather, unless the unit is unsharded or about to be."""
         self._require_not_summoned()
         if self.is_released:
-            self.reshard_now()  # memory that is held would spare this rank the all-gather
+            self.reshard_now()  # held memory would let this rank skip the all-gather
         state, comm_ctx = self.state, self.comm_ctx
         if isinstance(state, (Unsharding, Unsharded)):
             return
@@ -448,12 +448,12 @@ class Unit:
         """Take part in the all-gather, whatever the unit's state is: some rank needs it."""
         self.wait()
         if not self.is_unsharded:
-            self.reshard_now()  # memory that was kept would spare this rank the all-gather
+            self.reshard_now()  # kept memory would let this rank skip the all-gather
             self.unshard()
             if not is_wanted:
                 self.reshard_now()
             return
-        # The same values arrive where they are.
+        # The same values arrive where they already are.
         self.comm_ctx.all_gathers_follow_compute()
         with _outside_inference():
             with self.comm_ctx.device.on(self.comm_ctx.streams.all_gather):
@@ -463,7 +463,7 @@ class Unit:
         self.comm_ctx.num_collectives += 1
 
     def _full_references(self) -> tuple[int, int, int]:
-        """How often the full parameter of a large unit is held, its memory, and it in Python."""
+        """References to a large unit's full parameter: in C++, to its memory, and in Python."""
         full = self.params[0].full if self.is_large else None
         if full is None:
             return 0, 0, 0
@@ -483,7 +483,7 @@ class Unit:
     def release(self) -> None:
         """Register a stand-in for the full parameter of a large unit, and free it unless held.
 
-        Autograd and Python are asked: a graph that has looked it up holds it once for its gradient.
+        Autograd's and Python's references tell: a graph that looked it up has one for its gradient.
         """
         if not self.is_unsharded:
             return
@@ -568,7 +568,7 @@ class Unit:
     # Gradients
 
     def listen(self) -> None:
-        """Count every gradient from now on: nothing else says when the last one is there."""
+        """Count every gradient from now on: nothing else tells when the last one is there."""
         if not self._is_listening:
             self._is_listening = True
             self._hook_fulls()
@@ -576,13 +576,13 @@ class Unit:
     def _hook_fulls(self) -> None:
         """Hook full parameters that are new, or newly trainable, once the unit listens.
 
-        Most units need not: when the gradients of their inputs are there, so are those of their
-        parameters. A unit whose inputs take no gradient has nothing else to go by.
+        Most units need no hooks: when the gradients of their inputs are there, so are those of
+        their parameters. A unit whose inputs take no gradient has nothing else to go by.
         """
         for param in self.params if self._is_listening else ():
             full = param.full
             if full is not None and full.requires_grad and not param.is_hooked:
-                # Weakly: the garbage collector does not see through the hooks of a tensor.
+                # Weak references: the garbage collector does not see through a tensor's hooks.
                 full.register_post_accumulate_grad_hook(
                     _arrival_hook(weakref.ref(self), weakref.ref(param))
                 )
@@ -595,7 +595,7 @@ class Unit:
 
     @property
     def has_full_grads(self) -> bool:
-        """Whether full gradients are there that were not taken yet."""
+        """Whether there are full gradients that were not taken yet."""
         registration = self._registration
         return registration is not None and any(f.grad is not None for f in registration.fulls)
 
@@ -620,7 +620,7 @@ class Unit:
                 self.grads.accumulate(self.params, is_flat=self.flat is not None)
             else:
                 comm, settings, comm_ctx = self.comm, self.settings, self.comm_ctx
-                if with_zeros:  # other ranks may have gradients that this one has not
+                if with_zeros:  # other ranks may have gradients that this one lacks
                     settings = replace(settings, reduce_scatter_unused_params=True)
                 is_large = self.is_large
                 self.grads.reduce_scatter(self.name, comm, settings, comm_ctx, is_large=is_large)
@@ -629,9 +629,9 @@ class Unit:
         self.settings = replace(self.settings, **changes)
 
     def describe(self) -> str:
-        """What all ranks must have alike.
+        """What must be the same on all ranks.
 
-        Not the names of a wrapper's parameters: modules that it ignores may shift them.
+        The names of a wrapper's parameters are left out: modules that it ignores may shift them.
         """
         held = ", ".join(
             f"{'' if self.flat else f'{p.name} '}{tuple(p.shape)} "
@@ -662,5 +662,5 @@ _NO_CONTEXT = nullcontext()
 
 
 def _outside_inference() -> AbstractContextManager[object]:
-    """Tensors made in inference mode could not be trained with later."""
+    """Leave inference mode: tensors made in it could not be trained with later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT

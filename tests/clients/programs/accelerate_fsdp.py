@@ -101,14 +101,14 @@ def train(version: int, precision: str = "no", **settings: Any) -> Any:
 
 
 def resume(version: int, precision: str = "no", **settings: Any) -> Any:
-    """Go on from the state that was saved by another run in the folder beside this one."""
+    """Resume from the state that another run saved in the folder beside this one."""
 
     def case(folder: Path) -> Any:
         acc = accelerator(version, precision, **settings)
         torch.manual_seed(1)
         model, optimizer = prepared(acc)
         if version == 1:
-            # accelerate loads a sharded optimizer state only over a state that is there.
+            # accelerate loads a sharded optimizer state only over an existing one.
             steps(acc, model, optimizer, range(2))
         acc.load_state(str(folder.with_name(folder.name.removeprefix("resume_")) / "state"))
         return steps(acc, model, optimizer, range(STEPS, 2 * STEPS))

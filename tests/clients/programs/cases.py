@@ -49,7 +49,7 @@ def num_units(model: nn.Module) -> int:
 
 
 def batch(step: int, *shape: int) -> torch.Tensor:
-    """A batch of this rank. One rank alone has the batches of two, one after another."""
+    """A batch of this rank. A single rank gets the batches of two ranks, one after another."""
     ranks = [RANK] if WORLD_SIZE > 1 else [0, 1]
     parts = [
         torch.randn(*shape, generator=torch.Generator().manual_seed(100 * step + rank))

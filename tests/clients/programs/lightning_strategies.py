@@ -42,7 +42,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class WrapperOnCPU(FullyShardedDataParallel):
-    """torch's wrapper has to be told where there is no GPU; Lightning leaves it to find one."""
+    """torch's wrapper must be told that there is no GPU; Lightning leaves it to find one."""
 
     def __init__(self, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, device_id=torch.device("cpu"), **kwargs)
@@ -52,7 +52,7 @@ if fully_shard.__module__.startswith("torch."):
     torch.distributed.fsdp.FullyShardedDataParallel = WrapperOnCPU
 
 
-# Lightning refuses its own FSDPStrategy, and nothing derived from it, where there is no GPU.
+# Without a GPU, Lightning refuses its own FSDPStrategy but not classes derived from it.
 class FabricFSDPOnCPU(FabricFSDP):
     pass
 

@@ -1,4 +1,4 @@
-"""Some cases of the frameworks that are in the environment of developers, on both libraries.
+"""Some cases of the frameworks in the developers' environment, on both libraries.
 
 One start for both, since importing the frameworks takes most of the time.
 """

@@ -1,4 +1,4 @@
-"""What the Trainers of transformers and of TRL are given, and what is compared of their runs."""
+"""Inputs for the Trainers of transformers and of TRL, and the results that are compared."""
 
 from pathlib import Path
 from typing import Any

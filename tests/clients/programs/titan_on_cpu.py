@@ -1,4 +1,4 @@
-"""torchtitan takes "cuda" where no other accelerator is: let it find the CPU."""
+"""torchtitan assumes "cuda" if there is no other accelerator: let it find the CPU."""
 
 import torch
 

@@ -67,7 +67,7 @@ def built(job: JobConfig, tied: bool) -> tuple[nn.Module, ParallelDims]:
         model.init_weights()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # gloo cannot divide while it reduces, which torch's fully_shard asks it for otherwise.
+            # gloo cannot divide while it reduces, which torch's fully_shard otherwise asks for.
             module.set_force_sum_reduction_for_comms(True)
     return model.train(), dims
 
@@ -109,7 +109,7 @@ def train(tied: bool = False, **settings: Any) -> Any:
 
 
 def load(tied: bool = False, **settings: Any) -> Any:
-    """What the checkpoint of the case beside this one holds, on any number of ranks."""
+    """Load the checkpoint of the case beside this one, on any number of ranks."""
 
     def case(folder: Path) -> Any:
         job = config(**settings)

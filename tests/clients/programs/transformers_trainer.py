@@ -42,7 +42,7 @@ def train(version: int, lora: bool, settings: dict[str, Any]) -> Any:
 
 
 def resume(version: int, lora: bool, settings: dict[str, Any]) -> Any:
-    """Go on in the middle of the run beside this one."""
+    """Resume in the middle of the run beside this one."""
 
     def case(folder: Path) -> Any:
         run = trainer(folder, version, lora, **settings)
