@@ -372,7 +372,12 @@ def test_the_fastest_settings_that_fit_are_chosen():
         }.items()
     }
     given = {("optimizer", "batch"), ("optimizer", "accumulate")}
-    best, *_ = choose_settings(config, architecture, machine, 1 << 40, given)
+    reported: list[tuple[int, int]] = []
+    best, *others = choose_settings(
+        config, architecture, machine, 1 << 40, given, lambda *counts: reported.append(counts)
+    )
+    assert reported == [(number, 0) for number in range(1, len(reported) + 1)]
+    assert len(reported) > len(others)
     assert best.config.sharding.strategy == "grad-op"
     assert best.peak_bytes == every["kept"].device_bytes
     limit = every["recomputed"].device_bytes

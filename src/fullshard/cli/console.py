@@ -87,7 +87,7 @@ def listed(names: Iterable[str], most: int = 5) -> str:
 
 @contextmanager
 def progress(what: str, *, in_bytes: bool = False) -> Iterator[Report]:
-    """Yield a function to call with (done, total) as work proceeds."""
+    """Yield a function to call with (done, total) as work proceeds; a total of 0 is unknown."""
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         yield _PlainProgress(what, readable if in_bytes else str)
@@ -96,7 +96,7 @@ def progress(what: str, *, in_bytes: bool = False) -> Iterator[Report]:
     columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
 
 
 class _PlainProgress:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fullshard.cli.console import say, say_table
+from fullshard.cli.console import progress, say, say_table
 from fullshard.cli.train import KeyCommand, given_options
 from fullshard.errors import ConfigError
 from fullshard.formatting import readable
@@ -76,9 +76,10 @@ def plan(
     machine, architecture = machine_of(gpus, nodes, fabric, profile), planned_architecture(config)
     if budget is not None:
         limit = bytes_of(budget)
-        # --batch and --accumulate set the sequences of a step, which may be divided differently.
+        # --batch and --accumulate set the sequences of a step, which may be divided otherwise.
         kept = [place for place in given if place[0] != "optimizer"]
-        candidates = choose_settings(config, architecture, machine, limit, kept)
+        with progress("simulating settings") as report:
+            candidates = choose_settings(config, architecture, machine, limit, kept, report)
         _say_choice(candidates, limit)
         config = candidates[0].config
     found = plan_run(config, architecture, machine)

@@ -6,7 +6,7 @@ import importlib
 import shlex
 import sys
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import combinations
@@ -226,14 +226,25 @@ def choose_settings(
     machine: Machine,
     budget_bytes: int,
     given: Collection[Place] = (),
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Candidate]:
     """Return settings that fit, the fastest first, and then those that do not fit.
 
     Settings in `given` stay. A step keeps its number of tokens: larger micro-batches are fewer.
+    `progress` is called with how many settings were simulated, and 0: the total is not known.
 
     Raises:
         ConfigError: If nothing fits.
     """
+    num_simulated = 0
+
+    def estimated(changed: TrainConfig) -> Candidate:
+        nonlocal num_simulated
+        candidate = _estimated(changed, architecture, machine)
+        num_simulated += 1
+        progress(num_simulated, 0)
+        return candidate
+
     found: list[Candidate] = []
     meshes: list[dict[Place, Any]] = [{}]
     is_free = ("sharding", "mesh") not in given and not config.sharding.reshard_to
@@ -248,13 +259,13 @@ def choose_settings(
         for batch in _batches(config, given):
             while savings:
                 changed = _with(config, {**batch, **mesh, **savings[0]})
-                found.append(_estimated(changed, architecture, machine))
+                found.append(estimated(changed))
                 if found[-1].fits(budget_bytes):
                     break
                 del savings[0]
             if savings and savings[0].get(_RECOMPUTED) and tries_selective:
                 changed = _with(changed, {_RECOMPUTED: False, _SELECTIVE: True})
-                found.append(_estimated(changed, architecture, machine))
+                found.append(estimated(changed))
                 tries_selective = found[-1].fits(budget_bytes)
     fitting = sorted(
         (each for each in found if each.fits(budget_bytes)), key=lambda each: -each.tokens_per_s
@@ -271,8 +282,7 @@ def choose_settings(
         )
     for place, value in _refinements(fitting[0].config, machine):
         if place not in given:
-            refined = _with(fitting[0].config, {place: value})
-            other = _estimated(refined, architecture, machine)
+            other = estimated(_with(fitting[0].config, {place: value}))
             if other.fits(budget_bytes) and other.step_s < 0.99 * fitting[0].step_s:
                 fitting.insert(0, other)
     best = fitting[0]
@@ -282,7 +292,7 @@ def choose_settings(
         best,
         *(
             replace(each, verdict=f"changes rounding; {1 - each.step_s / best.step_s:.0%} faster")
-            for each in ([_estimated(narrow, architecture, machine)] if may_round else [])
+            for each in ([estimated(narrow)] if may_round else [])
             if each.step_s < 0.99 * best.step_s
         ),
         *(
