@@ -135,17 +135,18 @@ def test_a_run_leaves_metrics_a_checkpoint_a_sample_and_a_report(folder: Path) -
 
 
 SAME_LOSSES: dict[str, dict[str, Any]] = {
-    "wrapper": {"sharding": {"api": "wrapper"}},
-    "wrapper grad-op": {"sharding": {"api": "wrapper", "strategy": "grad-op"}},
+    "wrapper, recomputed selectively": {
+        "sharding": {"api": "wrapper", "selective_checkpointing": True}
+    },
+    "wrapper grad-op, accumulated": {
+        "sharding": {"api": "wrapper", "strategy": "grad-op"},
+        "optimizer": {"accumulate": 2, "batch": 1},
+    },
     "wrapper none": {"sharding": {"api": "wrapper", "strategy": "none"}},
-    "grad-op": {"sharding": {"strategy": "grad-op"}},
-    "none": {"sharding": {"strategy": "none"}},
+    "grad-op, recomputed": {"sharding": {"strategy": "grad-op", "activation_checkpointing": True}},
+    "none, linear units": {"sharding": {"strategy": "none", "units": ("Linear",)}},
     "replicas": {"sharding": {"mesh": "2x1"}},
     "offload": {"sharding": {"offload": True}},
-    "recomputed": {"sharding": {"activation_checkpointing": True}},
-    "recomputed selectively": {"sharding": {"api": "wrapper", "selective_checkpointing": True}},
-    "linear units": {"sharding": {"units": ("Linear",)}},
-    "accumulated": {"optimizer": {"accumulate": 2, "batch": 1}},
 }
 
 
