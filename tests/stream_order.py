@@ -639,7 +639,6 @@ def emulated_streams(
         enter(_without_collector())
         enter(fake_world(num_ranks))
         enter(patch("fullshard.runtime.build.device_for", lambda _: order.device))
-        enter(patch("fullshard.unit.all_gather.type_of", lambda _: "cuda"))  # copies out by kernels
         enter(patch.object(torch.UntypedStorage, "resize_", resized))
         enter(patch.object(torch.Tensor, "data_ptr", address))
         enter(patch.object(ResizableBuffer, "address_range", property(address_range)))

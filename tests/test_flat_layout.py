@@ -12,11 +12,10 @@ from fullshard.layout import (
     DtypePlan,
     FlatSplit,
     ParamSpec,
-    Split,
     UnitLayout,
+    Whole,
     plan_unit,
 )
-from fullshard.layout.plan import BucketKind
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float16])
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -28,7 +27,7 @@ def params(draw: st.DrawFn) -> list[ParamSpec]:
     for index in range(draw(st.integers(1, 8))):
         dtypes = DtypePlan.of(draw(DTYPES), draw(st.none() | DTYPES), draw(st.none() | DTYPES))
         shape = draw(SHAPES)
-        made.append(ParamSpec(f"p{index}", Split(shape, None, 1), dtypes, draw(st.booleans())))
+        made.append(ParamSpec(f"p{index}", Whole(shape, 1), dtypes, draw(st.booleans())))
     return made
 
 
@@ -38,15 +37,11 @@ def plan_flat_layout(made: list[ParamSpec], num_ranks: int) -> UnitLayout:
 
 def splits(layout: UnitLayout) -> dict[int, FlatSplit]:
     return {
-        slot.param_index: FlatSplit(
-            layout.params[slot.param_index].split.shape,
-            slot.offset,
-            bucket.segment_numel,
-            layout.num_ranks,
-        )
+        slot.param_index: slot.split
         for lane in layout.lanes
         for bucket in lane.buckets
         for slot in bucket.slots
+        if isinstance(slot.split, FlatSplit)
     }
 
 
@@ -68,14 +63,13 @@ def test_what_segments_hold_one_after_another_is_the_lane(
         all_gather_flat = [-1] * (num_ranks * bucket.segment_numel)
         for slot in bucket.slots:
             for rank in range(num_ranks):
-                begin = rank * bucket.segment_numel + bucket.shard_offset(slot, rank)
-                for position, element in enumerate(
-                    all_splits[slot.param_index].elements(rank), begin
-                ):
+                begin = rank * bucket.segment_numel + slot.in_segment(rank)
+                split = all_splits[slot.param_index]
+                for position, element in enumerate(split.elements(rank), begin):
                     assert all_gather_flat[position] == -1
                     assert position < (rank + 1) * bucket.segment_numel
-                    all_gather_flat[position] = slot.offset + element
-        total = sum(slot.numel for slot in bucket.slots)
+                    all_gather_flat[position] = split.start + element
+        total = sum(slot.split.numel for slot in bucket.slots)
         assert all_gather_flat[:total] == list(range(total))
         assert set(all_gather_flat[total:]) <= {-1}
 
@@ -87,11 +81,10 @@ def test_a_lane_is_one_message_with_less_than_one_alignment_of_padding_per_rank(
     layout = plan_flat_layout(made, num_ranks)
     for lane in layout.lanes:
         (bucket,) = lane.buckets
-        assert bucket.kind is BucketKind.FLAT
-        assert not bucket.kind.is_copied
+        assert not bucket.is_copied
         alignment = lane.dtypes.alignment_numel
         assert bucket.segment_numel % alignment == 0
-        total = sum(slot.numel for slot in bucket.slots)
+        total = sum(slot.split.numel for slot in bucket.slots)
         assert 0 <= bucket.segment_numel * num_ranks - total < num_ranks * (alignment + 1)
 
 
@@ -100,14 +93,17 @@ def test_parameters_lie_in_the_slab_as_they_lie_in_their_message(
     made: list[ParamSpec], num_ranks: int
 ) -> None:
     layout = plan_flat_layout(made, num_ranks)
+    all_splits = splits(layout)
     taken: list[tuple[int, int]] = []
     for lane in layout.lanes:
         (bucket,) = lane.buckets
         itemsize = lane.dtypes.computed.itemsize
-        start = bucket.slots[0].full_offset_bytes
+        start = bucket.full_offset_bytes
+        assert start is not None
         assert start % 16 == 0
         for slot in bucket.slots:
-            assert slot.full_offset_bytes == start + slot.offset * itemsize
+            offset = all_splits[slot.param_index].start
+            assert slot.full_offset_bytes == start + offset * itemsize
         taken.append((start, start + num_ranks * bucket.segment_numel * itemsize))
     taken.sort()
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
@@ -119,10 +115,10 @@ def test_a_parameter_of_an_even_size_starts_at_an_aligned_address(
     numels: list[int], num_ranks: int
 ) -> None:
     dtypes = DtypePlan.of(torch.float32, torch.bfloat16)
-    made = [ParamSpec(f"p{i}", Split((n,), None, 1), dtypes, True) for i, n in enumerate(numels)]
+    made = [ParamSpec(f"p{i}", Whole((n,), 1), dtypes, True) for i, n in enumerate(numels)]
     for lane in plan_flat_layout(made, num_ranks).lanes:
         for slot in lane.buckets[0].slots:
-            if slot.numel % dtypes.alignment_numel == 0:
+            if slot.split.numel % dtypes.alignment_numel == 0:
                 assert slot.full_offset_bytes % 16 == 0
 
 
@@ -139,5 +135,5 @@ def test_only_what_is_neither_split_nor_cast_computes_where_it_is_kept(
     num_ranks: int, param_dtype: str | None, is_whole: bool
 ) -> None:
     dtypes = DtypePlan.of(torch.float32, torch.bfloat16 if param_dtype else None)
-    made = [ParamSpec("p", Split((4, 4), None, 1), dtypes, True)]
+    made = [ParamSpec("p", Whole((4, 4), 1), dtypes, True)]
     assert plan_flat_layout(made, num_ranks).is_whole is is_whole

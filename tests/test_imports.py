@@ -38,7 +38,7 @@ def test_an_upward_import_is_noticed(module: str, source: str) -> None:
     "module, source",
     [
         ("fullshard.fully_sharded_data_parallel", "from fullshard.state.shards import save"),
-        ("fullshard.plan.memory", "from fullshard.layout.split import Split"),
+        ("fullshard.plan.ledger", "from fullshard.layout.split import Split"),
         ("fullshard.testing.parity", "from fullshard import fully_shard"),
         ("fullshard.__init__", "from fullshard.fully_shard import fully_shard"),
     ],

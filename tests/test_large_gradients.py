@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard
 
 from fullshard import (
     FullyShardedDataParallel,
@@ -24,7 +23,6 @@ from fullshard import (
 from fullshard.comm.collectives import CollectiveWork, ShmCollectives
 from fullshard.device import Device
 from fullshard.layout import CostModel
-from fullshard.runtime.hooks import units_below
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -58,7 +56,7 @@ def ordered_and_small() -> Iterator[None]:
 @contextmanager
 def small_buckets() -> Iterator[None]:
     """Buckets are large from 1 KiB on, and every parameter has one."""
-    lanes, free = "fullshard.unit.grad_buckets", CostModel(0.0, 0.0, 1024)
+    lanes, free = "fullshard.unit.reduction", CostModel(0.0, 0.0, 1024)
     with (
         patch(f"{lanes}.PIECE_BYTES", 512),
         patch(f"{lanes}.FEW_RANKS_FACTOR", 1),
@@ -108,15 +106,14 @@ def test_large_gradients_that_are_reduced_early_and_by_pieces_train_alike(
         assert_same_training(build, shard, Training(batch, steps=3), oracle=oracle, **tolerance)
 
 
-@pytest.mark.parametrize(("use_orig_params", "most_runs"), [(True, 128), (False, 0)])
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(4)
 def test_flat_gradients_that_are_reduced_by_pieces_train_alike(
-    rank: Rank, use_orig_params: bool, most_runs: int
+    rank: Rank, use_orig_params: bool
 ) -> None:
     torch.manual_seed(0)
     expected = build()
-    runs = patch("fullshard.unit.grad_buckets.MOST_RUNS", most_runs)
-    with ordered_and_small(), runs, watched_reduces() as calls:
+    with ordered_and_small(), watched_reduces() as calls:
         wrapper = FullyShardedDataParallel(
             deepcopy(expected),
             process_group=rank.mesh().get_group(),
@@ -187,11 +184,23 @@ def test_a_large_gradient_does_not_wait_for_its_unit_and_if_cast_goes_by_pieces(
     assert calls == [*weights, biases] * 2
 
 
-@pytest.mark.parametrize("most_runs", [128, 0])
+@contextmanager
+def shared_pieces(piece_bytes: int) -> Iterator[None]:
+    """Buckets that parameters share are cut."""
+    module = "fullshard.unit.reduction"
+    with (
+        patch("fullshard.runtime.build.device_for", Ordered),
+        patch(f"{module}.PIECE_BYTES", piece_bytes),
+        patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 256),
+        patch(f"{module}.FEWEST_CUT_RANKS", 1),
+    ):
+        yield
+
+
 @pytest.mark.parametrize("precision", [{}, {"param_dtype": BF16, "reduce_dtype": torch.float32}])
 @on_ranks(2)
 def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
-    rank: Rank, precision: dict[str, torch.dtype], most_runs: int
+    rank: Rank, precision: dict[str, torch.dtype]
 ) -> None:
     """The gradients of a pair of matrices that do not divide evenly, and of biases."""
 
@@ -205,19 +214,15 @@ def test_gradients_that_share_a_bucket_are_reduced_by_pieces(
         torch_fully_shard(model, mesh=rank.mesh(), mp_policy=TorchPrecision(**precision))
 
     training = Training(batch, steps=3)
-    with (
-        patch("fullshard.runtime.build.device_for", Ordered),
-        patch("fullshard.unit.grad_buckets.SMALLEST_PIECE_BYTES", 256),
-        patch("fullshard.unit.grad_buckets.SMALLEST_PIECE_PART_BYTES", 256),
-        patch("fullshard.unit.grad_buckets.NUM_PIECES", 5),
-        patch("fullshard.unit.grad_buckets.FEWEST_CUT_RANKS", 1),
-        patch("fullshard.unit.grad_buckets.MOST_RUNS", most_runs),
-        watched_reduces() as calls,
-    ):
+    with shared_pieces(2048), watched_reduces() as calls:
         assert_same_training(build, shard, training, oracle=torchs, rtol=0.0, atol=0.0)
-    # Cut between parameters.
-    first, second, rest = 17 * WIDTH, 33 * WIDTH // 2, WIDTH * WIDTH // 2 + 17 + 2 * WIDTH // 2
-    assert calls == 3 * [[first], [second], [rest + (7 if precision else 3)]]
+    # Two matrices in 17 and 16 rows of the larger dim for each rank, one of 8, biases of 17, 8, 8.
+    segment = 17 * WIDTH + 33 * WIDTH // 2 + WIDTH * WIDTH // 2 + 17 + 8 + 8
+    alignment = 8 if precision else 4
+    segment = -(-segment // alignment) * alignment
+    num_pieces = 2 * 4 * segment // 2048
+    step = -(-segment // (num_pieces * alignment)) * alignment
+    assert calls == 3 * [*[[step]] * (num_pieces - 1), [segment - (num_pieces - 1) * step]]
     # So small a bucket is not worth it.
     with patch("fullshard.runtime.build.device_for", Ordered), watched_reduces() as calls:
         shard(model := build())
@@ -230,19 +235,16 @@ def test_few_ranks_reduce_by_larger_pieces(rank: Rank) -> None:
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
     counts = []
     for factor in (1, 4):
-        with ordered_and_small(), patch("fullshard.unit.grad_buckets.FEW_RANKS_FACTOR", factor):
+        with ordered_and_small(), patch("fullshard.unit.reduction.FEW_RANKS_FACTOR", factor):
             model = FullyShardedDataParallel(build(), mixed_precision=precision)
             with watched_reduces() as calls:
                 model(batch(torch.Generator())).sum().backward()
         counts.append(len(calls))
-    params = list(build().parameters())
-    num_bytes = 4 * sum(param.numel() for param in params)
-    assert counts == [128 // len(params) - 2, num_bytes // (4 * 512)]  # at most 128 copies
+    assert counts == [23, 6]  # of 512 and of 2,048 bytes, each rounded up to whole vectors
 
 
-@pytest.mark.parametrize("most_runs", [128, 0])
 @on_ranks(2)
-def test_pieces_have_scalars_and_leave_out_what_has_no_gradient(rank: Rank, most_runs: int) -> None:
+def test_pieces_have_scalars_and_leave_out_what_has_no_gradient(rank: Rank) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -255,17 +257,9 @@ def test_pieces_have_scalars_and_leave_out_what_has_no_gradient(rank: Rank, most
     def shard(model: nn.Module) -> None:
         fully_shard(model, mesh=rank.mesh())
 
-    module = "fullshard.unit.grad_buckets"
-    with (
-        patch("fullshard.runtime.build.device_for", Ordered),
-        patch(f"{module}.SMALLEST_PIECE_BYTES", 256),
-        patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 256),
-        patch(f"{module}.FEWEST_CUT_RANKS", 1),
-        patch(f"{module}.MOST_RUNS", most_runs),
-        watched_reduces() as calls,
-    ):
+    with shared_pieces(1024), watched_reduces() as calls:
         assert_same_training(Scaled, shard, Training(batch, steps=4))
-    assert len(calls) == 4 * 2
+    assert len(calls) == 4 * 3
 
 
 @on_ranks(4)
@@ -282,61 +276,3 @@ def test_large_gradients_travel_by_pieces_as_they_do_at_once(rank: Rank) -> None
     assert by_pieces.losses == at_once.losses
     pairs = zip(by_pieces.sharded.parameters(), at_once.sharded.parameters(), strict=True)
     assert all(torch.equal(found.to_local(), expected.to_local()) for found, expected in pairs)
-
-
-# Small buckets, by words
-
-
-class Words(nn.Module):
-    """Parameters that are made of words; every second time, some of them are not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.num_calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        for layer in self.layers[: 2 + self.num_calls % 2]:
-            x = x + layer(x)
-        return x
-
-
-class Odd(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.last = Words(), nn.Linear(WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.words(x)) * self.gain.mean()
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@on_ranks(2)
-def test_small_buckets_that_are_copied_by_words_train_alike(rank: Rank, dim: int) -> None:
-    sharded: list[nn.Module] = []
-
-    def shard(model: nn.Module, library: Any, policy: Any) -> None:
-        precision = policy(torch.bfloat16, torch.float32)
-        place = (lambda param: Shard(dim) if param.ndim > dim else None) if dim else None
-        for module in (model.words, model):
-            options = {"mesh": rank.mesh(), "mp_policy": precision, "shard_placement_fn": place}
-            library(module, **options)
-
-    def ours(model: nn.Module) -> None:
-        shard(model, fully_shard, MixedPrecisionPolicy)
-        sharded.append(model)
-
-    def torchs(model: nn.Module) -> None:
-        shard(model, torch_fully_shard, TorchPrecision)
-
-    with (
-        patch("fullshard.runtime.build.device_for", Ordered),
-        patch("fullshard.unit.all_gather.type_of", lambda _: "cuda"),
-    ):
-        training = Training(batch, steps=4)
-        assert_same_training(Odd, ours, training, oracle=torchs, rtol=2e-2, atol=1e-3)
-    context = next(unit.comm_ctx for unit in units_below(sharded[0]))
-    made = [each for each in context._copy_indices.values() if each is not None]
-    assert len(made) == 2  # out of a bucket and into it, for the unit that is made of words

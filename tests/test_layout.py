@@ -18,18 +18,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fullshard.errors import ConfigError
 from fullshard.layout import (
     Bucket,
-    BucketKind,
+    CopyTable,
     CostModel,
     DtypePlan,
     Lane,
     ParamSpec,
+    Plain,
+    RowSplit,
     Split,
     UnitLayout,
     plan_unit,
+    split_rows,
 )
 from fullshard.layout.plan import FULL_ALIGNMENT_BYTES
 from fullshard.testing import fake_world
-from fullshard.unit.all_gather import permuted_pairs
 
 many = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -53,7 +55,8 @@ dtypes = st.builds(
     st.sampled_from((*FLOATS, torch.int64, torch.uint8)),
     st.sampled_from((None, *FLOATS)),
     st.sampled_from((None, *FLOATS)),
-    st.sampled_from((None, *FLOATS)),
+    st.sampled_from((None, *map(Plain, FLOATS))),
+    st.sampled_from((None, *map(Plain, FLOATS))),
 )
 
 
@@ -61,10 +64,10 @@ dtypes = st.builds(
 def splits(draw: st.DrawFn, size: int | None = None) -> Split:
     shape = draw(shapes)
     dim = draw(st.integers(0, len(shape) - 1)) if shape else None
-    return Split(shape, dim, size or draw(num_ranks))
+    return split_rows(shape, dim, size or draw(num_ranks))
 
 
-cut_splits = splits().filter(lambda split: split.dim is not None)
+cut_splits = splits().filter(lambda split: isinstance(split, RowSplit))
 
 
 def plan_layout(params: Sequence[ParamSpec], num_ranks: int, cost: CostModel) -> UnitLayout:
@@ -101,7 +104,7 @@ def numbered(layout: UnitLayout) -> list[torch.Tensor]:
 
 
 def shard_of(full: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
-    if split.dim is None:
+    if not isinstance(split, RowSplit):
         return full
     rows = split.rows(rank)
     return full.narrow(split.dim, rows.start, len(rows))
@@ -114,7 +117,7 @@ def shards_of(layout: UnitLayout, lane: Lane, fulls: list[torch.Tensor], rank: i
         for slot in bucket.slots:
             split = layout.params[slot.param_index].split
             shard = shard_of(fulls[slot.param_index], split, rank).reshape(-1)
-            place = shard_buffer[bucket.buffer_offset + slot.offset :][: slot.numel]
+            place = shard_buffer[bucket.buffer_offset + slot.offset :][: split.slot_numel]
             assert (place == EMPTY).all(), "two slots of a shard buffer overlap"
             place[: shard.numel()] = shard
             place[shard.numel() :] = PADDING
@@ -142,31 +145,27 @@ class FullBuffer:
         return self._numbers[offset_bytes:][:num_bytes:itemsize].view(shape)
 
 
-def copy_out(full: FullBuffer, layout: UnitLayout, lane: Lane, bucket: Bucket, sent: torch.Tensor):
+def copy_out(full: FullBuffer, lane: Lane, bucket: Bucket, sent: torch.Tensor) -> None:
     """Put a gathered bucket (ranks x segment) into the full buffer, by what the plan says alone."""
     itemsize = lane.dtypes.computed.itemsize
-    if bucket.kind is BucketKind.IN_PLACE:
-        full.write(bucket.slots[0].full_offset_bytes, sent, itemsize)
-    elif bucket.kind is BucketKind.PERMUTED:
-        (slot,) = bucket.slots
-        split = layout.params[slot.param_index].split
+    if bucket.full_offset_bytes is not None:
+        full.write(bucket.full_offset_bytes, sent, itemsize)
+        return
+    for slot in bucket.slots:
+        split = slot.split
         shards = [
-            sent[rank, : split.shard_numel(rank)].view(split.shard_shape(rank))
-            for rank in range(layout.num_ranks)
+            segment[slot.offset :][: split.shard_numel(rank)].view(split.shard_shape(rank))
+            for rank, segment in enumerate(sent)
         ]
-        full.write(slot.full_offset_bytes, torch.cat(shards, dim=split.dim), itemsize)
-    else:
-        for slot in bucket.slots:
-            part = sent[:, slot.offset : slot.offset + slot.numel]
-            full.write(slot.full_offset_bytes, part, itemsize)
-        full.write(bucket.padding_offset_bytes, sent[:, bucket.used_numel :], itemsize)
+        whole = torch.cat(shards, dim=split.dim) if isinstance(split, RowSplit) else shards[0]
+        full.write(slot.full_offset_bytes, whole, itemsize)
 
 
 @many
 @given(splits())
 def test_the_shards_of_a_split_hold_every_element_exactly_once(split: Split) -> None:
     full = torch.arange(split.numel).view(split.shape)
-    if split.dim is None:
+    if not isinstance(split, RowSplit):
         assert all(split.shard_shape(rank) == split.shape for rank in range(split.num_ranks))
         return
     shards = [shard_of(full, split, rank) for rank in range(split.num_ranks)]
@@ -194,35 +193,11 @@ def test_local_shapes_and_offsets_are_those_of_dtensor(size: int) -> None:
             mesh = init_device_mesh("cpu", (size,))
             for shape, dim in examples:
                 expected = compute_local_shape_and_global_offset(shape, mesh, [Shard(dim)])
-                split = Split(shape, dim, size)
+                split = RowSplit(shape, dim, size)
                 local_shape, offset = expected
                 assert split.shard_shape(rank) == tuple(local_shape)
                 if split.rows(rank):
                     assert split.rows(rank).start == offset[dim]
-
-
-@many
-@given(cut_splits)
-def test_blocks_are_the_ranks_that_hold_something(split: Split) -> None:
-    held = [len(split.rows(rank)) for rank in range(split.num_ranks)]
-    blocks = list(split.blocks())
-    in_blocks = [block.num_rows for block in blocks for _ in range(block.num_ranks)]
-    assert len(blocks) <= 2
-    assert in_blocks == [rows for rows in held if rows]
-    for block in blocks:
-        ranks = range(block.first_rank, block.first_rank + block.num_ranks)
-        assert all(held[rank] == block.num_rows for rank in ranks)
-
-
-@many
-@given(splits())
-def test_a_stacked_split_is_the_tensor_as_it_lies_in_memory(split: Split) -> None:
-    full = torch.arange(split.numel).view(split.shape)
-    shards = [shard_of(full, split, rank).reshape(-1) for rank in range(split.num_ranks)]
-    if split.is_stacked:
-        assert torch.equal(torch.cat(shards), full.reshape(-1))
-    if split.dim is not None and split.num_rows % split.num_ranks == 0:
-        assert {shard.numel() for shard in shards} == {split.slot_numel}
 
 
 @many
@@ -238,7 +213,7 @@ def test_what_ranks_send_lands_as_the_full_parameters(layout: UnitLayout) -> Non
                 for shard_buffer in shard_buffers
             ]
             assert all(piece.numel() == bucket.segment_numel for piece in pieces)
-            copy_out(buffer, layout, lane, bucket, torch.stack(pieces))
+            copy_out(buffer, lane, bucket, torch.stack(pieces))
     for lane, bucket in all_buckets(layout):
         for slot in bucket.slots:
             full, itemsize = fulls[slot.param_index], lane.dtypes.computed.itemsize
@@ -255,7 +230,7 @@ def test_every_element_is_in_one_shard_buffer_exactly(layout: UnitLayout) -> Non
         for rank in range(layout.num_ranks):
             copies.update(shards_of(layout, lane, fulls, rank).tolist())
     for full, param in zip(fulls, layout.params, strict=True):
-        expected = layout.num_ranks if param.split.dim is None else 1
+        expected = 1 if isinstance(param.split, RowSplit) else layout.num_ranks
         assert all(copies[number] == expected for number in full.reshape(-1).tolist())
 
 
@@ -279,14 +254,14 @@ def test_every_parameter_has_one_slot_in_a_lane_of_its_stages_and_trainability(
 def test_a_bucket_is_a_multiple_of_16_bytes_per_rank_in_every_stage(layout: UnitLayout) -> None:
     for lane, bucket in all_buckets(layout):
         dtypes = lane.dtypes
-        for dtype in (dtypes.stored, dtypes.computed, dtypes.reduced, dtypes.wire):
+        for dtype in (dtypes.stored, dtypes.computed, dtypes.reduced, dtypes.reduce_wire.dtype):
             assert bucket.segment_numel * dtype.itemsize % 16 == 0
             assert bucket.buffer_offset * dtype.itemsize % 16 == 0
 
 
 @many
 @given(plans())
-def test_buckets_fill_their_home_without_gaps(layout: UnitLayout) -> None:
+def test_buckets_fill_the_shard_buffer_with_little_padding(layout: UnitLayout) -> None:
     for lane in layout.lanes:
         end = 0
         for bucket in lane.buckets:
@@ -295,60 +270,25 @@ def test_buckets_fill_their_home_without_gaps(layout: UnitLayout) -> None:
             used = 0
             for slot in bucket.slots:
                 assert slot.offset == used
-                used += slot.numel
-            assert used == bucket.used_numel == bucket.segment_numel - bucket.padding_numel
+                used += slot.split.slot_numel
+            assert 0 <= bucket.segment_numel - used < lane.dtypes.alignment_numel
         assert end == lane.shard_numel
 
 
 @many
 @given(plans())
-def test_padding_is_less_than_one_alignment_per_bucket_and_one_row_per_rank(
-    layout: UnitLayout,
-) -> None:
-    for lane, bucket in all_buckets(layout):
-        assert 0 <= bucket.padding_numel < lane.dtypes.alignment_numel
-        for slot in bucket.slots:
-            split = layout.params[slot.param_index].split
-            if split.dim is None:
-                assert slot.numel == split.numel
-                continue
-            wasted = layout.num_ranks * slot.numel - split.numel
-            row = split.outer * split.inner
-            assert 0 <= wasted <= (layout.num_ranks - 1) * row
-
-
-@many
-@given(plans())
-def test_a_full_buffer_is_parameters_padding_and_alignment_gaps(layout: UnitLayout) -> None:
-    full_bytes = padding_bytes = num_regions = 0
+def test_a_full_buffer_is_parameters_and_alignment_gaps(layout: UnitLayout) -> None:
+    full_bytes = num_regions = 0
     for lane, bucket in all_buckets(layout):
         itemsize = lane.dtypes.computed.itemsize
-        num_regions += len(bucket.slots) + 1
-        padding_bytes += layout.num_ranks * bucket.padding_numel * itemsize
-        for slot in bucket.slots:
-            split = layout.params[slot.param_index].split
-            kept = split.numel if bucket.kind is BucketKind.PERMUTED else 0
-            full_bytes += (kept or layout.num_ranks * slot.numel) * itemsize
-    gaps = num_regions * (FULL_ALIGNMENT_BYTES - 1)
-    assert layout.full_bytes <= full_bytes + padding_bytes + gaps
-
-
-@many
-@given(plans())
-def test_a_landing_fits_the_split_that_it_is_for(layout: UnitLayout) -> None:
-    for _, bucket in all_buckets(layout):
-        found = [layout.params[slot.param_index].split for slot in bucket.slots]
-        if bucket.kind is BucketKind.IN_PLACE:
-            assert len(found) == 1
-            assert found[0].is_stacked
-            assert bucket.padding_numel == 0  # padding between shards would tear it apart
-        elif bucket.kind is BucketKind.PERMUTED:
-            assert len(found) == 1
-            assert not found[0].is_stacked
+        if bucket.full_offset_bytes is None:
+            num_regions += len(bucket.slots)
+            full_bytes += sum(slot.split.numel for slot in bucket.slots) * itemsize
         else:
-            assert all(s.is_stacked or s.dim is None or s.slot_numel == 0 for s in found)
-    for lane in layout.lanes:
-        assert sum(bucket.kind is BucketKind.SPLIT for bucket in lane.buckets) <= 1
+            num_regions += 1
+            full_bytes += layout.num_ranks * bucket.segment_numel * itemsize
+    gaps = layout.full_bytes - full_bytes
+    assert 0 <= gaps <= num_regions * FULL_ALIGNMENT_BYTES
 
 
 @many
@@ -362,15 +302,16 @@ def test_the_cost_model_decides_who_gets_a_bucket_of_its_own(layout: UnitLayout)
         return {
             bucket.slots[0].param_index
             for _, bucket in all_buckets(plan)
-            if bucket.kind is BucketKind.IN_PLACE
+            if len(bucket.slots) == 1 and not bucket.is_copied and bucket.segment_numel
         }
 
-    assert own(frugal) == set()
     assert own(frugal) <= own(layout) <= own(lavish)
+    assert all(len(lane.buckets) == 1 for lane in frugal.lanes)
     for index, param in enumerate(layout.params):
-        split, alignment = param.split, param.dtypes.alignment_numel
-        could_own = split.is_stacked and split.slot_numel and split.slot_numel % alignment == 0
-        assert (index in own(lavish)) == bool(could_own)
+        split = param.split
+        padded = -(-split.slot_numel // param.dtypes.alignment_numel)
+        alone = CopyTable.of([(split, 0)], padded * param.dtypes.alignment_numel)
+        assert (index in own(lavish)) == (alone.offsets is not None and split.numel > 0)
 
 
 def test_on_an_accelerator_matrices_share_a_bucket_and_embeddings_have_their_own() -> None:
@@ -393,96 +334,6 @@ def test_the_cost_model_follows_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("FULLSHARD_OWN_BUCKET_MB", "many")
     with pytest.raises(ConfigError, match=r"FULLSHARD_OWN_BUCKET_MB.*'many'"):
         CostModel.of_device("cuda")
-
-
-@many
-@given(
-    st.lists(st.tuples(st.integers(1, 3), st.sampled_from((1, 2, 4, 8, 24))), min_size=1),
-    st.integers(2, 6),
-    st.sampled_from((torch.int16, torch.int32)),
-)
-def test_an_index_of_words_copies_a_split_bucket_out_and_in(
-    sizes: list[tuple[int, int]], num_ranks: int, dtype: torch.dtype
-) -> None:
-    """Integers stand for words of parameters and gradients, whatever these hold."""
-    stages = DtypePlan.of(dtype, None, None, None)
-    params = [
-        ParamSpec(str(index), Split((num_ranks * rows, inner), 0, num_ranks), stages, True)
-        for index, (rows, inner) in enumerate(sizes)
-    ]
-    layout = plan_layout(params, num_ranks, CostModel(inf, inf))
-    ((_, bucket),) = all_buckets(layout)
-    assert bucket.kind is BucketKind.SPLIT
-    itemsize, cpu = dtype.itemsize, torch.device("cpu")
-    out_index = bucket.copy_out_index(num_ranks, itemsize, cpu)
-    in_index = bucket.copy_in_index(num_ranks, itemsize, cpu)
-    has_words = all(rows * inner * itemsize % 8 == 0 for rows, inner in sizes)
-    assert (out_index is not None) == has_words
-    assert (in_index is not None) == (has_words and not bucket.padding_numel)
-    sent = torch.arange(num_ranks * bucket.segment_numel, dtype=dtype).view(num_ranks, -1)
-    parts = [sent[:, slot.offset : slot.offset + slot.numel] for slot in bucket.slots]
-    if out_index is not None:
-        words = sent.view(-1).view(out_index.dtype)
-        full = words.gather(0, out_index.index).view(dtype)
-        for slot, part in zip(bucket.slots, parts, strict=True):
-            start = (slot.full_offset_bytes - bucket.slots[0].full_offset_bytes) // itemsize
-            assert torch.equal(full[start : start + part.numel()], part.flatten())
-    if in_index is not None:
-        words = torch.cat([part.flatten() for part in parts]).view(in_index.dtype)
-        assert torch.equal(words.gather(0, in_index.index).view(dtype), sent.view(-1))
-
-
-@many
-@given(plans(), st.data())
-def test_columns_of_a_bucket_have_all_of_its_parameters(
-    layout: UnitLayout, data: st.DataObject
-) -> None:
-    num_ranks = layout.num_ranks
-    for _, bucket in all_buckets(layout):
-        if bucket.kind is BucketKind.PERMUTED or not bucket.segment_numel:
-            continue
-        is_flat, size = bucket.kind is BucketKind.FLAT, bucket.segment_numel
-        splits = [layout.params[slot.param_index].split for slot in bucket.slots]
-        numels = [prod(split.shape) if split.shape or is_flat else num_ranks for split in splits]
-        # Every element by slot and place in its tensor; padding has a slot of its own.
-        slots, elements = (torch.full((num_ranks, size), EMPTY) for _ in range(2))
-        width = data.draw(st.integers(1, size))
-        for start in range(0, size, width):
-            for rows in bucket.columns(start, min(start + width, size), num_ranks, numels):
-                assert start <= rows.column
-                assert rows.column + rows.width <= start + width
-                for rank in range(rows.num_ranks):
-                    place = rows.rank + rank, slice(rows.column, rows.column + rows.width)
-                    assert (slots[place] == EMPTY).all()  # none is copied twice
-                    slots[place] = rows.slot
-                    first = rows.first + rank * rows.stride
-                    elements[place] = torch.arange(first, first + rows.width)
-        assert (slots != EMPTY).all()
-        for index, (slot, numel) in enumerate(zip(bucket.slots, numels, strict=True)):
-            found = elements[slots == index]
-            assert torch.equal(found, torch.arange(numel))
-            if not is_flat:
-                in_slot = slots[:, slot.offset : slot.offset + slot.numel].flatten()
-                assert (in_slot[:numel] == index).all()
-
-
-@many
-@given(cut_splits.filter(lambda split: split.numel > 0))
-def test_permuted_pairs_carry_a_tensor_into_its_bucket_and_back(split: Split) -> None:
-    full = torch.arange(split.numel).view(split.shape)
-    padded = split.slot_numel + 3
-    segments = torch.full((split.num_ranks, padded), EMPTY)
-    for in_full, in_bucket in permuted_pairs(split, full, segments):
-        in_bucket.copy_(in_full)
-    for rank in range(split.num_ranks):
-        numel = split.shard_numel(rank)
-        expected = shard_of(full, split, rank).reshape(-1)
-        assert torch.equal(segments[rank, :numel], expected)
-        assert (segments[rank, numel:] == EMPTY).all()
-    back = torch.full(split.shape, EMPTY)
-    for in_full, in_bucket in permuted_pairs(split, back, segments):
-        in_full.copy_(in_bucket)
-    assert torch.equal(back, full)
 
 
 @many
@@ -517,8 +368,8 @@ def test_stages_apply_a_precision_policy_to_floating_point_parameters_only(
 ) -> None:
     found = DtypePlan.of(kept, param_dtype, reduce_dtype)
     assert (found.stored, found.computed, found.reduced) == expected
-    assert found.casts_to_gather == (expected[0] != expected[1])
-    assert (found.wire, found.sums_on_arrival) == (found.reduced, False)
+    assert (found.reduce_wire, found.sums_on_arrival) == (Plain(found.reduced), False)
+    assert found.arrives_as_computed
 
 
 def test_a_gradient_travels_in_the_wire_dtype_if_that_is_narrower_than_what_it_is_reduced_in() -> (
@@ -535,6 +386,7 @@ def test_a_gradient_travels_in_the_wire_dtype_if_that_is_narrower_than_what_it_i
         (torch.int64, torch.float32, torch.float32, torch.bfloat16): torch.int64,
     }
     for given_dtypes, expected in cases.items():
-        found = DtypePlan.of(*given_dtypes)
-        assert found.wire == expected, given_dtypes
-        assert found.sums_on_arrival == (found.wire != found.reduced)
+        *policy, wire = given_dtypes
+        found = DtypePlan.of(*policy, reduce_wire=Plain(wire))
+        assert found.reduce_wire == Plain(expected), given_dtypes
+        assert found.sums_on_arrival == (expected != found.reduced)

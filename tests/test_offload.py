@@ -6,6 +6,7 @@ from torch import nn
 from fullshard import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
+from fullshard.unit.store import DeviceStore, HostStore
 from tests.wrapped import layers, make_batch
 
 CPU = torch.device("cpu")
@@ -36,5 +37,5 @@ def test_units_with_and_without_offload_train_side_by_side(rank: Rank) -> None:
         fully_shard(model, mesh=rank.mesh())
 
     trained = assert_same_training(layers, shard, Training(make_batch))
-    offloads = [type(hooks_of(part).units[0].offload) for part in trained.sharded[0:3:2]]
-    assert offloads == [CPUOffloadPolicy, OffloadPolicy]
+    stores = [type(hooks_of(part).units[0].store) for part in trained.sharded[0:3:2]]
+    assert stores == [HostStore, DeviceStore]

@@ -433,7 +433,7 @@ def test_torchs_policies_mean_for_fully_shard_what_ours_do(rank: Rank) -> None:
         (torch_fsdp.OffloadPolicy(), OffloadPolicy()),
     ):
         model = fully_shard(nn.Linear(4, 3), mesh=rank.mesh(), offload_policy=given)
-        assert hooks_of(model).units[0].offload == expected
+        assert hooks_of(model).request.offload == expected
     with pytest.raises(ConfigError, match="found a MixedPrecision without output_dtype; import"):
         fully_shard(nn.Linear(4, 3), mesh=rank.mesh(), mp_policy=torch_fsdp.MixedPrecision())
 

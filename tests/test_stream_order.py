@@ -45,7 +45,7 @@ from fullshard.layout import CostModel
 from fullshard.runtime.uneven import UnevenScope
 from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather
 from fullshard.unit.context import CommContext
-from fullshard.unit.reduce_scatter import InFlightReduceScatter
+from fullshard.unit.reduction import Reduction
 from fullshard.unit.released import ReleasedParam
 from fullshard.wrap import ModuleWrapPolicy
 from tests.counted import CountedGather, CountedReduce
@@ -166,12 +166,11 @@ def own_buckets(cost: CostModel) -> Iterator[None]:
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """A message of several parameters is reduced by pieces."""
-    module = "fullshard.unit.grad_buckets"
+    """A bucket of several parameters is reduced by pieces."""
+    module = "fullshard.unit.reduction"
     with (
-        patch(f"{module}.SMALLEST_PIECE_BYTES", 64),
+        patch(f"{module}.PIECE_BYTES", 64),
         patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 64),
-        patch(f"{module}.NUM_PIECES", 5),
         patch(f"{module}.FEWEST_CUT_RANKS", 1),
     ):
         yield
@@ -1038,15 +1037,15 @@ NEEDED_WAITS = {
     "CommContext.all_gathers_follow_compute": "float32",
     "CommContext.finish_reduce_scatters": "reduce in bfloat16",
     "CommContext.wait_until_unused": "float32",
-    "InFlightReduceScatter._complete": "replicas",
-    "InFlightReduceScatter._wait_for_enqueued": "failure in an all reduce hook",
-    "InFlightReduceScatter.abort": "failure in backward",
-    "InFlightReduceScatter.finish": "float32",
-    "InFlightReduceScatter.start": "float32",
+    "Reduction._complete": "replicas",
+    "Reduction._wait_for_enqueued": "failure in an all reduce hook",
+    "Reduction.abort": "failure in backward",
+    "Reduction.finish": "float32",
+    "Reduction.start": "float32",
     "Scheduler.begin_forward": "step left out on a stream of its own, alone",
     "Unit._issue_all_gather": "thinned after forward in fresh memory",
     "UnitAllGather.finish": "float32",
-    "UnitGrads._on_host": "offload and accumulation",
+    "UnitGrads._stored": "offload and accumulation",
     "UnitGrads.synchronize_host": "offload",
 }
 NEEDED_EVENTS = {
@@ -1054,14 +1053,14 @@ NEEDED_EVENTS = {
     "CommContext.finish_reduce_scatters": "all reduce hooks on a stream each",
     "CommContext.free_after_compute": "cut along columns and unevenly",
     "CommContext.free_later": "messages of their own",
-    "InFlightReduceScatter._complete": "float32",
-    "InFlightReduceScatter._end": "replicas reduced in bfloat16",
-    "InFlightReduceScatter._wait_for_enqueued": "failure in an all reduce hook",
-    "InFlightReduceScatter.start": "float32",
+    "Reduction._complete": "float32",
+    "Reduction._end": "replicas reduced in bfloat16",
+    "Reduction._wait_for_enqueued": "failure in an all reduce hook",
+    "Reduction.start": "float32",
     "Unit.reshard": "thinned after forward in fresh memory",
     "UnitAllGather.start": "float32",
     "UnitAllGather.start_from_subgroup": "thinned after forward",
-    "UnitGrads._on_host": "offload",
+    "HostStore.write": "offload",
 }
 
 
@@ -1108,28 +1107,28 @@ def test_an_event_that_says_nothing_is_missed(place: str) -> None:
 
 @contextmanager
 def sums_dropped_once_they_are_cast() -> Iterator[None]:
-    give = InFlightReduceScatter._assign
+    give = Reduction._deliver
 
-    def dropping(reduction: InFlightReduceScatter) -> None:
+    def dropping(reduction: Reduction) -> None:
         give(reduction)
         for lane in reduction.lanes:
             if lane.plan.is_cast:
                 lane.outs = lane.results = []
 
-    with patch.object(InFlightReduceScatter, "_assign", dropping):
+    with patch.object(Reduction, "_deliver", dropping):
         yield
 
 
 @contextmanager
 def inputs_dropped_once_they_are_exchanged() -> Iterator[None]:
     """Compute waits for the exchange and no longer, also where sums are inputs."""
-    conclude = InFlightReduceScatter.finish
+    conclude = Reduction.finish
 
-    def concluding(reduction: InFlightReduceScatter) -> Any:
+    def concluding(reduction: Reduction) -> Any:
         event, reduction._event = reduction._event, reduction._scattered
         return replace(conclude(reduction), event=event)
 
-    with patch.object(InFlightReduceScatter, "finish", concluding):
+    with patch.object(Reduction, "finish", concluding):
         yield
 
 
@@ -1141,24 +1140,22 @@ def everything_dropped_once_it_is_exchanged() -> Iterator[None]:
 
 @contextmanager
 def inputs_dropped_once_they_are_sent() -> Iterator[None]:
-    start = InFlightReduceScatter.start
+    start = Reduction.start
 
-    def starting(reduction: InFlightReduceScatter) -> None:
+    def starting(reduction: Reduction) -> None:
         start(reduction)
         for lane in reduction.lanes:
             for bucket in lane.buckets:
                 bucket.inp = None
 
-    with patch.object(InFlightReduceScatter, "start", starting):
+    with patch.object(Reduction, "start", starting):
         yield
 
 
 @contextmanager
 def results_dropped_once_concluded() -> Iterator[None]:
-    conclude = InFlightReduceScatter.finish
-    with patch.object(
-        InFlightReduceScatter, "finish", lambda self: replace(conclude(self), tensors=[])
-    ):
+    conclude = Reduction.finish
+    with patch.object(Reduction, "finish", lambda self: replace(conclude(self), tensors=[])):
         yield
 
 

@@ -397,8 +397,8 @@ def test_a_race_is_told_with_its_streams_operations_and_lines(order: StreamOrder
 
 
 def test_what_runs_in_the_engine_is_told_with_the_lines_of_the_engine() -> None:
-    order = SCENARIOS["float32"].order(without_wait=["InFlightReduceScatter.start"])
-    assert "unit/reduce_scatter.py" in order.report()
+    order = SCENARIOS["float32"].order(without_wait=["Reduction.start"])
+    assert "unit/reduction.py" in order.report()
     assert "on 'reduce'" in order.report()
 
 

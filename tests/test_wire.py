@@ -32,7 +32,7 @@ from fullshard.comm.collectives import (
 )
 from fullshard.comm.placement import full_tensor
 from fullshard.comm.shm import SWITCH, link_of
-from fullshard.layout import CostModel
+from fullshard.layout import CostModel, Plain
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 from tests.counted import CountedReduce
@@ -344,7 +344,7 @@ def gradient_and_stages(model: nn.Module, grad: Tensor) -> tuple[Tensor, set[tor
     assert hooks is not None
     return (
         full_gradient(model, "weight"),
-        {lane.dtypes.wire for unit in hooks.units for lane in unit.layout.lanes},
+        {lane.dtypes.reduce_wire.dtype for unit in hooks.units for lane in unit.layout.lanes},
     )
 
 
@@ -400,14 +400,18 @@ def test_every_collective_adds_up_in_the_dtype_of_its_outputs(rank: Rank) -> Non
             expected.append(by_hand([s.to(reduced) for s in segments], reduced) * rank.size)
         for collectives in (shared, GlooCollectives(), Collectives()):
             outs = [torch.full((numel,), -1.0, dtype=reduced) for numel in sizes]
-            collectives.reduce_scatter(outs, sent[rank.rank], group, average=False).wait()
+            collectives.reduce_scatter(
+                outs, sent[rank.rank], group, average=False, wire=Plain(wire)
+            ).wait()
             for out, total in zip(outs, expected, strict=True):
                 torch.testing.assert_close(out, total, rtol=1e-6, atol=1e-6)
                 assert rank.size > 2 or torch.equal(out, total)
             if collectives is shared:
                 assert all(map(torch.equal, outs, expected)), "added up in the order of ranks"
         means = [torch.empty(numel, dtype=reduced) for numel in sizes]
-        Collectives().reduce_scatter(means, sent[rank.rank], group, average=True).wait()
+        Collectives().reduce_scatter(
+            means, sent[rank.rank], group, average=True, wire=Plain(wire)
+        ).wait()
         for mean, total in zip(means, expected, strict=True):
             torch.testing.assert_close(mean, total / rank.size, rtol=1e-6, atol=1e-6)
 

@@ -124,7 +124,7 @@ _require(torch.Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
 _require(torch.UntypedStorage, "_cdata")
 _require(torch._C, "_storage_Use_Count")
 _require(torch._C._distributed_c10d, "_create_work_from_future")
-_require(torch, "_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_chunk_cat")
+_require(torch, "_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_mul_")
 _require(torch, "_amp_foreach_non_finite_check_and_unscale_", "_fused_sdp_choice")
 _require(_optimizer, "_get_fused_kernels_supported_devices")
 _require(GradScaler, "_unscale_grads_")
@@ -185,7 +185,6 @@ tensor_references: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # ty
 foreach_add_ = torch._foreach_add_
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
-chunk_cat = torch._chunk_cat
 unscale_and_check_finite_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard._torch import BatchNormBase
 from fullshard.errors import ConfigError
+from fullshard.layout.wire import Plain, Wire
 
 # These can also be imported from `fullshard`, and from the wrapper's module as in torch.
 __all__ = [
@@ -78,6 +79,16 @@ class MixedPrecisionPolicy:
 
     def __post_init__(self) -> None:
         _require_wire("MixedPrecisionPolicy", self)
+
+    @property
+    def gather_wire(self) -> Wire | None:
+        """How parameters travel; None for as they are computed with."""
+        return None
+
+    @property
+    def reduce_wire(self) -> Wire | None:
+        """How gradients travel; None for as they are reduced."""
+        return None if self.wire_dtype is None else Plain(self.wire_dtype)
 
 
 @dataclass

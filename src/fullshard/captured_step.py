@@ -258,7 +258,7 @@ class CapturedStep(Generic[P, R]):
         """Make the graph of a step without running it; return the error if that failed."""
         for scheduler in self._schedulers:
             for unit in scheduler.units:
-                if unit.is_offloaded:
+                if not unit.store.is_on_device:
                     return UnsupportedError(f"the parameters of {unit.name} on the host")
             if any(member.scope is not None for member in scheduler.members):
                 return UnsupportedError("uneven units, which the host learns of in each step")

@@ -44,7 +44,7 @@ from fullshard.runtime.hooks import (
     require_hooks,
     units_below,
 )
-from fullshard.unit.reduce_scatter import require_no_wire_dtype
+from fullshard.unit.reduction import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings
 from fullshard.unit.unit import Unit
 

@@ -49,7 +49,7 @@ from fullshard.state import module_state, optim_state, summon
 from fullshard.state.shards import wrappers_of
 from fullshard.torch_helpers import follow_import
 from fullshard.unit.flat_param import FlatParameter, FlatSlice, ParamForm
-from fullshard.unit.reduce_scatter import require_no_wire_dtype
+from fullshard.unit.reduction import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings
 from fullshard.wrap import Chosen, CustomPolicy, ModuleWrapPolicy, choose, wrap_chosen
 

@@ -37,6 +37,7 @@ from fullshard.comm import shm, watcher
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.device import simulation
 from fullshard.errors import UnsupportedError
+from fullshard.layout import Plain, Wire
 
 Tensors = Sequence[torch.Tensor]
 Group = dist.ProcessGroup
@@ -165,15 +166,16 @@ class Collectives:
         return CollectiveWork([_issue(all_gather_coalesced, group, *lists, options)])
 
     def reduce_scatter(
-        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
+        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
     ) -> CollectiveWork:
         """Fill each output with the sum (or mean) over ranks of this rank's segment.
 
-        All outputs may have a wider dtype than the inputs: values are summed in it then (rule 6).
+        If the inputs are messages of another `wire` than values in the outputs' dtype, ranks
+        exchange them and sum what they receive, in that dtype (rule 6).
         """
-        if outs[0].dtype != ins[0].dtype:
+        if wire is not None and wire != Plain(outs[0].dtype):
             for out, inp in zip(outs, ins, strict=True):
-                _exchange_and_sum(out, inp, group, average=average)
+                _exchange_and_sum(out, inp, group, wire, average=average)
             return CollectiveWork()
         options = _reduce_scatter_options(average)
         if len(outs) == 1:
@@ -210,8 +212,10 @@ def _reduce_scatter_options(average: bool) -> Any:
     return options
 
 
-def _exchange_and_sum(out: torch.Tensor, inp: torch.Tensor, group: Group, *, average: bool) -> None:
-    """Reduce in the wider dtype of the output, on the calling stream (rule 6).
+def _exchange_and_sum(
+    out: torch.Tensor, inp: torch.Tensor, group: Group, wire: Wire, *, average: bool
+) -> None:
+    """Reduce in the dtype of the output, on the calling stream (rule 6).
 
     The received tensor is allocated and freed on that stream: the next bucket may use its memory.
     """
@@ -221,7 +225,11 @@ def _exchange_and_sum(out: torch.Tensor, inp: torch.Tensor, group: Group, *, ave
     # As bytes: not every backend knows every dtype.
     work = _issue(all_to_all_single, group, _bytes(received), _bytes(inp), [], [], options)
     CollectiveWork([work]).wait()
-    torch.sum(received.view(group.size(), -1), 0, dtype=out.dtype, out=out)
+    messages = received.view(group.size(), -1)
+    if wire.is_plain:
+        torch.sum(messages, 0, dtype=out.dtype, out=out)
+    else:
+        wire.add_up(messages.unbind(), out)
     if average:
         out.div_(group.size())
 
@@ -236,10 +244,10 @@ class PythonCollectives(Collectives):
         return CollectiveWork(works, buffers=[*outs, *ins])
 
     def reduce_scatter(
-        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
+        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
     ) -> CollectiveWork:
-        if outs[0].dtype != ins[0].dtype:
-            return super().reduce_scatter(outs, ins, group, average=average)
+        if wire is not None and wire != Plain(outs[0].dtype):
+            return super().reduce_scatter(outs, ins, group, average=average, wire=wire)
         works = _issue_each(reduce_scatter_single, group, outs, ins, dist.ReduceScatterOptions())
         return CollectiveWork(works, buffers=[*outs, *ins])
 
@@ -259,7 +267,7 @@ class GlooCollectives(Collectives):
         return CollectiveWork(works, [*outs, *ins], wait=watcher.wait_for)
 
     def reduce_scatter(
-        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
+        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
     ) -> CollectiveWork:
         received = [torch.empty_like(inp) for inp in ins]
         sent, size = (map(_bytes, received), map(_bytes, ins)), group.size()
@@ -267,7 +275,7 @@ class GlooCollectives(Collectives):
 
         def sum_received() -> None:
             for out, got in zip(outs, received, strict=True):
-                shm.sum_in_order(out, list(got.view(size, -1).unbind()))
+                (wire or Plain(got.dtype)).add_up(got.view(size, -1).unbind(), out)
 
         return CollectiveWork(works, ins, sum_received, watcher.wait_for)
 
@@ -279,15 +287,16 @@ class ShmCollectives(GlooCollectives):
         link = shm.link_of(group)
         if link is None:
             return super().all_gather(outs, ins, group)
-        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), False)])
+        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), None)])
 
     def reduce_scatter(
-        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
+        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
     ) -> CollectiveWork:
         link = shm.link_of(group)
         if link is None:
-            return super().reduce_scatter(outs, ins, group, average=average)
-        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), True)])
+            return super().reduce_scatter(outs, ins, group, average=average, wire=wire)
+        wire = wire or Plain(ins[0].dtype)
+        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), wire)])
 
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
@@ -316,11 +325,11 @@ class CustomCollectives(Collectives):
         return CollectiveWork(comm(output_tensor=o, input_tensor=i, group=group) for o, i in pairs)
 
     def reduce_scatter(
-        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool
+        self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
     ) -> CollectiveWork:
         comm = self.custom_reduce_scatter
         if comm is None:
-            return self._default.reduce_scatter(outs, ins, group, average=average)
+            return self._default.reduce_scatter(outs, ins, group, average=average, wire=wire)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         pairs = zip(outs, ins, strict=True)
         return CollectiveWork(
@@ -404,7 +413,7 @@ def _all_reduce_on_host(flat: torch.Tensor, group: Group) -> None:
     if tail.numel():
         received = tail.new_empty(size * tail.numel())
         collectives.all_gather([received], [tail], group).wait()
-        shm.sum_in_order(tail, list(received.view(size, -1).unbind()))
+        Plain(tail.dtype).add_up(received.view(size, -1).unbind(), tail)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from fullshard.api import DataParallelMeshDims
 from fullshard.comm.collectives import all_gather_flat
 from fullshard.comm.mesh import Axis, MeshInfo, current_device, joined_axes
 from fullshard.errors import ConfigError, TopologyError, UnsupportedError
-from fullshard.layout.split import Box, Split
+from fullshard.layout.split import Box, RowSplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     for dim, full_size in enumerate(dtensor.shape):
         sizes, axes = [full_size], _axes_in_order(mesh, placements, dim)
         for axis in axes:
-            cut = Split((sizes[-1],), 0, mesh.size(axis))
+            cut = RowSplit((sizes[-1],), 0, mesh.size(axis))
             sizes.append(len(cut.rows(mesh.get_local_rank(axis))))
         if sizes[-1] != local.size(dim):
             raise TopologyError(
@@ -181,7 +181,7 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
                 f"of {tuple(mesh.shape)}, found {local.size(dim)}; cut dims as torch.chunk does."
             )
         for axis, size in reversed(list(zip(axes, sizes, strict=False))):  # the last cut first
-            cut = Split((size,), 0, mesh.size(axis))
+            cut = RowSplit((size,), 0, mesh.size(axis))
             padded = local.new_zeros([*local.shape[:dim], cut.chunk_rows, *local.shape[dim + 1 :]])
             padded.narrow(dim, 0, local.size(dim)).copy_(local)
             gathered = all_gather_flat(padded.view(-1), Axis(mesh.get_group(axis)))
@@ -195,7 +195,7 @@ def own_box(spec: DTensorSpec, shape: Sequence[int]) -> Box:
     offsets, sizes = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
         for axis in _axes_in_order(spec.mesh, spec.placements, dim):
-            rows = Split((sizes[dim],), 0, spec.mesh.size(axis)).rows(
+            rows = RowSplit((sizes[dim],), 0, spec.mesh.size(axis)).rows(
                 spec.mesh.get_local_rank(axis)
             )
             offsets[dim], sizes[dim] = offsets[dim] + rows.start, len(rows)

@@ -43,6 +43,7 @@ from fullshard.comm import watcher
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.mesh import Axis
 from fullshard.errors import ConfigError, DisagreementError
+from fullshard.layout import Wire
 
 SWITCH = "FULLSHARD_SHARED_MEMORY"
 
@@ -53,11 +54,9 @@ _SMALLEST_BLOCK_BITS = 16
 _SMALLEST_LEASE_BYTES = 16 << 10  # below, a copy costs less than making a tensor in a block
 _PLAIN_COPY_BYTES = 256 << 10  # above, torch may use its threads
 _PROMPT_BYTES = 1 << 20  # from here on, having memory back at once is worth a system call
-_CHUNK_NUMEL = 256 << 10  # summed at once: stays in the caches while ranks are added
 _LONGEST_SLEEP_S = 0.5  # then the watcher is asked whether there is hope
 
 _CPU = torch.device("cpu")
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 
 # A record of a pipe announces one bucket of a collective: the number of the collective, its kind,
@@ -407,14 +406,18 @@ def _described(terms: Terms) -> str:
 
 
 class HostWork:
-    """A gather or sum in flight, with what CollectiveWork uses of a `dist.Work`."""
+    """A gather or sum in flight, with what CollectiveWork uses of a `dist.Work`.
+
+    With a `wire`, its messages are summed, otherwise bytes are gathered.
+    """
 
     _is_over = True  # until it has a number
 
-    def __init__(self, link: Link, outs: Tensors, ins: Tensors, is_sum: bool) -> None:
+    def __init__(self, link: Link, outs: Tensors, ins: Tensors, wire: Wire | None) -> None:
         self._link = link
         self._outs = list(outs)
         self._ins = list(ins)
+        self._wire, is_sum = wire, wire is not None
         self._is_sum = is_sum
         self._future: torch.futures.Future[object] | None = None
         kind = _REDUCE_SCATTER if is_sum else _ALL_GATHER
@@ -471,7 +474,9 @@ class HostWork:
         for inp, out in zip(self._ins, self._outs, strict=True):
             full, part = (inp, out) if self._is_sum else (out, inp)
             # A sum may have another dtype than what is added up.
-            part_bytes = part.numel() * full.itemsize if self._is_sum else part.nbytes
+            part_bytes = part.nbytes
+            if self._wire is not None:
+                part_bytes = self._wire.message_numel(part.numel()) * full.itemsize
             is_contiguous = full.is_contiguous() and part.is_contiguous()
             if full.nbytes != size * part_bytes or not is_contiguous:
                 raise ConfigError(
@@ -507,16 +512,18 @@ class HostWork:
 
     def _sum(self) -> None:
         """Sum once all ranks have announced, so that the order is that of ranks."""
-        rank, size = self._link.rank, self._link.size
+        rank, size, wire = self._link.rank, self._link.size, self._wire
+        assert wire is not None
         found = dict(self._link.receive(self._sequence, self._terms))
         found[rank] = [inp.data_ptr() for inp in self._ins]
         for number, (out, inp) in enumerate(zip(self._outs, self._ins, strict=True)):
             numel, dtype = out.numel(), inp.dtype
             if numel:
-                own = rank * numel * dtype.itemsize
+                num_sent = wire.message_numel(numel)
+                own = rank * num_sent * dtype.itemsize
                 starts = [found[other][number] + own for other in range(size)]
-                segments = [_tensor_at(start, numel, dtype) for start in starts]
-                sum_in_order(_tensor_at(out.data_ptr(), numel, out.dtype), segments)
+                messages = [_tensor_at(start, num_sent, dtype) for start in starts]
+                wire.add_up(messages, _tensor_at(out.data_ptr(), numel, out.dtype))
 
 
 def _copy(to: int, start: int, num_bytes: int) -> None:
@@ -537,30 +544,6 @@ def _tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 @lru_cache(maxsize=1024)
 def _array(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * num_bytes
-
-
-def sum_in_order(out: torch.Tensor, segments: list[torch.Tensor]) -> None:
-    """Add up in the order of ranks, in the dtype of `out`, which may be one of the segments."""
-    if len(segments) == 2 and out.dtype == segments[0].dtype:
-        # The addition of two is done in float32 anyway, and rounded once.
-        torch.add(*segments, out=out)
-        return
-    if out.numel() > _CHUNK_NUMEL:
-        chunks = (each.split(_CHUNK_NUMEL) for each in (out, *segments))
-        for chunk, *parts in zip(*chunks, strict=True):
-            sum_in_order(chunk, parts)
-        return
-    wide = torch.float32 if out.dtype in _LOW_PRECISION else out.dtype
-    if segments[0].dtype != wide:
-        # A cast and an addition are faster than one addition of two dtypes.
-        segments = [segment.to(wide) for segment in segments]
-    total, *others = segments
-    for other in others[:-1]:
-        total = torch.add(total, other)
-    if others:
-        torch.add(total, others[-1], out=out)
-    else:
-        out.copy_(total)
 
 
 # Connecting the ranks of a group

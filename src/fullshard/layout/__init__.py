@@ -1,19 +1,30 @@
 """Where elements lie: splits, buckets and the plan of a unit. Arithmetic only."""
 
+from fullshard.layout.copies import NO_TENSOR, Copy, CopyTable
 from fullshard.layout.plan import (
     Bucket,
-    BucketKind,
-    CopyIndex,
     CostModel,
     DtypePlan,
     Lane,
     ParamSpec,
-    Rows,
     Slot,
     UnitLayout,
     plan_unit,
 )
-from fullshard.layout.split import FlatSplit, Split
+from fullshard.layout.split import FlatSplit, RowSplit, Run, Split, Whole, split_rows
+from fullshard.layout.wire import Plain, Wire
 
-__all__ = ["Bucket", "BucketKind", "CostModel", "DtypePlan", "FlatSplit", "Lane", "ParamSpec"]
-__all__ += ["CopyIndex", "Rows", "Slot", "Split", "UnitLayout", "plan_unit"]
+__all__ = ["NO_TENSOR", "Bucket", "Copy", "CopyTable", "CostModel", "DtypePlan", "FlatSplit"]
+__all__ += [
+    "Lane",
+    "ParamSpec",
+    "Plain",
+    "RowSplit",
+    "Run",
+    "Slot",
+    "Split",
+    "UnitLayout",
+    "Whole",
+    "Wire",
+]
+__all__ += ["plan_unit", "split_rows"]

@@ -6,37 +6,42 @@ Three arrangements come out of one plan and share their offsets:
   all-gather, has the shape of the reduce-scatter's result, and is what the optimizer updates;
 - a **bucket**: `num_ranks` segments, one per rank, each a piece of that rank's shard buffer;
 - the **full buffer**: the full parameters of the unit, each one contiguous.
+
+A bucket's `CopyTable` says how the last two are related.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import reduce
-from math import gcd
+from itertools import accumulate
+from math import lcm
 from typing import NamedTuple
 
 import torch
 
 from fullshard._torch import REDUCES_IN_PARAM_DTYPE
 from fullshard.errors import ConfigError
-from fullshard.layout.split import Split
+from fullshard.layout.copies import CopyTable
+from fullshard.layout.split import FlatSplit, Split
+from fullshard.layout.wire import Plain, Wire
 
 
 @dataclass(frozen=True, slots=True)
 class DtypePlan:
     """The dtypes of a parameter: stored in, computed in, and its gradient reduced in.
 
-    `wire` is the dtype in which the gradient travels: the same as `reduced`, or narrower. `grad`
-    is the dtype of the shard's gradient: usually `stored`; None for whatever backward computes.
+    `gather_wire` and `reduce_wire` say how it and its gradient travel. `grad` is the dtype of the
+    shard's gradient: usually `stored`; None for whatever backward computes.
     """
 
     stored: torch.dtype
     computed: torch.dtype
     reduced: torch.dtype
-    wire: torch.dtype
+    gather_wire: Wire
+    reduce_wire: Wire
     grad: torch.dtype | None
 
     @classmethod
@@ -45,20 +50,20 @@ class DtypePlan:
         stored: torch.dtype,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
-        wire_dtype: torch.dtype | None = None,
+        gather_wire: Wire | None = None,
+        reduce_wire: Wire | None = None,
     ) -> DtypePlan:
         """Apply a precision policy. Parameters that are not floating point keep their dtype.
 
-        `wire_dtype` counts only where it is narrower than the dtype of the reduction.
+        A plain `reduce_wire` counts only where it is narrower than the dtype of the reduction.
         """
         if not stored.is_floating_point:
-            return cls(stored, stored, stored, stored, stored)
+            return cls(stored, stored, stored, Plain(stored), Plain(stored), stored)
         computed = param_dtype or stored
         reduced = reduce_dtype or computed
-        wire = wire_dtype or reduced
-        if wire.itemsize >= reduced.itemsize:
-            wire = reduced
-        return cls(stored, computed, reduced, wire, stored)
+        if reduce_wire is None or reduce_wire.dtype.itemsize >= reduced.itemsize:
+            reduce_wire = Plain(reduced)
+        return cls(stored, computed, reduced, gather_wire or Plain(computed), reduce_wire, stored)
 
     @staticmethod
     def unit_reduce_dtype(
@@ -75,23 +80,25 @@ class DtypePlan:
         return reduce(torch.promote_types, floats) if floats else None
 
     @property
-    def casts_to_gather(self) -> bool:
-        return self.stored != self.computed
+    def arrives_as_computed(self) -> bool:
+        """Whether what is gathered can be read as it is."""
+        return self.gather_wire == Plain(self.computed)
 
     @property
     def sums_on_arrival(self) -> bool:
-        """Whether ranks sum what they receive in a wider dtype than it travels in (rule 6)."""
-        return self.wire != self.reduced
+        """Whether ranks sum what they receive, instead of the backend (rule 6)."""
+        return self.reduce_wire != Plain(self.reduced)
 
     @property
     def alignment_numel(self) -> int:
-        """Elements that fill 16 bytes in the narrowest of these dtypes.
+        """Segments consist of so many elements, or a multiple: the most that any wire asks for.
 
         A bucket has the same number of elements in every dtype, so this keeps all of them
-        multiples of 16 bytes; NCCL falls back to element-sized copies otherwise.
+        multiples of 16 bytes.
         """
-        dtypes = (self.stored, self.computed, self.reduced, self.wire, self.grad or self.reduced)
-        return max(1, 16 // min(dtype.itemsize for dtype in dtypes))
+        dtypes = (self.stored, self.computed, self.reduced, self.grad or self.reduced)
+        wires = (self.gather_wire, self.reduce_wire, *map(Plain, dtypes))
+        return lcm(*(wire.alignment_numel for wire in wires))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +154,6 @@ def _number_from_environment(name: str, default: float) -> float:
 FULL_ALIGNMENT_BYTES = 128
 
 
-class BucketKind(Enum):
-    """How a gathered bucket becomes full parameters."""
-
-    IN_PLACE = "in place"  # the bucket is one parameter, as it lies in the full buffer
-    SPLIT = "split"  # several parameters share the bucket and are copied out of it
-    PERMUTED = "permuted"  # sharded along a dim other than the first: copied out, row by row
-    FLAT = "flat"  # all parameters one after another, as they lie in the full buffer
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether parameters are copied out of the gathered bucket."""
-        return self in (BucketKind.SPLIT, BucketKind.PERMUTED)
-
-
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter, as the plan sees it."""
@@ -173,150 +166,45 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter lies in each rank's segment of its bucket, and in the full buffer.
-
-    In a flat bucket, whose parameters cross segments, `offset` counts from the bucket's start.
-    """
+    """Where a parameter lies in each rank's segment of its bucket, and in the full buffer."""
 
     param_index: int
+    split: Split
     offset: int
-    numel: int
     full_offset_bytes: int
 
-
-_WORDS = {16: torch.complex128, 8: torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class CopyIndex:
-    """An index for `torch.gather` that copies memory by words of `num_bytes`."""
-
-    num_bytes: int
-    index: torch.Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """A dtype as large as a word. Memory is copied as this dtype, whatever it holds."""
-        return _WORDS[self.num_bytes]
-
-
-class Rows(NamedTuple):
-    """Elements of a tensor that lie in the same columns of several ranks' segments.
-
-    `first` is where they begin in the tensor; each next rank's elements begin `stride` later.
-    """
-
-    slot: int
-    rank: int
-    num_ranks: int
-    column: int
-    width: int
-    first: int
-    stride: int
+    def in_segment(self, rank: int) -> int:
+        """Where in its segment a rank's shard begins."""
+        return self.offset + self.split.slot_offset(rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """A contiguous region that travels in one collective.
 
-    `segment_numel` is one rank's part, at `buffer_offset` of its shard buffer. The padding at the
-    end of the segments of a split bucket is copied to `padding_offset_bytes` of the full buffer.
+    `segment_numel` is one rank's part, at `buffer_offset` of its shard buffer. `table` says which
+    elements of which parameters it consists of. If the parameters lie in it as they are, it is
+    gathered into the full buffer, at `full_offset_bytes`; otherwise this is None, and parameters
+    are copied out of it.
     """
 
     slots: tuple[Slot, ...]
     segment_numel: int
     buffer_offset: int
-    kind: BucketKind
-    padding_offset_bytes: int = 0
-
-    def shard_offset(self, slot: Slot, rank: int) -> int:
-        """Where in its segment a rank's shard of a parameter starts."""
-        if self.kind is not BucketKind.FLAT:
-            return slot.offset
-        return min(max(slot.offset - rank * self.segment_numel, 0), self.segment_numel)
-
-    def columns(
-        self, start: int, stop: int, num_ranks: int, numels: Sequence[int]
-    ) -> Iterator[Rows]:
-        """Yield which parts of each slot's tensor lie in columns `start` to `stop` of all segments.
-
-        `numels` are the tensors' sizes. Elements of no tensor count as one more slot: padding, and
-        what the last ranks lack of a tensor that is split unevenly. Not for permuted buckets.
-        """
-        none, size, used = len(self.slots), self.segment_numel, self.used_numel
-        both = list(enumerate(zip(self.slots, numels, strict=True)))
-        # Slot, first column, stride to the next rank's elements, and where they begin and end.
-        if self.kind is BucketKind.FLAT:
-            places = [(i, 0, size, slot.offset, slot.offset + numel) for i, (slot, numel) in both]
-            places.append((none, 0, size, used, num_ranks * size))
-        else:
-            places = [(i, slot.offset, slot.numel, 0, numel) for i, (slot, numel) in both]
-            places.append((none, used, size - used, 0, 0))
-            places += [(none, col, gap, end, num_ranks * gap) for _, col, gap, _, end in places]
-        for index, column, stride, begin, end in places:
-            low, high = max(start - column, 0), min(stop - column, stride)
-            if low >= high:
-                continue
-            # Ranks that have all of these columns; the ones before and after have only some.
-            first, after = -((low - begin) // stride), (end - high) // stride + 1
-            for rank, num in dict.fromkeys(((first - 1, 1), (first, after - first), (after, 1))):
-                at = rank * stride
-                start_at, stop_at = max(at + low, begin), min(at + high, end)
-                if num > 0 and start_at < stop_at:
-                    place = column + start_at - at, stop_at - start_at
-                    yield Rows(index, rank, num, *place, start_at - begin, stride)
-
-    def copy_out_index(
-        self, num_ranks: int, itemsize: int, device: torch.device
-    ) -> CopyIndex | None:
-        """Which words of a gathered split bucket go into the full buffer, from the first slot on.
-
-        None if parameters do not consist of whole words. Words between two of them are arbitrary.
-        """
-        word = self._word_bytes(itemsize)
-        if not word:
-            return None
-        slots = [slot for slot in self.slots if slot.numel]
-        start, last = slots[0].full_offset_bytes, slots[-1]
-        end = last.full_offset_bytes + num_ranks * last.numel * itemsize
-        index = torch.zeros((end - start) // word, dtype=torch.int32, device=device)
-        num_words = num_ranks * self.segment_numel * itemsize // word
-        bucket = torch.arange(num_words, dtype=torch.int32, device=device).view(num_ranks, -1)
-        for slot in slots:
-            first, width = slot.offset * itemsize // word, slot.numel * itemsize // word
-            part = bucket[:, first : first + width].reshape(-1)
-            index[(slot.full_offset_bytes - start) // word :][: part.numel()] = part
-        return CopyIndex(word, index)
-
-    def copy_in_index(
-        self, num_ranks: int, itemsize: int, device: torch.device
-    ) -> CopyIndex | None:
-        """Which words of the full tensors, lying one after another, go into a split bucket.
-
-        None if the tensors do not consist of whole words, or if segments have padding.
-        """
-        word = self._word_bytes(itemsize)
-        if not word or self.padding_numel:
-            return None
-        num_words = num_ranks * self.segment_numel * itemsize // word
-        widths = [num_ranks * slot.numel * itemsize // word for slot in self.slots]
-        parts = torch.arange(num_words, dtype=torch.int32, device=device).split(widths)
-        return CopyIndex(word, torch.cat([part.view(num_ranks, -1) for part in parts], 1).view(-1))
-
-    def _word_bytes(self, itemsize: int) -> int:
-        """The size of the words that all parts of a split bucket are made of; 0 if too small."""
-        numels = [numel for slot in self.slots for numel in (slot.offset, slot.numel)]
-        word = gcd(16, *(numel * itemsize for numel in (*numels, self.segment_numel)))
-        return word if word in _WORDS else 0
+    table: CopyTable
+    full_offset_bytes: int | None
 
     @property
-    def used_numel(self) -> int:
-        return sum(slot.numel for slot in self.slots)
+    def is_copied(self) -> bool:
+        return self.full_offset_bytes is None
 
-    @property
-    def padding_numel(self) -> int:
-        """Unused elements at the end of each segment, for buckets that are not flat."""
-        return self.segment_numel - self.used_numel
+    def piece(self, columns: range) -> CopyTable:
+        """The table of some columns of all segments."""
+        return CopyTable.of(_placed(self.slots), self.segment_numel, columns)
+
+
+def _placed(slots: Sequence[Slot]) -> list[tuple[Split, int]]:
+    return [(slot.split, slot.offset) for slot in slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +232,8 @@ class UnitLayout:
     @property
     def is_whole(self) -> bool:
         """Whether the shard buffers are the full parameters as forward needs them."""
-        return self.num_ranks == 1 and all(
-            bucket.kind is BucketKind.FLAT and not lane.dtypes.casts_to_gather
+        return self.num_ranks == 1 and not any(
+            bucket.is_copied or lane.dtypes.stored != lane.dtypes.computed
             for lane in self.lanes
             for bucket in lane.buckets
         )
@@ -356,9 +244,9 @@ def plan_unit(
 ) -> UnitLayout:
     """The layout of a unit, with lanes in the order of their first parameters.
 
-    With `is_flat`, parameters are cut as one, otherwise each by itself. On one rank nothing is cut,
-    so the flat layout serves both APIs: it needs no copy per parameter, and none at all where
-    nothing is cast.
+    With `is_flat`, parameters are split as one, otherwise each by itself. On one rank nothing is
+    split, so the flat layout serves both APIs: it needs no copy per parameter, and none at all
+    where nothing is cast.
     """
     by_lane: dict[tuple[DtypePlan, bool], list[int]] = {}
     for index, param in enumerate(params):
@@ -368,9 +256,13 @@ def plan_unit(
     for (dtypes, is_trainable), indices in by_lane.items():
         splits = {index: params[index].split for index in indices}
         if is_flat or num_ranks == 1:
-            buckets = [_flat_bucket(splits, dtypes, num_ranks, full)]
+            groups = [_flat(splits, dtypes, num_ranks)]
         else:
-            buckets = list(_buckets(splits, dtypes, num_ranks, full, cost))
+            groups = _grouped(splits, dtypes, num_ranks, cost)
+        buckets: list[Bucket] = []
+        for group in groups:
+            offset = sum(bucket.segment_numel for bucket in buckets)
+            buckets.append(_bucket(group, dtypes, num_ranks, offset, full))
         lanes.append(Lane(dtypes, is_trainable, tuple(buckets)))
     return UnitLayout(tuple(params), tuple(lanes), num_ranks, full.num_bytes)
 
@@ -391,66 +283,76 @@ def _aligned(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-def _flat_bucket(
-    splits: dict[int, Split], dtypes: DtypePlan, num_ranks: int, full: _FullBuffer
-) -> Bucket:
-    """Put parameters one after another, and cut them evenly.
+class _Group(NamedTuple):
+    """The parameters of a bucket: their splits, and where in a segment the slot of each begins."""
 
-    Parameters whose size keeps the next one aligned come first: kernels are slower on weights
-    that do not start at a multiple of 16 bytes.
+    splits: dict[int, Split]
+    offsets: tuple[int, ...]
+    segment_numel: int
+
+    @property
+    def table(self) -> CopyTable:
+        return CopyTable.of(
+            [*zip(self.splits.values(), self.offsets, strict=True)], self.segment_numel
+        )
+
+
+def _bucket(
+    group: _Group, dtypes: DtypePlan, num_ranks: int, buffer_offset: int, full: _FullBuffer
+) -> Bucket:
+    table, itemsize = group.table, dtypes.computed.itemsize
+    in_bucket = table.offsets
+    if in_bucket is None:
+        start = None
+        offsets = [full.take(split.numel * itemsize) for split in group.splits.values()]
+    else:
+        start = full.take(num_ranks * group.segment_numel * itemsize)
+        offsets = [start + offset * itemsize for offset in in_bucket]
+    slots = tuple(
+        Slot(index, split, offset, full_offset)
+        for (index, split), offset, full_offset in zip(
+            group.splits.items(), group.offsets, offsets, strict=True
+        )
+    )
+    return Bucket(slots, group.segment_numel, buffer_offset, table, start)
+
+
+def _flat(splits: dict[int, Split], dtypes: DtypePlan, num_ranks: int) -> _Group:
+    """Parameters one after another, split evenly.
+
+    Those whose size keeps the next one aligned come first: kernels are slower on weights that do
+    not start at a multiple of 16 bytes.
     """
-    alignment, itemsize = dtypes.alignment_numel, dtypes.computed.itemsize
+    alignment = dtypes.alignment_numel
     total = sum(split.numel for split in splits.values())
     segment_numel = _aligned(-(-total // num_ranks), alignment)
-    full_start = full.take(num_ranks * segment_numel * itemsize)
-    slots: list[Slot] = []
+    flat: dict[int, Split] = {}
     start = 0
     for index, split in sorted(splits.items(), key=lambda item: item[1].numel % alignment != 0):
-        slots.append(Slot(index, start, split.numel, full_start + start * itemsize))
+        flat[index] = FlatSplit(split.shape, start, segment_numel, num_ranks)
         start += split.numel
-    return Bucket(tuple(slots), segment_numel, 0, BucketKind.FLAT)
+    return _Group(flat, (0,) * len(flat), segment_numel)
 
 
-def _buckets(
-    splits: dict[int, Split], dtypes: DtypePlan, num_ranks: int, full: _FullBuffer, cost: CostModel
-) -> Iterator[Bucket]:
-    """Buckets of single parameters, then the one bucket that all other parameters share."""
-    alignment, itemsize = dtypes.alignment_numel, dtypes.computed.itemsize
-    own = {index: _own_kind(split, dtypes, num_ranks, cost) for index, split in splits.items()}
-    buffer_offset = 0
-    for index, kind in own.items():
-        if kind is not None:
-            split = splits[index]
-            segment_numel = _aligned(split.slot_numel, alignment)
-            kept_numel = num_ranks * segment_numel if kind is BucketKind.IN_PLACE else split.numel
-            slot = Slot(index, 0, split.slot_numel, full.take(kept_numel * itemsize))
-            yield Bucket((slot,), segment_numel, buffer_offset, kind)
-            buffer_offset += segment_numel
-    # Parameters of one size lie side by side, so that a run of them is copied out at once.
-    shared = [(index, splits[index].slot_numel) for index, kind in own.items() if kind is None]
-    if not shared:
-        return
-    slots: list[Slot] = []
-    offset = 0
-    for index, numel in sorted(shared, key=lambda item: -item[1]):
-        slots.append(Slot(index, offset, numel, full.take(num_ranks * numel * itemsize)))
-        offset += numel
-    segment_numel = _aligned(offset, alignment)
-    padding_offset = full.take(num_ranks * (segment_numel - offset) * itemsize)
-    yield Bucket(tuple(slots), segment_numel, buffer_offset, BucketKind.SPLIT, padding_offset)
+def _grouped(
+    splits: dict[int, Split], dtypes: DtypePlan, num_ranks: int, cost: CostModel
+) -> list[_Group]:
+    """Parameters that have a bucket to themselves, and all others in one.
 
-
-def _own_kind(
-    split: Split, dtypes: DtypePlan, num_ranks: int, cost: CostModel
-) -> BucketKind | None:
-    """The kind of the bucket that a parameter has to itself; None if it shares one."""
-    if split.slot_numel == 0 or split.dim is None:
-        return None
-    if not split.is_stacked:
-        return BucketKind.PERMUTED
-    full_bytes = split.numel * dtypes.computed.itemsize
-    if split.slot_numel % dtypes.alignment_numel:
-        return None
-    if not cost.deserves_bucket(full_bytes, num_ranks):
-        return None
-    return BucketKind.IN_PLACE
+    One by itself needs no copy, if its shards are whole rows; it has to be worth a collective.
+    """
+    groups, shared = [], {}
+    for index, split in splits.items():
+        full_bytes = split.numel * dtypes.computed.itemsize
+        alone = _Group({index: split}, (0,), _aligned(split.slot_numel, dtypes.alignment_numel))
+        is_worth_it = split.numel > 0 and cost.deserves_bucket(full_bytes, num_ranks)
+        if is_worth_it and alone.table.offsets is not None:
+            groups.append(alone)
+        else:
+            shared[index] = split
+    if shared:
+        # Larger ones first: what follows them stays aligned.
+        shared = dict(sorted(shared.items(), key=lambda item: -item[1].slot_numel))
+        ends = list(accumulate(split.slot_numel for split in shared.values()))
+        groups.append(_Group(shared, (0, *ends[:-1]), _aligned(ends[-1], dtypes.alignment_numel)))
+    return groups

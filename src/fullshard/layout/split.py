@@ -1,7 +1,12 @@
-"""How one tensor is cut over ranks."""
+"""How one tensor is split over ranks: the values of `Split`, and the boxes that they consist of.
+
+Whoever needs to know which elements a rank holds asks `runs(rank)`, the elements as they lie in the
+flattened tensor, or `boxes(rank)`, rectangles of the tensor itself.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -10,91 +15,127 @@ from operator import add
 from typing import NamedTuple
 
 
-class RankRun(NamedTuple):
-    """Neighbouring ranks that hold the same number of rows."""
+class Run(NamedTuple):
+    """`num` runs of `numel` consecutive elements, each `stride` after the one before."""
 
-    first_rank: int
-    num_ranks: int
-    num_rows: int
+    first: int
+    numel: int
+    num: int = 1
+    stride: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How a tensor of `shape` is cut along `dim`, as DTensor's `Shard(dim)` cuts it.
+class Split(ABC):
+    """Which elements of a tensor of `shape` each of `num_ranks` ranks holds.
 
-    The first ranks hold `chunk_rows` rows each; the next one may hold fewer, and the rest none.
-    With `dim=None` every rank holds the whole tensor, as with `Replicate()`: a 0-dim tensor,
-    which has no rows, is kept this way.
+    A rank's elements lie in its shard in the order of `runs`, and of `boxes`. Its shard takes
+    `slot_numel` elements of a bucket's segment, on every rank alike.
     """
 
+    __slots__ = ()
+
     shape: tuple[int, ...]
-    dim: int | None
     num_ranks: int
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
+    @abstractmethod
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """The elements of a rank, counted in the flattened tensor."""
+
+    @abstractmethod
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The elements of a rank, as rectangles of the tensor."""
+
+    @abstractmethod
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's shard."""
+
+    def shard_numel(self, rank: int) -> int:
+        return prod(self.shard_shape(rank))
+
+    @property
+    def slot_numel(self) -> int:
+        """Elements of a segment that a shard takes: those of the largest shard."""
+        return max(self.shard_numel(rank) for rank in range(self.num_ranks))
+
+    def slot_offset(self, rank: int) -> int:
+        """Where in its slot a rank's shard begins."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Split):
+    """Every rank holds the whole tensor, as with DTensor's `Replicate()`."""
+
+    shape: tuple[int, ...]
+    num_ranks: int
+
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        return (Run(0, self.numel),)
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        return (Box.whole(self.shape),)
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        return self.shape
+
+    @property
+    def slot_numel(self) -> int:
+        return self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class RowSplit(Split):
+    """Rows along `dim`, as DTensor's `Shard(dim)` and `torch.chunk` split them.
+
+    The first ranks hold `chunk_rows` rows each; the next one may hold fewer, and the rest none.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    num_ranks: int
+
     @property
     def num_rows(self) -> int:
-        return 1 if self.dim is None else self.shape[self.dim]
+        return self.shape[self.dim]
 
     @property
     def chunk_rows(self) -> int:
         return -(-self.num_rows // self.num_ranks)
 
-    @property
-    def outer(self) -> int:
-        """Elements of the dims before `dim`: how many runs a rank's rows fall into."""
-        return prod(self.shape[: self.dim or 0])
-
-    @property
-    def inner(self) -> int:
-        """Elements of one row of one run."""
-        return self.numel if self.dim is None else prod(self.shape[self.dim + 1 :])
-
-    @property
-    def slot_numel(self) -> int:
-        """Elements that a rank sends: its shard, padded to the largest shard."""
-        return self.outer * self.chunk_rows * self.inner
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether the shards, laid one after another, are the whole tensor as it lies in memory."""
-        return self.dim is not None and self.outer == 1
-
     def rows(self, rank: int) -> range:
         """The rows that `rank` holds."""
-        if self.dim is None:
-            return range(1)
         start = min(rank * self.chunk_rows, self.num_rows)
         return range(start, min(start + self.chunk_rows, self.num_rows))
 
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        rows, row_numel = self.rows(rank), prod(self.shape[self.dim + 1 :])
+        outer = prod(self.shape[: self.dim])
+        return (
+            Run(rows.start * row_numel, len(rows) * row_numel, outer, self.num_rows * row_numel),
+        )
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        offsets = [0] * len(self.shape)
+        offsets[self.dim] = self.rows(rank).start
+        return (Box(tuple(offsets), self.shard_shape(rank)),)
+
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        if self.dim is None:
-            return self.shape
         return (*self.shape[: self.dim], len(self.rows(rank)), *self.shape[self.dim + 1 :])
 
-    def shard_numel(self, rank: int) -> int:
-        return prod(self.shard_shape(rank))
-
-    def blocks(self) -> Iterator[RankRun]:
-        """The ranks that hold something, in at most two blocks: the full chunks, the rest."""
-        if self.dim is None or self.chunk_rows == 0:
-            return
-        num_full, rest = divmod(self.num_rows, self.chunk_rows)
-        if num_full:
-            yield RankRun(0, num_full, self.chunk_rows)
-        if rest:
-            yield RankRun(num_full, 1, rest)
+    @property
+    def slot_numel(self) -> int:
+        return self.shard_numel(0)
 
 
 @dataclass(frozen=True, slots=True)
-class FlatSplit:
-    """Where a parameter of `shape` lies in a flat bucket.
+class FlatSplit(Split):
+    """A tensor whose elements lie in a flat bucket, from `start` on, which is split evenly.
 
-    The bucket has `num_ranks` segments of `segment_numel` elements, one per rank; the parameter
-    takes the elements from `start` on, and so may lie in one, several or all segments.
+    The bucket has `num_ranks` segments of `segment_numel` elements, so the tensor may lie in one,
+    several or all of them.
     """
 
     shape: tuple[int, ...]
@@ -102,20 +143,36 @@ class FlatSplit:
     segment_numel: int
     num_ranks: int
 
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
     def elements(self, rank: int) -> range:
-        """The elements of the flattened parameter that `rank` holds."""
+        """The elements of the flattened tensor that `rank` holds."""
         first = rank * self.segment_numel - self.start
         begin = min(max(first, 0), self.numel)
         end = min(max(first + self.segment_numel, 0), self.numel)
         return range(begin, end)
 
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        elements = self.elements(rank)
+        return (Run(elements.start, len(elements)),)
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        return tuple(boxes_of_range(self.shape, self.elements(rank)))
+
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """A slice is one-dimensional; a parameter that is not split keeps its shape."""
+        """A slice is one-dimensional; a tensor that is not split keeps its shape."""
         return self.shape if self.num_ranks == 1 else (len(self.elements(rank)),)
+
+    @property
+    def slot_numel(self) -> int:
+        return self.segment_numel
+
+    def slot_offset(self, rank: int) -> int:
+        return min(max(self.start - rank * self.segment_numel, 0), self.segment_numel)
+
+
+def split_rows(shape: Sequence[int], dim: int | None, num_ranks: int) -> Split:
+    """Rows along a dim; without one, as for a tensor that has no dims, the whole on every rank."""
+    shape = tuple(shape)
+    return Whole(shape, num_ranks) if dim is None else RowSplit(shape, dim, num_ranks)
 
 
 @dataclass(frozen=True, slots=True)

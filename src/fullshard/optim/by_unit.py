@@ -43,7 +43,7 @@ from fullshard.errors import ConfigError
 from fullshard.runtime.hooks import hooks_managing
 from fullshard.runtime.replaced import replacement_of
 from fullshard.unit.flat_param import FlatParameter
-from fullshard.unit.grad_buckets import set_grad
+from fullshard.unit.grad_buffer import set_grad
 from fullshard.unit.param import ShardedParam
 
 _ATTRIBUTE = "_fullshard_by_unit"

@@ -114,7 +114,9 @@ class SimulatedCollectives(Collectives):
     def all_gather(self, outs: Any, ins: Any, group: Any) -> CollectiveWork:
         return self._simulator.collective("all-gather", sum(out.nbytes for out in outs), group)
 
-    def reduce_scatter(self, outs: Any, ins: Any, group: Any, *, average: bool) -> CollectiveWork:
+    def reduce_scatter(
+        self, outs: Any, ins: Any, group: Any, *, average: bool, wire: Any = None
+    ) -> CollectiveWork:
         simulator, num_bytes = self._simulator, sum(inp.nbytes for inp in ins)
         if outs[0].dtype == ins[0].dtype:
             return simulator.collective("reduce-scatter", num_bytes, group)
@@ -317,6 +319,12 @@ class Simulator(TorchDispatchMode):
     def resized(self, storage: torch.UntypedStorage, kind: str) -> None:
         self._note_time()
         self.ledger.allocated(storage, Kind(kind or Kind.OTHER), "", self.current.name)
+
+    def copied(self, num_bytes: int) -> None:
+        """Take the time of a kernel that reads and writes so many bytes."""
+        profile = self.profile
+        rate = profile.memory_gbs * profile.memory_efficiency * 1e9
+        self.run(profile.kernel_s + num_bytes / rate)
 
     def _note_time(self) -> None:
         at_s = self.compute.time_s if self.device.has_streams else self.host_s

@@ -35,7 +35,8 @@ from fullshard.runtime.replaced import record_replacement, replacement_of, repoi
 from fullshard.runtime.ties import join_late_ties, lending_tops, settle_ties
 from fullshard.unit.context import CommContext
 from fullshard.unit.flat_param import FlatParams, FlatParamSlice, OrigParamSlice, ParamForm
-from fullshard.unit.param import DTensorParam, ParamLocation, ShardedParam, shard_device
+from fullshard.unit.param import DTensorParam, ParamLocation, ShardedParam
+from fullshard.unit.store import Store
 from fullshard.unit.unit import Unit
 
 # An original parameter to shard: its name, and everywhere it is registered.
@@ -127,14 +128,15 @@ def _make_units(request: ShardRequest, found: _Found) -> list[Unit]:
         flat = FlatParams(request.form, owner, request.mesh_info.shard, request.device)
     name = ", ".join(type(module).__name__ for module in request.modules)
     comm_ctx = CommContext(device_for(request.device))
-    policy, offload, settings = request.policy, request.offload, request.settings
+    policy, settings = request.policy, request.settings
+    store = Store.of(request.offload, comm_ctx.device.torch_device)
     units = []
     for mesh_info, params in by_mesh.items():
         large = [p for p in params if flat is None and _is_large(p, mesh_info, policy, comm_ctx)]
         rest = [param for param in params if param not in large]
         alone = [[param] for param in large]
         for each in alone if large and not rest else [rest, *alone]:
-            unit = Unit(name, each, mesh_info, policy, offload, comm_ctx, settings, flat)
+            unit = Unit(name, each, mesh_info, policy, store, comm_ctx, settings, flat)
             unit.stands_alone = each is not rest
             units.append(unit)
     for unit in units:
@@ -191,7 +193,7 @@ def _dtensor_param(
             f"{name}: shard_placement_fn must return a Shard, a ShardPlacementResult or None, "
             f"found {chosen!r}; return for example Shard(0)."
         )
-    device, _ = shard_device(request.offload, request.device)
+    device = Store.of(request.offload, request.device).device
     dim = shard_dim(name, to_local(original), placement)
     with torch.no_grad():
         placed = place(name, original, dim, mesh_info)

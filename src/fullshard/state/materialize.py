@@ -15,7 +15,6 @@ from fullshard.errors import LifecycleError
 from fullshard.runtime.build import join
 from fullshard.runtime.hooks import units_below
 from fullshard.runtime.names import clean_name
-from fullshard.unit.param import shard_device
 
 
 def give_memory(model: nn.Module) -> None:
@@ -24,9 +23,8 @@ def give_memory(model: nn.Module) -> None:
     The memory has no values yet. Parameters stay the same objects, so ties and optimizers hold.
     """
     for unit in units_below(model):
-        device, _ = shard_device(unit.offload, unit.comm_ctx.device.torch_device)
         for sharded_param in unit.params:
-            _allocate(sharded_param.param, device)
+            _allocate(sharded_param.param, unit.store.device)
         unit.refresh()  # one unit at a time: its shards move to their buffer
     device = device_of(model)
     made: dict[torch.Tensor, torch.Tensor] = {}  # some modules share a buffer

@@ -41,7 +41,7 @@ from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.comm.placement import as_dtensor, full_tensor, own_box, place, with_dtype
 from fullshard.errors import CheckpointError, DisagreementError, FullshardError
 from fullshard.layout.plan import Slot
-from fullshard.layout.split import Box, Split, boxes_of_range, row_chunks, slices
+from fullshard.layout.split import Box, RowSplit, boxes_of_range, row_chunks, slices
 from fullshard.runtime.hooks import ModuleHooks, hooks_below, hooks_of, hooks_of_unit
 from fullshard.runtime.names import clean_name
 from fullshard.unit.flat_param import FlatParamHolder, FlatSlice, flat_name
@@ -170,13 +170,14 @@ class FlatShard(TensorShard):
 
     def view_of(self, full: torch.Tensor) -> torch.Tensor:
         """The parameter as a module sees it, as a view of the gathered lane."""
-        view = full[self.slot.offset : self.slot.offset + self.slot.numel]
-        view, spec = view.view(self.param.split.shape), self.param.full_spec
+        split = self.param.split
+        view, spec = full[split.start : split.start + split.numel], self.param.full_spec
+        view = view.view(split.shape)
         return view if spec is None else as_dtensor(view, with_dtype(spec, view.dtype))
 
     def slice_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """This rank's elements, as a view of a tensor arranged like the shard buffer."""
-        begin = self.lane.bucket.shard_offset(self.slot, self.lane.mesh_info.shard.rank)
+        begin = self.slot.in_segment(self.lane.mesh_info.shard.rank)
         return buffer[begin : begin + len(self.elements)]
 
     def local_of(self, full: torch.Tensor) -> torch.Tensor:
@@ -213,7 +214,7 @@ class FlatLane:
         self.is_flat = self.holder is not None
         (self.bucket,) = unit.layout.lanes[index].buckets
         slots = self.bucket.slots
-        self.numel: int = max((slot.offset + slot.numel for slot in slots), default=0)
+        self.numel: int = sum(slot.split.numel for slot in slots)
         self.shard_numel: int = self.bucket.segment_numel
         self.shards: list[FlatShard] = []
         for slot in slots:
@@ -436,7 +437,7 @@ class StateForm:
             return _compact(full, device)
         axis = lane.mesh_info.shard
         if not self.use_dtensor:
-            rows = Split(tuple(full.shape), 0, axis.size).rows(axis.rank)
+            rows = RowSplit(tuple(full.shape), 0, axis.size).rows(axis.rank)
             local = _compact(full[rows.start : rows.stop], device)
             return sharded_tensor(local, row_chunks(full.shape, axis.size), full.shape, axis)
         spec = shard.param.placed or place("", full, None, lane.mesh_info).shard_spec

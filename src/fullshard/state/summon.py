@@ -21,7 +21,7 @@ from fullshard.state.shards import (
     wrapper_unit,
     wrappers_of,
 )
-from fullshard.unit.grad_buckets import set_grad
+from fullshard.unit.grad_buffer import set_grad
 
 
 def is_first_rank(wrapper: nn.Module) -> bool:

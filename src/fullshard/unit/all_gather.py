@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from math import prod
 from typing import Any
 
 import torch
@@ -19,16 +19,13 @@ from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.collectives import Collectives, CollectiveWork
 from fullshard.comm.mesh import Axis, MeshInfo
-from fullshard.device import ResizableBuffer, address_of, type_of
+from fullshard.device import ResizableBuffer, address_of
 from fullshard.errors import ConfigError
-from fullshard.layout import Bucket, BucketKind, Lane, Split, UnitLayout
+from fullshard.layout import Bucket, Lane, Plain, UnitLayout
 from fullshard.unit.context import AddressRanges, CommContext, wait_all
+from fullshard.unit.copy_program import Decoder, unpacker
 from fullshard.unit.param import ShardBuffers, ShardedParam
-
-# On an accelerator one kernel copies a bucket out. Below this size it reads an index in device
-# memory, a quarter of the bucket's size, which all units with such a bucket share. Above, it first
-# sends a table of addresses to the device, which takes more host time.
-MAX_INDEXED_BYTES = 16 << 20
+from fullshard.unit.store import Store
 
 
 @dataclass(slots=True)
@@ -65,12 +62,11 @@ class UnitAllGather:
     """All-gathers one unit into its full buffer.
 
     `start` issues the collectives; `finish` makes the full parameters readable on the current
-    stream. Shared buckets arrive in a staging buffer. Small ones are copied out at once, on the
-    all-gather stream; `finish` copies out the others. If nothing else arrives, the full
-    buffer is allocated only then, when compute has left the previous unit's, so that a forward
-    holds two units and not three. Where the shard buffers are the full parameters (nothing is
-    sharded, nothing cast), full parameters are views of them: there is no full buffer and nothing
-    to gather. `extensions` gather by themselves.
+    stream. Buckets that have to be copied arrive in a staging buffer, and `finish` copies them to
+    the full buffer. If nothing else arrives, the full buffer is allocated only then, when compute
+    has left the previous unit's, so that a forward holds two units and not three. Where the shard
+    buffers are the full parameters (nothing is sharded, nothing cast), full parameters are views of
+    them: there is no full buffer and nothing to gather. `extensions` gather by themselves.
     """
 
     def __init__(
@@ -79,41 +75,32 @@ class UnitAllGather:
         shard_buffers: ShardBuffers,
         params: Sequence[ShardedParam],
         axis: Axis,
+        store: Store,
         comm_ctx: CommContext,
         extensions: ExtensionAllGather,
     ) -> None:
         device = comm_ctx.device.torch_device
         self._layout = layout
         self._axis = axis
-        self._comm_ctx = comm_ctx
         self._extensions = extensions
-        self._is_offloaded = any(buffer.device != device for buffer in shard_buffers.lanes)
-        self._is_in_shards = not self._is_offloaded and layout.is_whole
+        self._store = store
+        self._is_in_shards = store.is_on_device and layout.is_whole
         # A multiple of 16 bytes for every divisor of the ranks, for resharding to a subgroup.
         alignment = 16 * layout.num_ranks
         full_bytes = 0 if self._is_in_shards else layout.full_bytes
         self._full_buffer = ResizableBuffer(
             -(-full_bytes // alignment) * alignment, device, "full parameters"
         )
-        buckets = [(lane, bucket) for lane in layout.lanes for bucket in lane.buckets]
-        copied = [(lane, bucket) for lane, bucket in buckets if bucket.kind.is_copied]
-        staging_bytes = sum(
-            layout.num_ranks * bucket.segment_numel * lane.dtypes.computed.itemsize
-            for lane, bucket in copied
-        )
+        staged = [_staged_bytes(lane, bucket) for lane in layout.lanes for bucket in lane.buckets]
+        staging_bytes = sum(map(sum, staged)) * layout.num_ranks
         self._staging = ResizableBuffer(staging_bytes, device, "staging")
+        self._decoders: list[Decoder] = []
         self._lanes: list[_LaneViews] = []
-        self._copy_to: list[torch.Tensor] = []
-        self._copy_from: list[torch.Tensor] = []
-        self._splits: list[tuple[torch.Tensor, list[int], list[torch.Tensor]]] = []
-        self._indexed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._copy_out = unpacker(self._full_buffer, comm_ctx)
         self._bytes = self._full_buffer.view(0, (self._full_buffer.num_bytes,), torch.uint8)
         # If so, nothing arrives in the full buffer itself: only the copy-out needs it.
-        self._is_all_copied = not self._is_in_shards and len(copied) == len(buckets)
+        self._is_all_copied = not self._is_in_shards and all(map(any, staged))
         self._make_views(params, shard_buffers)
-        # Small buckets are copied out as soon as they arrive, while compute does something else.
-        self._is_copied_early = bool(self._indexed) and not (self._splits or self._copy_to)
-        self._is_all_copied &= not self._is_copied_early
         self._full_buffer.free()
         self._staging.free()
 
@@ -136,65 +123,32 @@ class UnitAllGather:
                     param = params[slot.param_index]
                     shape = param.split.shape
                     if self._is_in_shards:
+                        start = slot.in_segment(0)
                         # `data` has a version counter of its own.
-                        part = shards[slot.offset : slot.offset + slot.numel]
-                        param.make_full(part.view(shape).data)
+                        param.make_full(shards[start : start + prod(shape)].view(shape).data)
                     else:
                         offset = slot.full_offset_bytes
                         param.make_full(self._full_buffer.view(offset, shape, dtype))
                 if bucket.segment_numel == 0 or self._is_in_shards:
                     continue
                 numel = num_ranks * bucket.segment_numel
-                if not bucket.kind.is_copied:
-                    offset = bucket.slots[0].full_offset_bytes
-                    out = self._full_buffer.view(offset, (numel,), dtype)
+                message_bytes, values_bytes = _staged_bytes(lane, bucket)
+                if bucket.full_offset_bytes is not None:
+                    values = self._full_buffer.view(bucket.full_offset_bytes, (numel,), dtype)
                 else:
-                    out = self._staging.view(staging_offset, (numel,), dtype)
-                    staging_offset += numel * dtype.itemsize
-                    self._plan_copy_out(bucket, out.view(num_ranks, -1))
+                    values = self._staging.view(staging_offset, (numel,), dtype)
+                    staging_offset += num_ranks * values_bytes
+                    self._copy_out.add(bucket, values)
+                out = values
+                if message_bytes:
+                    wire = lane.dtypes.gather_wire
+                    shape = (num_ranks * wire.message_numel(bucket.segment_numel),)
+                    out = self._staging.view(staging_offset, shape, wire.dtype)
+                    staging_offset += num_ranks * message_bytes
+                    self._decoders.append(Decoder(wire, out, values, num_ranks))
                 views.outs.append(out)
                 views.own_segments.append(out.view(num_ranks, -1)[self._axis.rank])
                 views.shards.append(shards[bucket.buffer_offset :][: bucket.segment_numel])
-
-    def _plan_copy_out(self, bucket: Bucket, segments: torch.Tensor) -> None:
-        num_ranks, dtype = self._layout.num_ranks, segments.dtype
-        if bucket.kind is BucketKind.PERMUTED:
-            slot = bucket.slots[0]
-            split = self._layout.params[slot.param_index].split
-            full = self._full_buffer.view(slot.full_offset_bytes, split.shape, dtype)
-            for in_full, in_bucket in permuted_pairs(split, full, segments):
-                self._copy_to.append(in_full)
-                self._copy_from.append(in_bucket)
-            return
-        is_on_cpu = type_of(segments.device) == "cpu"
-        if not is_on_cpu and segments.nbytes < MAX_INDEXED_BYTES:
-            make = Bucket.copy_out_index
-            found = self._comm_ctx.copy_index(make, bucket, num_ranks, dtype.itemsize)
-            if found is not None:
-                start = bucket.slots[0].full_offset_bytes
-                to = self._full_buffer.view(start, found.index.shape, found.dtype)
-                self._indexed.append((segments.view(-1).view(found.dtype), found.index, to))
-                return
-        elif not is_on_cpu:
-            view = self._full_buffer.view
-            places = [(slot.full_offset_bytes, slot.numel) for slot in bucket.slots]
-            places.append((bucket.padding_offset_bytes, bucket.padding_numel))
-            places = [(start, numel) for start, numel in places if numel]
-            outs = [view(start, (num_ranks, numel), dtype) for start, numel in places]
-            self._splits.append((segments, [numel for _, numel in places], outs))
-            return
-        # Neighbours of one size are copied together.
-        for numel, slots in groupby(bucket.slots, key=lambda slot: slot.numel):
-            if not numel:
-                continue
-            run = list(slots)
-            start = run[0].full_offset_bytes
-            step_bytes = run[1].full_offset_bytes - start if len(run) > 1 else 0
-            shape = (len(run), num_ranks, numel)
-            stride = (step_bytes // dtype.itemsize, numel, 1)
-            self._copy_to.append(self._full_buffer.view(start, shape, dtype, stride))
-            part = segments[:, run[0].offset : run[0].offset + len(run) * numel]
-            self._copy_from.append(part.unflatten(1, (len(run), numel)).transpose(0, 1))
 
     # One all-gather
 
@@ -213,10 +167,6 @@ class UnitAllGather:
                 self._extensions.start(collectives, comm_ctx, in_flight)
             if device.has_streams:
                 in_flight.wait_works()
-                if self._is_copied_early:
-                    self._copy_out()
-                    self._staging.free()
-                    in_flight.is_copied_out = True
                 in_flight.event = device.record()
         except BaseException:
             # Lanes that were issued still write into these buffers (rule 10).
@@ -234,11 +184,12 @@ class UnitAllGather:
     ) -> None:
         group, device = self._axis.group, comm_ctx.device.torch_device
         ins: Sequence[torch.Tensor] = views.shards
-        if self._is_offloaded:
+        if not self._store.is_on_device:
             staged = torch.empty_like(views.buffer, device=device)
             start = address_of(staged)
             comm_ctx.wait_until_unused((start, start + staged.nbytes))
-            in_flight.staged.append(staged.copy_(views.buffer, non_blocking=True))
+            self._store.read(views.buffer, staged)
+            in_flight.staged.append(staged)
             ins = staged.split([shard.numel() for shard in views.shards])
         custom = collectives.custom_all_gather
         if group is None or self._axis.is_single:
@@ -254,9 +205,14 @@ class UnitAllGather:
                 out.copy_(gathered)
                 in_flight.staged.append(gathered)
         else:
-            if views.lane.dtypes.casts_to_gather:
+            wire = views.lane.dtypes.gather_wire
+            if wire != Plain(views.lane.dtypes.stored):
                 # In place: this rank's segment of the output is its input.
-                foreach_copy_(views.own_segments, list(ins))
+                if wire.is_plain:
+                    foreach_copy_(views.own_segments, list(ins))
+                else:
+                    for own, inp in zip(views.own_segments, ins, strict=True):
+                        wire.encode(inp.view(1, -1), own.view(1, -1))
                 ins = views.own_segments
             in_flight.works.append(collectives.all_gather(views.outs, ins, group))
 
@@ -284,21 +240,14 @@ class UnitAllGather:
         if not in_flight.is_copied_out:
             if self._is_all_copied:
                 _allocate(self._full_buffer, comm_ctx)
-            self._copy_out()
+            for decoder in self._decoders:
+                decoder.run()
+            self._copy_out.run()
             if self._staging.num_bytes:
                 comm_ctx.free_after_compute(self._staging)
             in_flight.is_copied_out = True
         if self._extensions.params:
             self._extensions.finish()
-
-    def _copy_out(self) -> None:
-        """Copy what arrived in the staging buffer to the full buffer, on the current stream."""
-        if self._copy_to:
-            foreach_copy_(self._copy_to, self._copy_from)
-        for segments, sizes, outs in self._splits:
-            torch.split_with_sizes_copy(segments, sizes, dim=1, out=outs)
-        for words, index, to in self._indexed:
-            torch.gather(words, 0, index, out=to)
 
     def free(self, *, keep_storage: bool = False) -> AddressRanges:
         """Free what was gathered; return its address ranges.
@@ -313,27 +262,18 @@ class UnitAllGather:
         return [address_range, *self._extensions.free(keep_storage)]
 
 
+def _staged_bytes(lane: Lane, bucket: Bucket) -> tuple[int, int]:
+    """For each rank, the bytes of a message to be decoded, and of values to be copied."""
+    dtypes, numel = lane.dtypes, bucket.segment_numel
+    wire = dtypes.gather_wire
+    message = 0 if dtypes.arrives_as_computed else wire.message_numel(numel) * wire.dtype.itemsize
+    return message, numel * dtypes.computed.itemsize if bucket.is_copied else 0
+
+
 def _allocate(buffer: ResizableBuffer, comm_ctx: CommContext) -> None:
     if buffer.num_bytes:
         buffer.allocate()
         comm_ctx.wait_until_unused(buffer.address_range)
-
-
-def permuted_pairs(
-    split: Split, full: torch.Tensor, segments: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of views of the same elements, in a tensor and in the bucket that it has to itself."""
-    pairs = []
-    rows = full.reshape(split.outer, split.num_rows, split.inner)
-    for run in split.blocks():
-        start = run.first_rank * split.chunk_rows
-        numel = split.outer * run.num_rows * split.inner
-        shape = (run.num_ranks, run.num_rows)
-        in_full = rows.narrow(1, start, run.num_ranks * run.num_rows).unflatten(1, shape)
-        of_run = segments[run.first_rank : run.first_rank + run.num_ranks, :numel]
-        in_bucket = of_run.unflatten(1, (split.outer, run.num_rows, split.inner))
-        pairs.append((in_full, in_bucket.transpose(0, 1)))
-    return pairs
 
 
 class ExtensionAllGather:
@@ -360,7 +300,6 @@ class ExtensionAllGather:
         comm_ctx.wait_until_unused()  # extensions allocate here, too (rule 2)
         shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         for param, extension in self.params:
-            assert isinstance(param.split, Split)
             local, module = param.current_local, param.locations[0].module
             if local.device != device:
                 local = local.to(device, non_blocking=True)
@@ -394,7 +333,6 @@ class ExtensionAllGather:
     def finish(self) -> None:
         """Make the full parameters; runs on the stream that computes."""
         for param, extension in self.params:
-            assert isinstance(param.split, Split)
             dtype = param.dtypes.computed
             made = extension.make_full(param.current_local, dtype, param.full, param.split)
             if made is not None:

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
-
 from fullshard.comm.collectives import CollectiveWork
 from fullshard.device import Device, ResizableBuffer, Streams
-from fullshard.layout import Bucket, CopyIndex
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 
@@ -50,8 +47,8 @@ class HeldResults:
     tensors: list[Any]
 
 
-class ReduceScatterInFlight(Protocol):
-    """`InFlightReduceScatter` as the comm context sees it."""
+class ReductionInFlight(Protocol):
+    """`Reduction` as the comm context sees it."""
 
     num_bytes: int
 
@@ -69,7 +66,7 @@ class CommContext:
     wait for the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are
     the owners of all-gathers that nothing has waited for yet. `_is_capturing` says that what is
     issued now becomes part of a CUDA graph. `num_collectives` counts issued collectives: it
-    says where a rank is. `_copy_indices` are shared by all units that have such a bucket.
+    says where a rank is. `_made` has what units share in device memory.
     """
 
     def __init__(self, device: Device) -> None:
@@ -77,10 +74,10 @@ class CommContext:
         self._freed: deque[tuple[int, int, Any]] = deque()
         self._pending_frees: dict[object, tuple[Any, Callable[[], AddressRanges]]] = {}
         self._unused_all_gathers: set[object] = set()
-        self._reduce_scatters: deque[ReduceScatterInFlight] = deque()
+        self._reduce_scatters: deque[ReductionInFlight] = deque()
         self._held: HeldResults | None = None
         self._is_capturing = False
-        self._copy_indices: dict[Any, CopyIndex | None] = {}
+        self._made: dict[Hashable, Any] = {}
         self.num_collectives = 0
 
     @property
@@ -124,21 +121,14 @@ class CommContext:
     def all_gather_used(self, owner: object) -> None:
         self._unused_all_gathers.discard(owner)
 
-    def copy_index(
-        self,
-        make: Callable[[Bucket, int, int, torch.device], CopyIndex | None],
-        bucket: Bucket,
-        num_ranks: int,
-        itemsize: int,
-    ) -> CopyIndex | None:
-        """The result of `make`, made once; None also if a capture is the first to ask for it."""
-        key = make, bucket, num_ranks, itemsize
-        if key not in self._copy_indices:
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` makes in device memory, made once; None if a capture is the first to ask."""
+        if key not in self._made:
             if self._is_capturing:
                 return None
             self.wait_until_unused()  # memory may belong to the all-gather stream (rule 2)
-            self._copy_indices[key] = make(bucket, num_ranks, itemsize, self.device.torch_device)
-        return self._copy_indices[key]
+            self._made[key] = make()
+        return self._made[key]
 
     # Captures
 
@@ -195,7 +185,7 @@ class CommContext:
 
     # Reduce-scatters
 
-    def add_reduce_scatter(self, reduce_scatter: ReduceScatterInFlight) -> None:
+    def add_reduce_scatter(self, reduce_scatter: ReductionInFlight) -> None:
         self._reduce_scatters.append(reduce_scatter)
         self.num_collectives += 1
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.device import ResizableBuffer
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.layout import Split
+from fullshard.layout import RowSplit, Split
 
 
 class Extension:
@@ -97,7 +97,7 @@ class Extension:
             return None
         made, self._inner = local.fsdp_post_all_gather(arrived, metadata, dtype)
         result: torch.Tensor = made
-        if split.dim is not None and result.size(split.dim) > split.num_rows:
+        if isinstance(split, RowSplit) and result.size(split.dim) > split.num_rows:
             result = result.narrow(split.dim, 0, split.num_rows)  # without the padding
         return result
 
@@ -114,7 +114,7 @@ class Extension:
 
 def _join(out: torch.Tensor, size: torch.Size, split: Split) -> torch.Tensor:
     """Join what arrived from all ranks along the dim that the parameter is sharded on."""
-    if not split.dim or split.dim >= len(size):
+    if not isinstance(split, RowSplit) or not 0 < split.dim < len(size):
         return out.view(-1, *size[1:])
     whole = torch.cat(list(out.view(split.num_ranks, *size)), dim=split.dim)
     return out.copy_(whole.view(-1)).view(whole.size())

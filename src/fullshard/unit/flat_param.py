@@ -240,10 +240,8 @@ class FlatParams:
         for lane in layout.lanes:
             (bucket,) = lane.buckets
             for slot in bucket.slots:
-                param = flat[slot.param_index]
-                splits[param] = FlatSplit(
-                    param.split.shape, slot.offset, bucket.segment_numel, layout.num_ranks
-                )
+                assert isinstance(slot.split, FlatSplit)
+                splits[flat[slot.param_index]] = slot.split
         if any(param.whole is None and param.split != splits[param] for param in flat):
             self.make_whole()
         for param in flat:
@@ -260,11 +258,11 @@ class FlatParams:
             segment = torch.zeros(bucket.segment_numel, dtype=params[0].dtype, device=self.device)
             for slot, param in zip(bucket.slots, params, strict=True):
                 local = param.current_local
-                offset = bucket.shard_offset(slot, self.axis.rank)
+                offset = slot.in_segment(self.axis.rank)
                 segment[offset : offset + local.numel()].copy_(local.reshape(-1))
             full = all_gather_flat(segment, self.axis)
-            for slot, param in zip(bucket.slots, params, strict=True):
-                param.whole = param.view_in(full, slot.offset, param.split.shape)
+            for param in params:
+                param.whole = param.view_in(full, param.split.start, param.split.shape)
 
     def attach(
         self, layout: UnitLayout, params: Sequence[ShardedParam], shards: ShardBuffers

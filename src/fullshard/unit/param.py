@@ -25,13 +25,13 @@ from fullshard._torch import (
     set_local_tensor,
     spec_of,
 )
-from fullshard.api import CPUOffloadPolicy, OffloadPolicy
 from fullshard.comm.mesh import Axis
 from fullshard.comm.placement import Placed, as_dtensor, with_dtype
 from fullshard.device import has_no_memory, with_own_storage
 from fullshard.errors import ConfigError
-from fullshard.layout import DtypePlan, FlatSplit, Split, UnitLayout
+from fullshard.layout import DtypePlan, FlatSplit, RowSplit, Split, UnitLayout, split_rows
 from fullshard.unit.extensions import Extension
+from fullshard.unit.store import Store
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +74,7 @@ class ShardedParam(ABC):
 
     name: str
     locations: list[ParamLocation]
-    split: Split | FlatSplit
+    split: Split
     shard: nn.Parameter
     local: torch.Tensor
     full: nn.Parameter | None = None
@@ -156,7 +156,7 @@ class ShardedParam(ABC):
             data = as_dtensor(data, with_dtype(self.full_spec, data.dtype))
         self.full = nn.Parameter(data, requires_grad=self.is_trainable)
         self.is_hooked = False
-        if isinstance(self.split, Split) and self.dtype.is_floating_point:
+        if not isinstance(self.split, FlatSplit) and self.dtype.is_floating_point:
             # A gradient narrower than its bucket is cast when it is copied there; a wider one is
             # cast by autograd, as in torch.
             reduced = self.dtypes.reduced
@@ -187,7 +187,7 @@ class DTensorParam(ShardedParam):
         device: torch.device,
     ) -> DTensorParam:
         """Shard an original parameter. The shard may be a view of it until the unit is planned."""
-        split = Split(tuple(placed.local.shape), placed.dim, axis.size)
+        split = split_rows(placed.local.shape, placed.dim, axis.size)
         part = _rows(placed.local, split, axis.rank)
         extension = Extension.of(name, placed.local)
         if extension is not None:
@@ -274,7 +274,7 @@ class DTensorParam(ShardedParam):
 
 
 def _rows(whole: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
-    if split.dim is None:
+    if not isinstance(split, RowSplit):
         return whole
     rows = split.rows(rank)
     return whole.narrow(split.dim, rows.start, len(rows))
@@ -297,27 +297,17 @@ class ShardBuffers:
         self,
         layout: UnitLayout,
         params: Sequence[ShardedParam],
-        device: torch.device,
+        store: Store,
         rank: int,
-        pin_memory: bool,
     ) -> None:
         self.lanes: list[torch.Tensor] = []
         for lane in layout.lanes:
-            buffer = torch.zeros(
-                lane.shard_numel, dtype=lane.dtypes.stored, device=device, pin_memory=pin_memory
-            )
+            buffer = store.allocate(lane.shard_numel, lane.dtypes.stored)
             self.lanes.append(buffer)
             for bucket in lane.buckets:
                 for slot in bucket.slots:
                     param = params[slot.param_index]
-                    offset = bucket.buffer_offset + bucket.shard_offset(slot, rank)
+                    offset = bucket.buffer_offset + slot.in_segment(rank)
                     view = param.view_in(buffer, offset, param.split.shard_shape(rank))
                     view.copy_(param.values_for(rank).reshape(view.shape))
                     param.set_local(view)
-
-
-def shard_device(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:
-    """The device of the shard buffers, and whether their memory is pinned."""
-    if not isinstance(policy, CPUOffloadPolicy):
-        return device, False
-    return torch.device("cpu"), policy.pin_memory and device.type != "cpu"

@@ -20,23 +20,23 @@ from fullshard._torch import (
     storage_references,
     tensor_references,
 )
-from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.device import has_no_memory, type_of
 from fullshard.errors import LifecycleError, UnsupportedError
-from fullshard.layout import CostModel, DtypePlan, ParamSpec, Split, UnitLayout, plan_unit
+from fullshard.layout import CostModel, DtypePlan, ParamSpec, UnitLayout, plan_unit
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, UnitAllGather
 from fullshard.unit.context import AddressRanges, CommContext
 from fullshard.unit.extensions import Extension
 from fullshard.unit.flat_param import FlatParams
-from fullshard.unit.grad_buckets import GradLane
-from fullshard.unit.param import ShardBuffers, ShardedParam, shard_device
-from fullshard.unit.reduce_scatter import UnitGrads
+from fullshard.unit.param import ShardBuffers, ShardedParam
+from fullshard.unit.reduction import GradLane, UnitGrads
 from fullshard.unit.released import ReleasedParam
 from fullshard.unit.settings import UnitComm, UnitSettings
+from fullshard.unit.store import Store
 
 # The states of a unit; each carries what exists only in it.
 
@@ -151,7 +151,7 @@ class Unit:
     params: list[ShardedParam]
     mesh_info: MeshInfo
     policy: MixedPrecisionPolicy
-    offload: OffloadPolicy
+    store: Store
     comm_ctx: CommContext
     settings: UnitSettings
     flat: FlatParams | None = None
@@ -171,7 +171,7 @@ class Unit:
         device, axis = self.comm_ctx.device, self.mesh_info.shard
         default = collectives_for(axis.group, device.torch_device)
         self.comm = UnitComm(default, default, axis)
-        self.grads = UnitGrads(self.mesh_info, self.offload, device)
+        self.grads = UnitGrads(self.mesh_info, self.store, device)
         self.on_grads_ready: Callable[[Unit], None] = lambda *_: None
         self.on_read: Callable[[Unit], None] = lambda *_: None
         self._arrived: set[ShardedParam] = set()
@@ -193,10 +193,6 @@ class Unit:
     def is_large(self) -> bool:
         """Whether it is a single large parameter, also after ties were settled."""
         return self.stands_alone and len(self.params) == 1
-
-    @property
-    def is_offloaded(self) -> bool:
-        return bool(self.grads.to_host)
 
     @property
     def shard_buffers(self) -> ShardBuffers:
@@ -233,10 +229,9 @@ class Unit:
         for param in self.params:
             param.full = None
         if not any(has_no_memory(param.current_local) for param in plain):
-            device, pin_memory = shard_device(self.offload, self.comm_ctx.device.torch_device)
             with torch.no_grad(), torch.inference_mode(False):
                 rank = self.mesh_info.shard.rank
-                shards = ShardBuffers(self.layout, plain, device, rank, pin_memory)
+                shards = ShardBuffers(self.layout, plain, self.store, rank)
                 self._shard_buffers = shards
                 if self.flat is not None:
                     self.flat.attach(self.layout, plain, shards)
@@ -259,16 +254,15 @@ class Unit:
             if param.is_trainable
         ]
         reduce_dtype = DtypePlan.unit_reduce_dtype(policy.reduce_dtype, trained, is_flat=is_flat)
-        wire_dtype = None if axis.is_single else policy.wire_dtype  # one rank sends nothing
+        wires = policy.gather_wire, policy.reduce_wire
+        if axis.is_single:
+            wires = None, None  # one rank sends nothing
         for param in params:
-            split = param.split
-            if not isinstance(split, Split):
-                split = Split(split.shape, None, 1)
-            plan = DtypePlan.of(param.dtype, self._param_dtype(param), reduce_dtype, wire_dtype)
+            plan = DtypePlan.of(param.dtype, self._param_dtype(param), reduce_dtype, *wires)
             if param.grad_dtype != param.dtype:
                 plan = replace(plan, grad=param.grad_dtype)
             param.dtypes = plan
-            specs.append(ParamSpec(param.name, split, param.dtypes, param.is_trainable))
+            specs.append(ParamSpec(param.name, param.split, param.dtypes, param.is_trainable))
         cost = CostModel.of_device(type_of(self.comm_ctx.device.torch_device))
         return plan_unit(specs, axis.size, cost, is_flat=is_flat)
 
@@ -342,7 +336,7 @@ class Unit:
 
     def require_ready(self) -> None:
         """Raise unless every shard has memory on the right device."""
-        device, _ = shard_device(self.offload, self.comm_ctx.device.torch_device)
+        device = self.store.device
         for param in self.params:
             local = param.current_local
             if has_no_memory(local):
@@ -405,6 +399,7 @@ class Unit:
                 self.shard_buffers,
                 self._plain,
                 self.mesh_info.shard,
+                self.store,
                 comm_ctx,
                 extensions,
             )
@@ -623,7 +618,7 @@ class Unit:
                 if with_zeros:  # other ranks may have gradients that this one lacks
                     settings = replace(settings, reduce_scatter_unused_params=True)
                 is_large = self.is_large
-                self.grads.reduce_scatter(self.name, comm, settings, comm_ctx, is_large=is_large)
+                self.grads.reduce(self.name, comm, settings, comm_ctx, is_large=is_large)
 
     def set(self, **changes: Any) -> None:
         self.settings = replace(self.settings, **changes)

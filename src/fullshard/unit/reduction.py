@@ -1,19 +1,23 @@
-"""From full gradients to the gradients of shards.
+"""From full gradients to the gradients of shards, in four stages.
 
-`UnitGrads` belongs to a unit: it takes the full gradients that autograd left on the full
-parameters, and starts an `InFlightReduceScatter`. Its first half runs on the compute stream (copy
-the gradients into buckets), its second half on the reduce-scatter stream: reduce-scatter,
-all-reduce over the replicas, scale, cast, assign as `.grad`.
+- **take** the gradients that autograd left on the full parameters, or that were kept from before
+  (`UnitGrads.reduce`);
+- **pack** them into buckets, unless a gradient is its bucket as it is (`Reduction._packed`);
+- **reduce** the buckets over the shard axis, then over the replicas (`Reduction._reduce`);
+- **deliver** the sums as gradients of the shards: assigned, added, kept, or on the host
+  (`Reduction._deliver`).
 
-`grad_buckets.py` has what does not change from step to step.
+The first two run on the compute stream, the others on the reduce-scatter stream. Large buckets are
+packed there, too, piece by piece (rule 9).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,30 +31,233 @@ from fullshard._torch import (
     to_local,
     version_of,
 )
-from fullshard.api import OffloadPolicy
 from fullshard.comm.collectives import CollectiveWork, all_reduce
 from fullshard.comm.mesh import MeshInfo
 from fullshard.comm.placement import local_gradient
-from fullshard.device import Device
+from fullshard.device import Device, ResizableBuffer
 from fullshard.errors import ConfigError, LifecycleError
-from fullshard.layout import UnitLayout
+from fullshard.layout import Bucket, FlatSplit, Lane, Plain, UnitLayout
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.context import CommContext, HeldResults, wait_all
-from fullshard.unit.grad_buckets import (
-    BucketInput,
-    Grad,
-    GradBucket,
+from fullshard.unit.copy_program import Packer, packer
+from fullshard.unit.grad_buffer import (
     GradBuffer,
-    GradLane,
     GradSlot,
     GradTarget,
     has_hooks,
     part_of,
     set_grad,
 )
-from fullshard.unit.param import ShardedParam, shard_device
+from fullshard.unit.param import ShardedParam
 from fullshard.unit.settings import UnitComm, UnitSettings
+from fullshard.unit.store import Store
+
+Grad = torch.Tensor | None
+
+# Buckets are cast and reduced in as many pieces of this size as they fill (rule 9).
+PIECE_BYTES = 64 << 20
+# Fewer ranks each hold much more than pieces save, and pay for every piece: on 4 NCCL ranks a step
+# with 2 or 3 pieces for each block took 4 % longer (benchmarks/bench_gpu.py ranks). So there pieces
+# are larger by this factor.
+FEWEST_CUT_RANKS = 8
+FEW_RANKS_FACTOR = 4
+# Smaller parts of pieces for each rank cost more time than they save memory.
+SMALLEST_PIECE_PART_BYTES = 1 << 20
+
+
+# What does not change from step to step
+
+
+class GradPieces:
+    """The pieces of a bucket, one after another in the same memory (rule 9).
+
+    A piece has some columns of every rank's segment.
+    """
+
+    def __init__(self, plan: GradBucket, bucket: Bucket, comm_ctx: CommContext) -> None:
+        alignment = plan.dtypes.alignment_numel
+        step = -(-bucket.segment_numel // (plan.num_pieces * alignment)) * alignment
+        bounds = [*range(0, bucket.segment_numel, step), bucket.segment_numel]
+        columns = [range(*each) for each in pairwise(bounds)]
+        wire, num_ranks = plan.dtypes.reduce_wire, plan.num_ranks
+        numels = [num_ranks * wire.message_numel(len(each)) for each in columns]
+        num_bytes = numels[0] * wire.dtype.itemsize
+        self._memory = ResizableBuffer(num_bytes, comm_ctx.device.torch_device, "full gradients")
+        self._pieces = [
+            (
+                slice(each.start, each.stop),
+                packer(bucket.piece(each), wire, num_ranks, comm_ctx),
+                self._memory.view(0, (numel,), wire.dtype),
+            )
+            for each, numel in zip(columns, numels, strict=True)
+        ]
+        self._memory.free()
+
+    def filled(self, grads: Sequence[Grad], divisor: float) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Copy one piece after another into the memory; yield its columns and the piece."""
+        self._memory.allocate()
+        for columns, program, piece in self._pieces:
+            program.pack(grads, piece, divisor)
+            yield columns, piece
+        self._memory.free()
+
+
+class GradBucket:
+    """A bucket to be reduced: the parameters whose gradients it carries, and how they lie in it.
+
+    `slots` says where in a segment the shard of each parameter begins, `targets` what receives a
+    part of the sums, and `in_shards` where these belong in the shard buffer. `num_pieces` says in
+    how many pieces it is reduced, on a device with streams (rule 9).
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        bucket: Bucket,
+        slots: Sequence[tuple[ShardedParam, int]],
+        num_ranks: int,
+    ) -> None:
+        self.params = [param for param, _ in slots]
+        self.slots = slots
+        self.targets: list[GradSlot] = [slot for slot in slots if slot[0].takes_gradient]
+        self.dtypes = lane.dtypes
+        self.numel = num_ranks * bucket.segment_numel
+        self.in_shards = slice(bucket.buffer_offset, bucket.buffer_offset + bucket.segment_numel)
+        # A flat bucket is always reduced: this rank may hold a part of parameters that other ranks
+        # have used, without knowing that they have.
+        is_flat = any(isinstance(param.split, FlatSplit) for param in self.params)
+        self.is_always_reduced = is_flat and lane.is_trainable
+        self._bucket = bucket
+        self._is_one = len(slots) == 1 and not bucket.is_copied
+        self.num_ranks = num_ranks
+        self._packer: Packer | None = None
+        self._pieces: GradPieces | None = None
+
+    @property
+    def num_pieces(self) -> int:
+        """The same on all ranks, whichever gradients this one has."""
+        dtypes = self.dtypes
+        if self._is_one and dtypes.computed == dtypes.reduced and not dtypes.sums_on_arrival:
+            return 1  # usually autograd's gradient is the bucket as it is
+        piece_bytes = PIECE_BYTES
+        if self.num_ranks < FEWEST_CUT_RANKS:
+            piece_bytes *= FEW_RANKS_FACTOR
+        smallest = max(piece_bytes, self.num_ranks * SMALLEST_PIECE_PART_BYTES)
+        return max(1, self.num_bytes // smallest)
+
+    @property
+    def message_numel(self) -> int:
+        """The elements of what is sent of all segments."""
+        segment_numel = self._bucket.segment_numel
+        return self.num_ranks * self.dtypes.reduce_wire.message_numel(segment_numel)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.message_numel * self.dtypes.reduce_wire.dtype.itemsize
+
+    def pieces(self, comm_ctx: CommContext) -> GradPieces:
+        """The memory of the pieces that a bucket is reduced in, with their programs."""
+        if self._pieces is None:
+            self._pieces = GradPieces(self, self._bucket, comm_ctx)
+        return self._pieces
+
+    def forget_programs(self) -> None:
+        self._packer = self._pieces = None
+
+    def in_place(self, grads: Sequence[Grad]) -> Grad:
+        """The tensor that autograd produced, if it can be the bucket as it is (rule 4)."""
+        grad = grads[0]
+        if grad is None or not self._is_one:
+            return None
+        is_whole = grad.numel() == self.numel and grad.is_contiguous()
+        is_message = Plain(grad.dtype) == self.dtypes.reduce_wire
+        return grad.view(-1) if is_whole and is_message else None
+
+    def pack(
+        self, grads: Sequence[Grad], bucket: torch.Tensor, divisor: float, comm_ctx: CommContext
+    ) -> None:
+        """Copy and cast gradients into memory of all ranks' segments."""
+        if self._packer is None:
+            wire, table = self.dtypes.reduce_wire, self._bucket.table
+            self._packer = packer(table, wire, self.num_ranks, comm_ctx)
+        self._packer.pack(grads, bucket, divisor)
+
+
+class GradLane:
+    """A lane to be reduced. Owns the buffer of its gradients.
+
+    `target` is the flat parameter that receives all of it, if there is one.
+    """
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        lane: Lane,
+        params: Sequence[ShardedParam],
+        rank: int,
+        target: GradTarget | None = None,
+    ) -> None:
+        self.dtypes = lane.dtypes
+        self.shard_numel = lane.shard_numel
+        self.buckets: list[GradBucket] = []
+        for bucket in lane.buckets:
+            slots = [(params[s.param_index], s.in_segment(rank)) for s in bucket.slots]
+            self.buckets.append(GradBucket(lane, bucket, slots, layout.num_ranks))
+        if target is not None:
+            self.buckets[0].targets = [(target, 0)]
+        self.buffer: GradBuffer | None = None
+        self.in_buffer: set[GradBucket] = set()
+        """The buckets that the backward under way has already put into `buffer`."""
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return self.dtypes.grad or self.dtypes.reduced
+
+    @property
+    def is_cast(self) -> bool:
+        return self.grad_dtype != self.dtypes.reduced
+
+    def follow_grads(self, grads: Iterable[Grad]) -> None:
+        """If gradients may have any dtype, reduce them in the widest that backward has produced."""
+        if self.dtypes.grad is not None:
+            return
+        found = {grad.dtype for grad in grads if grad is not None}
+        widest = reduce(torch.promote_types, found, self.dtypes.reduced)
+        if widest != self.dtypes.reduced:
+            self.dtypes = replace(self.dtypes, reduced=widest, reduce_wire=Plain(widest))
+            self.buffer = None
+            for bucket in self.buckets:
+                bucket.dtypes = self.dtypes
+                bucket.forget_programs()
+
+    def acquire_buffer(
+        self, buckets: Sequence[GradBucket], device: torch.device
+    ) -> GradBuffer | None:
+        """A buffer that the sums of these buckets can be written to and assigned from.
+
+        None if gradients have to be assigned one by one: to parameters that have a gradient
+        already, or that have a user's hook. Memory is allocated on the current stream.
+        """
+        if any(bucket in self.in_buffer for bucket in buckets):
+            return None
+        with disable_torch_function():
+            for bucket in buckets:
+                for target, _ in bucket.targets:
+                    param = target.param
+                    if param.grad is not None or has_hooks(param):
+                        return None
+        if self.buffer is None or not (self.in_buffer or self.buffer.is_unused):
+            slots = [
+                (target, bucket.in_shards.start + offset)
+                for bucket in self.buckets
+                for target, offset in bucket.targets
+            ]
+            self.buffer = GradBuffer(self.shard_numel, self.grad_dtype, slots, device)
+        self.in_buffer.update(buckets)
+        self.buffer.num_reserved += 1
+        self.buffer.memory.allocate()
+        return self.buffer
 
 
 def require_no_wire_dtype(what: str, unit: str, layout: UnitLayout) -> None:
@@ -59,43 +266,51 @@ def require_no_wire_dtype(what: str, unit: str, layout: UnitLayout) -> None:
         if lane.dtypes.sums_on_arrival:
             raise ConfigError(
                 f"{unit}: {what} needs gradients that travel in the dtype that they are reduced "
-                f"in, found wire_dtype={lane.dtypes.wire}; leave wire_dtype out, and choose the "
-                "dtype of the buckets in your own function."
+                f"in, found wire_dtype={lane.dtypes.reduce_wire.dtype}; leave wire_dtype out, and "
+                "choose the dtype of the buckets in your own function."
             )
 
 
-def scaling_of(
-    comm: UnitComm, settings: UnitSettings, num_ranks: int, dtype: torch.dtype
-) -> tuple[float, bool, float]:
+@dataclass(frozen=True, slots=True)
+class Scaling:
     """How a sum over ranks becomes a mean: divide before, let the backend average, divide after."""
-    factor = settings.gradient_divide_factor
-    averages = comm.current.averages and not settings.force_sum_reduction_for_comms
-    if comm.comm_hook is not None:
-        return 1.0, False, 1.0
-    if factor is None and averages and dtype != torch.float16:
-        return 1.0, num_ranks > 1, 1.0
-    factor = float(num_ranks) if factor is None else factor
-    before = 1.0
-    if dtype == torch.float16:
-        # Its range is small: divide by about a square root both before and after the sum.
-        while factor % before == 0 and factor / before > before:
-            before *= 2
-    return before, False, factor / before
+
+    before: float
+    average: bool
+    after: float
+
+    @classmethod
+    def of(
+        cls, comm: UnitComm, settings: UnitSettings, num_ranks: int, dtype: torch.dtype
+    ) -> Scaling:
+        factor = settings.gradient_divide_factor
+        averages = comm.current.averages and not settings.force_sum_reduction_for_comms
+        if comm.comm_hook is not None:
+            return cls(1.0, False, 1.0)
+        if factor is None and averages and dtype != torch.float16:
+            return cls(1.0, num_ranks > 1, 1.0)
+        factor = float(num_ranks) if factor is None else factor
+        before = 1.0
+        if dtype == torch.float16:
+            # Its range is small: divide by about a square root both before and after the sum.
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+        return cls(before, False, factor / before)
 
 
-# One reduce-scatter
+# One reduction
 
 
 _NO_WORK = CollectiveWork()
 
 
 @dataclass(slots=True)
-class BucketReduce:
-    """One bucket's part of a reduce-scatter.
+class BucketReduction:
+    """One bucket's part of a reduction.
 
     `grads` has one per slot, and is emptied when they are in the bucket. `targets` receive a part
     of the sums, to which `partials` are added: what earlier steps summed over the shard axis. A
-    bucket without `inp` is reduced in pieces. `memory` is that of `inp`, if it has to be freed.
+    bucket without `inp` is packed and reduced by pieces.
     """
 
     plan: GradBucket
@@ -103,12 +318,11 @@ class BucketReduce:
     targets: Sequence[GradSlot]
     partials: Mapping[GradTarget, torch.Tensor]
     inp: torch.Tensor | None = None
-    memory: BucketInput | None = None
 
 
 @dataclass(slots=True)
-class LaneReduce:
-    """One lane's part of a reduce-scatter. Sums are scaled as `scaling_of` says.
+class LaneReduction:
+    """One lane's part of a reduction.
 
     `outs` are the sums of its buckets, and `results` the same in as few tensors as possible: for
     hooks, all-reduces and scaling. `buffer` is what gradients are assigned from, if they can be,
@@ -116,10 +330,8 @@ class LaneReduce:
     """
 
     plan: GradLane
-    buckets: list[BucketReduce]
-    before: float
-    average: bool
-    after: float
+    buckets: list[BucketReduction]
+    scaling: Scaling
     outs: list[torch.Tensor] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     buffer: GradBuffer | None = None
@@ -128,7 +340,7 @@ class LaneReduce:
 
 
 @dataclass(slots=True, eq=False)
-class InFlightReduceScatter:
+class Reduction:
     """One unit's gradients under way. Holds all that the streams still read (rules 5, 10).
 
     Once `_scattered` has passed, the inputs are read; once `_event` has, the results are complete.
@@ -136,7 +348,7 @@ class InFlightReduceScatter:
     """
 
     unit: str
-    lanes: list[LaneReduce]
+    lanes: list[LaneReduction]
     comm: UnitComm
     settings: UnitSettings
     comm_ctx: CommContext
@@ -156,16 +368,6 @@ class InFlightReduceScatter:
         replicas = self.unit_grads.mesh_info.replicate
         return not (replicas.is_single or self.settings.requires_all_reduce)
 
-    @property
-    def _frees_inputs(self) -> bool:
-        """Whether nothing needs the inputs after the reduce-scatter.
-
-        The sums over one rank are its inputs, a comm hook may keep them, and on a CPU collectives
-        choose where they lie.
-        """
-        is_single, has_hook = self.comm.reduce_axis.is_single, self.comm.comm_hook is not None
-        return self.device.has_streams and not is_single and not has_hook
-
     def start(self) -> None:
         """Issue the reduce-scatter; on a device with streams, all that follows it as well."""
         device, stream = self.device, self.comm_ctx.streams.reduce_scatter
@@ -175,7 +377,7 @@ class InFlightReduceScatter:
                 self._place_sums(lane)  # the sum over one rank is its input
             for bucket in lane.buckets:
                 if not self._is_copied_late(bucket):
-                    bucket.inp = self._bucket_input(lane, bucket)
+                    bucket.inp = self._packed(lane, bucket)
                     bucket.grads = []
             if is_single:
                 lane.outs = lane.results = [b.inp for b in lane.buckets if b.inp is not None]
@@ -187,7 +389,7 @@ class InFlightReduceScatter:
                 for lane in self.lanes:
                     if not is_single:
                         self._place_sums(lane)
-                        self._reduce_scatter(lane)
+                        self._reduce(lane)
                 if seam.observers and not device.has_streams:
                     futures = (future for lane in self.lanes for future in lane.work.futures)
                     seam.end_after(futures, Activity.REDUCE, self.unit)
@@ -200,10 +402,6 @@ class InFlightReduceScatter:
 
     def _release(self) -> None:
         """Drop all tensors; compute has waited for everything that reads them."""
-        for lane in self.lanes:
-            for bucket in lane.buckets:
-                if bucket.memory is not None:
-                    bucket.memory.free()
         self.lanes.clear()
 
     def _wait_for_enqueued(self) -> None:
@@ -248,45 +446,40 @@ class InFlightReduceScatter:
         self.device.wait(self._event)
         self._release()
 
-    # Inputs, on the stream that computes
+    # Pack: on the stream that computes
 
-    def _is_copied_late(self, bucket: BucketReduce) -> bool:
+    def _is_copied_late(self, bucket: BucketReduction) -> bool:
         """Whether gradients are copied piece by piece, on the stream that reduces them (rule 9).
 
         Then only the gradients that autograd made and one piece are in flight.
         """
-        plan, comm = bucket.plan, self.comm
+        comm = self.comm
         if not self.device.has_streams or comm.reduce_axis.is_single:
             return False
         if comm.current.custom_reduce_scatter or comm.comm_hook:
             return False
-        if not plan.dtypes.sums_on_arrival and plan.in_place(bucket.grads) is not None:
-            return False
-        return plan.num_pieces > 1
+        return bucket.plan.num_pieces > 1
 
-    def _bucket_input(self, lane: LaneReduce, bucket: BucketReduce) -> torch.Tensor:
+    def _packed(self, lane: LaneReduction, bucket: BucketReduction) -> torch.Tensor:
         """The gradients of a bucket, as all ranks' segments."""
         plan, collectives = bucket.plan, self.comm.current
         custom = None if self.comm.reduce_axis.is_single else collectives.custom_reduce_scatter
-        dtype, device = plan.dtypes.wire, self.device.torch_device
+        dtype, device = plan.dtypes.reduce_wire.dtype, self.device.torch_device
+        numel = plan.message_numel
         buffer = plan.in_place(bucket.grads) if custom is None else None
-        if buffer is None:
-            if custom is not None:
-                buffer = custom.allocate((plan.numel,), dtype=dtype, device=device)
-            elif lane.results:
-                buffer = lane.results[0]  # where the sum over one rank goes
-            elif self._frees_inputs:
-                bucket.memory = plan.unused_input(self.comm_ctx)
-            if bucket.memory is not None:
-                buffer = bucket.memory.fill(bucket.grads)
-            else:
-                if buffer is None:
-                    group = self.comm.reduce_axis.group
-                    buffer = collectives.allocate_bucket(plan.numel, dtype, device, group)
-                plan.copy_in(bucket.grads, buffer)
-        return buffer if lane.before == 1.0 else buffer.div_(lane.before)
+        if buffer is not None:
+            return buffer if lane.scaling.before == 1.0 else buffer.div_(lane.scaling.before)
+        if custom is not None:
+            buffer = custom.allocate((numel,), dtype=dtype, device=device)
+        elif lane.results:
+            buffer = lane.results[0]  # where the sum over one rank goes
+        else:
+            group = self.comm.reduce_axis.group
+            buffer = collectives.allocate_bucket(numel, dtype, device, group)
+        plan.pack(bucket.grads, buffer, lane.scaling.before, self.comm_ctx)
+        return buffer
 
-    # Sums, on the reduce-scatter stream
+    # Reduce: on the reduce-scatter stream
 
     def _grad_dtype(self, plan: GradLane) -> torch.dtype:
         """The dtype of the gradients that optimizers see; low precision is kept as torch does."""
@@ -295,13 +488,13 @@ class InFlightReduceScatter:
         is_single = self.unit_grads.mesh_info.shard.is_single
         return plan.dtypes.reduced if is_single else plan.dtypes.computed
 
-    def _place_sums(self, lane: LaneReduce) -> None:
+    def _place_sums(self, lane: LaneReduction) -> None:
         """Decide where a lane's sums are written, and whether a gradient buffer gets them."""
         is_single, device = self.comm.reduce_axis.is_single, self.device.torch_device
         plans = [bucket.plan for bucket in lane.buckets]
         is_assigned_apart = (
             self._grad_dtype(lane.plan) != lane.plan.grad_dtype
-            or self.unit_grads.to_host
+            or not self.unit_grads.store.is_on_device
             or self.is_partial
             or self.comm.comm_hook is not None
         )
@@ -324,17 +517,16 @@ class InFlightReduceScatter:
             # A comm hook may give its tensor other memory, in another dtype: it gets no view.
             lane.outs = [whole] if len(plans) == 1 else list(whole.split(sizes))
 
-    def _reduce_scatter(self, lane: LaneReduce) -> None:
+    def _reduce(self, lane: LaneReduction) -> None:
         group, hook = self.comm.reduce_axis.group, self.comm.comm_hook
         assert group is not None
         outs, ins = [], []
-        reduce = partial(self.comm.current.reduce_scatter, group=group, average=lane.average)
+        wire, average = lane.plan.dtypes.reduce_wire, lane.scaling.average
+        reduce = partial(self.comm.current.reduce_scatter, group=group, average=average, wire=wire)
         for bucket, out in zip(lane.buckets, lane.outs, strict=True):
             if bucket.inp is None:
-                pieces = bucket.plan.pieces(self.device.torch_device)
-                for columns, piece in pieces.filled(bucket.grads):
-                    if lane.before != 1.0:
-                        piece.div_(lane.before)
+                pieces = bucket.plan.pieces(self.comm_ctx)
+                for columns, piece in pieces.filled(bucket.grads, lane.scaling.before):
                     reduce([out[columns]], [piece]).wait()
             elif hook is not None:
                 hook(bucket.inp, out)
@@ -344,7 +536,7 @@ class InFlightReduceScatter:
         if outs:
             lane.work = reduce(outs, ins)
 
-    # After the reduce-scatter
+    # Deliver: after the reduce-scatter
 
     def _complete(self) -> None:
         device, replicas = self.device, self.unit_grads.mesh_info.replicate
@@ -355,7 +547,7 @@ class InFlightReduceScatter:
         if self.is_partial:
             self._end()
         elif replicas.is_single and self.comm.all_reduce_hook is None:
-            self._assign()
+            self._deliver()
             self._end()
         else:
             self._has_followed = True
@@ -363,7 +555,7 @@ class InFlightReduceScatter:
             with device.on(self._last_stream):
                 for lane in self.lanes:
                     self._all_reduce(lane)
-                self._assign()
+                self._deliver()
                 self._end()
 
     def _add_partial_sums(self) -> None:
@@ -380,26 +572,26 @@ class InFlightReduceScatter:
                         param.partial_grad = part if before is None else before.add_(part)
         self._has_followed = True
 
-    def _all_reduce(self, lane: LaneReduce) -> None:
+    def _all_reduce(self, lane: LaneReduction) -> None:
         """Sum over the replicas, and call the users' hooks."""
         replicas, comm = self.unit_grads.mesh_info.replicate, self.comm
         for result in lane.results:
             if comm.comm_hook is not None:
                 comm.comm_hook(result)
             elif replicas.group is not None and not replicas.is_single:
-                all_reduce(result, replicas.group, average=lane.average)
+                all_reduce(result, replicas.group, average=lane.scaling.average)
             if comm.all_reduce_hook is not None:
                 comm.all_reduce_hook(result)
 
-    def _assign(self) -> None:
+    def _deliver(self) -> None:
         """Scale, cast and assign, on the current stream."""
         for lane in self.lanes:
             grads, buffer = lane.grads, lane.buffer
             is_written = buffer is not None and not lane.plan.is_cast
-            self._has_followed |= lane.after != 1.0 or not is_written
-            if lane.after != 1.0:
+            self._has_followed |= lane.scaling.after != 1.0 or not is_written
+            if lane.scaling.after != 1.0:
                 for result in lane.results:
-                    result.div_(lane.after)
+                    result.div_(lane.scaling.after)
             if buffer is None:
                 dtype = self._grad_dtype(lane.plan)
                 grads = [out.to(dtype) for out in lane.outs]
@@ -441,11 +633,10 @@ class UnitGrads:
     is kept unreduced, with their versions, and whether they are mere placeholders.
     """
 
-    def __init__(self, mesh_info: MeshInfo, offload: OffloadPolicy, device: Any) -> None:
+    def __init__(self, mesh_info: MeshInfo, store: Store, device: Device) -> None:
         self.was_reduced = False
         self.mesh_info = mesh_info
-        shards_device, self._pin_memory = shard_device(offload, device.torch_device)
-        self.to_host = shards_device != device.torch_device
+        self.store = store
         self._device = device
         self._host_events: list[Any] = []
         self._created: list[GradTarget] = []
@@ -520,7 +711,7 @@ class UnitGrads:
 
     # Reduction
 
-    def reduce_scatter(
+    def reduce(
         self,
         unit: str,
         comm: UnitComm,
@@ -541,8 +732,8 @@ class UnitGrads:
             if present:
                 plan.follow_grads(grad for bucket in present for grad in bucket.grads)
                 dtype = plan.dtypes.reduced
-                scaling = scaling_of(comm, settings, self.mesh_info.num_ranks, dtype)
-                lanes.append(LaneReduce(plan, present, *scaling))
+                scaling = Scaling.of(comm, settings, self.mesh_info.num_ranks, dtype)
+                lanes.append(LaneReduction(plan, present, scaling))
         if not lanes:
             return
         num_bytes = sum(bucket.plan.num_bytes for lane in lanes for bucket in lane.buckets)
@@ -550,7 +741,7 @@ class UnitGrads:
             comm_ctx.make_room_for(num_bytes)
         else:
             comm_ctx.limit_reduce_scatters(settings.reduce_scatter_max_input_buffers)
-        in_flight = InFlightReduceScatter(unit, lanes, comm, settings, comm_ctx, self, num_bytes)
+        in_flight = Reduction(unit, lanes, comm, settings, comm_ctx, self, num_bytes)
         in_flight.start()
         comm_ctx.add_reduce_scatter(in_flight)
         if in_flight.is_partial and not comm_ctx.device.has_streams:
@@ -565,7 +756,7 @@ class UnitGrads:
             return grad
         return local_gradient(grad, param.full_spec, self.mesh_info)
 
-    def _collect(self, plan: GradBucket, settings: UnitSettings) -> BucketReduce | None:
+    def _collect(self, plan: GradBucket, settings: UnitSettings) -> BucketReduction | None:
         """What goes into a bucket; None if nothing does."""
         grads: list[Grad] = []
         missing: set[GradTarget] = set()
@@ -595,7 +786,7 @@ class UnitGrads:
         targets = plan.targets
         if missing:
             targets = [slot for slot in targets if slot[0] not in missing]
-        return BucketReduce(plan, grads, targets, partials)
+        return BucketReduction(plan, grads, targets, partials)
 
     def assign_made(
         self, targets: Sequence[GradSlot], made: Mapping[GradTarget, torch.Tensor]
@@ -616,8 +807,8 @@ class UnitGrads:
 
         `made` has the gradients that already exist as views of the sums.
         """
-        if self.to_host:
-            sums = self._on_host(sums, targets)
+        if not self.store.is_on_device:
+            sums = self._stored(sums, targets)
         before: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
         hooked: list[tuple[GradTarget, torch.Tensor]] = []
@@ -654,16 +845,14 @@ class UnitGrads:
         for hook in (post_accumulate_grad_hooks(param) or {}).values():
             hook(param)
 
-    def _on_host(self, sums: torch.Tensor, targets: Sequence[GradSlot]) -> torch.Tensor:
-        host = torch.empty(sums.size(), dtype=sums.dtype, device="cpu", pin_memory=self._pin_memory)
-        host.copy_(sums, non_blocking=self._pin_memory)
-        event = self._device.record()
+    def _stored(self, sums: torch.Tensor, targets: Sequence[GradSlot]) -> torch.Tensor:
+        stored, event = self.store.write(sums, self._device)
         # Adding to an existing gradient reads on the host right away, and so do users' hooks.
         if any(t.param.grad is not None or has_hooks(t.param) for t, _ in targets):
             self._device.synchronize(event)
         else:
             self._host_events.append(event)
-        return host
+        return stored
 
     def end_backward(self) -> None:
         self.was_reduced = False
@@ -683,7 +872,7 @@ class UnitGrads:
             lane.buffer = None
             lane.in_buffer.clear()
             for bucket in lane.buckets:
-                bucket.forget_input()
+                bucket.forget_programs()
 
     def synchronize_host(self) -> None:
         """Make the host wait for gradients that are still being copied to it."""

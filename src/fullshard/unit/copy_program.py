@@ -1,0 +1,200 @@
+"""Copies between full tensors and buckets: the only code that moves elements from one to the other.
+
+A program follows the `CopyTable` of a bucket in one direction. There are two executors. The one of
+this file copies through strided views: on CPUs, and on devices without Triton. `copy_kernel.py`
+copies a whole bucket with one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Protocol
+
+import torch
+
+from fullshard._torch import foreach_copy_
+from fullshard.device import ResizableBuffer, Simulation, simulation
+from fullshard.layout import NO_TENSOR, Bucket, Copy, CopyTable, Wire
+from fullshard.unit.context import CommContext
+
+
+class Unpacker(Protocol):
+    """Copies gathered buckets into the full buffer. All memory stays where it was at the start."""
+
+    def add(self, bucket: Bucket, gathered: torch.Tensor) -> None:
+        """Include a bucket; `gathered` and the full buffer have their memory."""
+
+    def run(self) -> None:
+        """Copy all buckets, on the current stream."""
+
+
+class Packer(Protocol):
+    """Copies full tensors into what is sent of a bucket, or of some columns of its segments."""
+
+    def pack(
+        self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor, divisor: float = 1.0
+    ) -> None:
+        """Copy, cast and divide; fill with zeros what is missing, and elements of no tensor."""
+
+
+def unpacker(full: ResizableBuffer, comm_ctx: CommContext) -> Unpacker:
+    """A program from buckets to the full buffer."""
+    kernel, simulated = _kernel(comm_ctx), simulation()
+    if simulated is not None:
+        return SimulatedCopies(simulated)
+    return UnpackViews(full) if kernel is None else kernel.UnpackKernel(full, comm_ctx)
+
+
+def packer(table: CopyTable, wire: Wire, num_ranks: int, comm_ctx: CommContext) -> Packer:
+    """A program from tensors to what is sent of a bucket."""
+    kernel, simulated = _kernel(comm_ctx), simulation()
+    if simulated is not None:
+        return SimulatedCopies(simulated)
+    program: Packer
+    if kernel is None:
+        program = PackViews(table, num_ranks)
+    else:
+        program = kernel.PackKernel(table, comm_ctx)
+    return program if wire.is_plain else PackEncoded(program, table, wire, num_ranks)
+
+
+def _kernel(comm_ctx: CommContext) -> ModuleType | None:
+    return _triton_kernel() if comm_ctx.device.torch_device.type == "cuda" else None
+
+
+@cache
+def _triton_kernel() -> ModuleType | None:
+    try:
+        from fullshard.unit import copy_kernel
+    except ImportError:  # a build of torch without Triton
+        return None
+    return copy_kernel
+
+
+class UnpackViews:
+    """Copies through views that are made once."""
+
+    def __init__(self, full: ResizableBuffer) -> None:
+        self._full = full
+        self._to: list[torch.Tensor] = []
+        self._from: list[torch.Tensor] = []
+
+    def add(self, bucket: Bucket, gathered: torch.Tensor) -> None:
+        for copy in bucket.table.filling:
+            sizes, in_bucket, in_tensor = _strides(copy)
+            start = bucket.slots[copy.tensor].full_offset_bytes + copy.first * gathered.itemsize
+            self._to.append(self._full.view(start, sizes, gathered.dtype, in_tensor))
+            begin = gathered.storage_offset() + copy.at
+            self._from.append(gathered.as_strided(sizes, in_bucket, begin))
+
+    def run(self) -> None:
+        if self._to:
+            foreach_copy_(self._to, self._from)
+
+
+class PackViews:
+    """Copies through views that are made for each tensor.
+
+    If every tensor has as many elements on each rank, which is the usual case, the bucket is a
+    concatenation: one call instead of two views and a copy for each tensor (rule 7).
+    """
+
+    def __init__(self, table: CopyTable, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._copies = [(copy, *_strides(copy)) for copy in table.copies]
+        self._in_order: list[int] | None = [copy.tensor for copy in table.copies]
+        for copy, sizes, _, _ in self._copies:
+            is_even = len(sizes) == 2 and copy.dims[0].in_tensor == sizes[1]
+            if copy.tensor == NO_TENSOR or not is_even or sizes[0] != num_ranks:
+                self._in_order = None
+
+    def pack(
+        self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor, divisor: float = 1.0
+    ) -> None:
+        rows = self._num_ranks, -1
+        if self._in_order is not None:
+            parts = [part for index in self._in_order if (part := tensors[index]) is not None]
+            if len(parts) == len(tensors):
+                parts = [part.reshape(rows) for part in parts]
+                torch.cat(parts, 1, out=bucket.view(rows))
+                if divisor != 1.0:
+                    bucket.div_(divisor)
+                return
+        start = bucket.storage_offset()
+        outs: list[torch.Tensor] = []
+        ins: list[torch.Tensor] = []
+        for copy, sizes, in_bucket, in_tensor in self._copies:
+            tensor = None if copy.tensor == NO_TENSOR else tensors[copy.tensor]
+            if tensor is None:
+                bucket.as_strided(sizes, in_bucket, start + copy.at).zero_()
+            elif copy.is_consecutive and copy.numel == tensor.numel():
+                # As it is, also if it is not contiguous.
+                outs.append(bucket[copy.at : copy.at + copy.numel].view(tensor.shape))
+                ins.append(tensor)
+            else:
+                tensor = tensor.contiguous()
+                outs.append(bucket.as_strided(sizes, in_bucket, start + copy.at))
+                first = tensor.storage_offset() + copy.first
+                ins.append(tensor.as_strided(sizes, in_tensor, first))
+        if outs:
+            foreach_copy_(outs, ins)
+        if divisor != 1.0:
+            bucket.div_(divisor)
+
+
+class PackEncoded:
+    """Copies tensors into segments of their own, and encodes these."""
+
+    def __init__(self, program: Packer, table: CopyTable, wire: Wire, num_ranks: int) -> None:
+        self._program, self._wire, self._num_ranks = program, wire, num_ranks
+        self._numel = sum(copy.numel for copy in table.copies)
+
+    def pack(
+        self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor, divisor: float = 1.0
+    ) -> None:
+        segments = torch.empty(self._numel, device=bucket.device)
+        self._program.pack(tensors, segments, divisor)
+        rows = self._num_ranks, -1
+        self._wire.encode(segments.view(rows), bucket.view(rows))
+
+
+class Decoder:
+    """Decodes what was gathered of a bucket; afterwards it is as if its values had been sent."""
+
+    def __init__(
+        self, wire: Wire, messages: torch.Tensor, values: torch.Tensor, num_ranks: int
+    ) -> None:
+        self._wire = wire
+        self._messages, self._values = (each.view(num_ranks, -1) for each in (messages, values))
+
+    def run(self) -> None:
+        self._wire.decode(self._messages, self._values)
+
+
+class SimulatedCopies:
+    """Takes the time of one kernel for each bucket, on a device that exists in numbers only."""
+
+    def __init__(self, simulated: Simulation) -> None:
+        self._simulated = simulated
+        self._num_bytes: list[int] = []
+
+    def add(self, bucket: Bucket, gathered: torch.Tensor) -> None:
+        self._num_bytes.append(2 * gathered.nbytes)
+
+    def run(self) -> None:
+        for num_bytes in self._num_bytes:
+            self._simulated.copied(num_bytes)
+
+    def pack(
+        self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor, divisor: float = 1.0
+    ) -> None:
+        num_read = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        self._simulated.copied(num_read + bucket.nbytes)
+
+
+def _strides(copy: Copy) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The sizes of a copy, and its strides in the bucket and in the tensor."""
+    sizes, in_bucket, in_tensor = zip(*copy.dims, strict=True)
+    return sizes, in_bucket, in_tensor
