@@ -19,6 +19,7 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.comm.collectives import Collectives, CollectiveWork
+from fullshard.layout import Wire
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 from fullshard.unit.unit import Unit
@@ -78,8 +79,9 @@ class Failing(Collectives):
         group: dist.ProcessGroup,
         *,
         average: bool,
+        wire: Wire | None = None,
     ) -> CollectiveWork:
-        work = self._inner.reduce_scatter(outs, ins, group, average=average)
+        work = self._inner.reduce_scatter(outs, ins, group, average=average, wire=wire)
         return self._failing("reduce_scatter", work)
 
     def allocate_bucket(self, *args: Any) -> Tensor:

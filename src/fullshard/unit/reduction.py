@@ -661,8 +661,9 @@ class UnitGrads:
     def accumulate(self, params: Sequence[ShardedParam], *, is_flat: bool) -> None:
         """Take the full gradients and keep them unreduced, in the dtype of the reduction.
 
-        Wrapped parameters show a gradient, so that `zero_grad` drops what is kept. Its dtype is
-        the one that they compute in, as in what torch's class shows.
+        Those of wrapped parameters are kept in the dtype that they compute in, as torch's class
+        does: it takes half the memory. They show a gradient, so that `zero_grad` drops what is
+        kept.
         """
         self._drop_zeroed(params)
         self.was_reduced = True
@@ -671,7 +672,7 @@ class UnitGrads:
             if grad is None:
                 continue
             if each.dtypes.grad is not None:
-                grad = grad.to(each.dtypes.reduced)
+                grad = grad.to(each.dtypes.computed if is_flat else each.dtypes.reduced)
             each.accumulated = grad if each.accumulated is None else _sum(each.accumulated, grad)
             param = each.param
             if is_flat and param not in self._shown:
@@ -690,17 +691,18 @@ class UnitGrads:
     def _drop_zeroed(self, params: Sequence[ShardedParam]) -> None:
         """Forget what was kept for parameters whose gradients were zeroed or set to None since."""
         for param, (grad, version, is_placeholder) in list(self._shown.items()):
-            if param.grad is grad:
-                was_zeroed = version_of(grad) != version and not grad.any()
-            else:
-                was_zeroed = param.grad is None
-            if was_zeroed:
+            kept = [each for each in params if each.param is param and each.accumulated is not None]
+            if param.grad is None:
                 del self._shown[param]
-                if is_placeholder:  # gradients of another dtype should not be added to it
-                    param.grad = None
-                for each in params:
-                    if each.param is param:
-                        each.accumulated = None
+                for each in kept:
+                    each.accumulated = None
+            elif param.grad is grad and version_of(grad) != version:
+                # Somebody has written to it. The device finds out what; the host does not wait.
+                is_zeroed = grad.any().logical_not_()
+                for each in kept:
+                    assert each.accumulated is not None
+                    each.accumulated.masked_fill_(is_zeroed.to(each.accumulated.device), 0)
+                self._shown[param] = (grad, version_of(grad), is_placeholder)
 
     def _hide(self) -> None:
         """Remove the gradients that were only placeholders."""
