@@ -26,6 +26,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from fullshard import CPUOffloadPolicy, fully_shard
 from fullshard.comm.placement import full_tensor
+from fullshard.optim import Muon
 from fullshard.testing import Rank
 from tests.wrapped import OURS, TORCH, are_close
 
@@ -47,6 +48,19 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.second(self.first(x)) * self.gain) + self.offset
+
+
+class MatrixNet(nn.Module):
+    """Has matrices only, for Muon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7, bias=False)
+        self.second = nn.Linear(7, 3, bias=False)
+        self.last = nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x)))
 
 
 class TiedNet(nn.Module):
@@ -139,6 +153,7 @@ OPTIMIZERS: dict[str, Make] = {
     "plain": lambda m: SGD(m.parameters(), lr=0.1),
     "adagrad": lambda m: Adagrad(m.parameters(), lr=0.1),
     "counting": lambda m: Counting(m.parameters()),
+    "muon": lambda m: Muon(m.parameters(), lr=0.001),
     "rich": lambda m: Counting(m.parameters(), is_rich=True),
 }
 

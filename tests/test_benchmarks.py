@@ -14,6 +14,7 @@ import bench_collectives
 import bench_gpu
 import bench_host_time
 import bench_memory
+import bench_muon
 import bench_startup
 import bench_step
 import bench_uneven
@@ -71,6 +72,15 @@ def test_uneven_units_are_measured_beside_even_ones(tmp_path):
     small = ("--ranks", "2", "--widths", "8", "--experts", "2", "--rounds", "1")
     (table,) = measured(bench_uneven, tmp_path, *small).tables
     assert [row[-1] == 1 for row in table.rows] == [True, False, False] * 2
+
+
+def test_steps_of_muon_are_measured_beside_what_they_cannot_do_without(tmp_path):
+    small = ("--device", "cpu", "--tiny", "--ranks", "2", "--steps", "2")
+    modes = ("products", "played", "train", "ranks", "parity")
+    tables = measured(bench_muon, tmp_path, *modes, *small).tables
+    sent = next(table for table in tables if "sends to others" in table.title)
+    assert [row[-1] for row in sent.rows] == pytest.approx([1.0, 1.0], rel=0.05)
+    assert all(row[-1] < 1 for row in tables[-1].rows)  # percent of the loss
 
 
 @pytest.mark.parametrize("mode", ["world1", "narrow", "ranks"])

@@ -12,6 +12,7 @@ import pytest
 from click import ClickException, Command, Context, Group
 
 import fullshard
+import fullshard.optim
 import fullshard.report
 import fullshard.state
 import fullshard.testing
@@ -252,6 +253,7 @@ PUBLIC = {
         fullshard.report,
         fullshard.state,
         fullshard.testing,
+        fullshard.optim,
         fullshard.trace,
         fullshard.wrap,
     )

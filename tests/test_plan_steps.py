@@ -257,6 +257,23 @@ def test_recomputation_and_offload_save_what_they_should():
     assert offloaded.sent_bytes["host copies"] > 0
 
 
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+def test_a_step_of_muon_sends_its_matrices_twice_in_bf16_and_keeps_one_moment(api):
+    config = config_of(api=api, batch=8)
+    muon = replace(config, optimizer=replace(config.optimizer, name="muon"))
+    (usual, found) = (plan_run(each, tiny(), EIGHT) for each in (config, muon))
+    params = dict(tiny().build().named_parameters())
+    matrices = sum(p.numel() for name, p in params.items() if ".layers." in name and p.ndim == 2)
+    share = found.sent_bytes["all-to-all"] / (2 * 2 * matrices / 8 * 7 / 8)
+    # A wrapper sends only what the bounds between ranks cut.
+    assert share == pytest.approx(1.0, rel=0.05) if api == "fully_shard" else 0 < share < 0.2
+    assert found.tflop > usual.tflop
+    assert found.step_s > usual.step_s
+    kinds = usual.peak.kinds, found.peak.kinds
+    saved = kinds[0][Kind.OPTIMIZER] - kinds[1][Kind.OPTIMIZER]
+    assert saved == pytest.approx(4 * matrices / 8, rel=0.1)
+
+
 def test_a_model_of_few_blocks_tells_of_one_with_many():
     config = config_of(strategy="grad-op", activation_checkpointing=True)
     whole, estimated = plan_run(config, tiny(8), EIGHT), _estimated(config, tiny(8), EIGHT)

@@ -126,6 +126,25 @@ def test_gathers_and_sums_are_those_of_gloo_whatever_the_sizes(rank: Rank) -> No
 
 
 @on_ranks(2, 4)
+def test_segments_of_any_size_go_to_their_ranks_as_over_gloo(rank: Rank) -> None:
+    group, shared = chosen(rank)
+    for case, largest in enumerate((3, 100, 40_000, 300_000)):
+        draw = random.Random(case)  # alike on all ranks
+        numel = [[draw.randint(0, largest) for _ in range(rank.size)] for _ in range(rank.size)]
+        ins, outs = numel[rank.rank], [row[rank.rank] for row in numel]
+        sent = drawn(sum(ins), torch.bfloat16, case + rank.rank)
+        found, expected = (torch.zeros(sum(outs), dtype=torch.bfloat16) for _ in range(2))
+        work = shared.all_to_all(found, sent, outs, ins, group)
+        again = torch.zeros_like(found)
+        later = shared.all_to_all(again, sent, outs, ins, group)
+        GlooCollectives().all_to_all(expected, sent, outs, ins, group).wait()
+        later.wait()  # in another order than they began
+        work.wait()
+        assert torch.equal(found, expected)
+        assert torch.equal(again, expected)
+
+
+@on_ranks(2, 4)
 def test_a_gather_in_place_sends_its_segment_of_the_output(rank: Rank) -> None:
     group, shared = chosen(rank)
     for numel in (5, 200_000):

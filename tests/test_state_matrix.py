@@ -25,6 +25,7 @@ from tests.sharded_states import (
     WRAPPER_KINDS,
     Form,
     Kind,
+    MatrixNet,
     Net,
     OddNet,
     TiedAcrossNet,
@@ -54,9 +55,10 @@ CASES: list[tuple[type[nn.Module], str]] = [
     (TiedNet, "adamw"),
     (TiedAcrossNet, "momentum"),
     (UnusedNet, "adamw"),
+    (MatrixNet, "muon"),
 ]
 # torch's functions, by which the state of `fully_shard` is taken, know these.
-FULLY_SHARD_CASES = [(Net, "adamw"), (Net, "momentum")]
+FULLY_SHARD_CASES = [(Net, "adamw"), (Net, "momentum"), (MatrixNet, "muon")]
 
 
 def kinds_of(form: Form) -> list[Kind]:

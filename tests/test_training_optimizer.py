@@ -155,6 +155,9 @@ def test_muon_trains_hidden_matrices_as_torchs_does_unsharded(rank: Rank) -> Non
     assert isinstance(model, Model)
     expected = trained(model, 4, Alone(model))
     assert expected[-1] < expected[0]
+    slices = built(rank, "slices")
+    optimizer = build_optimizer(slices, section, rank.device)
+    assert trained(slices, 4, optimizer) == pytest.approx(expected, rel=1e-3)
     for form in ("none", "rows"):
         sharded = built(rank, form)
         optimizer = build_optimizer(sharded, section, rank.device)

@@ -125,6 +125,7 @@ _require(torch.UntypedStorage, "_cdata")
 _require(torch._C, "_storage_Use_Count")
 _require(torch._C._distributed_c10d, "_create_work_from_future")
 _require(torch, "_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_mul_")
+_require(torch, "_foreach_lerp", "_foreach_lerp_", "_foreach_addcmul_")
 _require(torch, "_amp_foreach_non_finite_check_and_unscale_", "_fused_sdp_choice")
 _require(_optimizer, "_get_fused_kernels_supported_devices")
 _require(GradScaler, "_unscale_grads_")
@@ -185,6 +186,9 @@ tensor_references: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # ty
 foreach_add_ = torch._foreach_add_
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_lerp = torch._foreach_lerp
+foreach_lerp_ = torch._foreach_lerp_
 unscale_and_check_finite_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 

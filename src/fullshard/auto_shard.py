@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from fullshard.comm.mesh import default_mesh
 from fullshard.errors import ConfigError, MisuseError
 from fullshard.formatting import readable, table
 from fullshard.fully_shard import FSDPModule, ShardOptions, fully_shard
+from fullshard.optim.muon import Muon
+from fullshard.optim.owners import Owners
 from fullshard.runtime.hooks import hooks_of
 from fullshard.wrap import Chosen, RepeatedBlocks, choose, has_forward, name_of
 
@@ -94,11 +96,22 @@ class Explanation:
         return "\n".join(table(rows, numbers=(2, 3)))
 
 
-def explain(model: nn.Module, policy: Any = None, **options: Any) -> Explanation:
+@overload
+def explain(model: Muon) -> Owners: ...
+
+
+@overload
+def explain(model: nn.Module, policy: Any = None, **options: Any) -> Explanation: ...
+
+
+def explain(model: Any, policy: Any = None, **options: Any) -> Explanation | Owners:
     """Return what `auto_shard` would do with the same arguments, and why. Changes nothing.
 
-    It needs no process group, and takes models on the meta device.
+    It needs no process group, and takes models on the meta device. Of an optimizer of type
+    `fullshard.optim.Muon`, it returns which rank orthogonalizes which matrix.
     """
+    if isinstance(model, Muon):
+        return model.owners()
     units: list[UnitSummary] = []
     all_params: list[nn.Parameter] = []
     for unit in _chosen(model, policy, options):

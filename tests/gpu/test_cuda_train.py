@@ -249,10 +249,12 @@ def test_a_step_that_is_not_finite_is_not_applied_eager_or_replayed(
 
 
 @on_ranks(2, backend="nccl", timeout_s=200)
-def test_a_run_with_muon_resumes_where_it_was(rank: Rank, tmp_path: Path) -> None:
+def test_a_run_with_muon_resumes_where_it_was_and_is_captured(rank: Rank, tmp_path: Path) -> None:
     steady = {"name": "muon", "lr": 2e-3, "lr_end": 1.0}
     whole = trained(rank, configured(tmp_path, "whole", optimizer=steady))
     assert whole[-1] < whole[0] - 0.5
+    captured = configured(tmp_path, "captured", optimizer=steady, run={"capture": "on"})
+    assert trained(rank, captured) == pytest.approx(whole, rel=1e-2)
     trained(rank, configured(tmp_path, "parts", optimizer=steady | {"steps": 3}))
     rest = configured(tmp_path, "parts", optimizer=steady, run={"resume": True})
     assert trained(rank, rest) == pytest.approx(whole, rel=1e-2)

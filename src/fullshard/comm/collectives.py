@@ -183,6 +183,26 @@ class Collectives:
         lists = list(outs), list(ins)
         return CollectiveWork([_issue(reduce_scatter_coalesced, group, *lists, options)])
 
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        out_numel: Sequence[int],
+        in_numel: Sequence[int],
+        group: Group,
+    ) -> CollectiveWork:
+        """Send a segment of the input to each rank, and fill the output with what they send.
+
+        `in_numel` and `out_numel` have the elements to and from each rank. The device goes on with
+        other work until `wait`.
+        """
+        # As bytes: not every backend knows every dtype.
+        sizes = _in_bytes(out, out_numel), _in_bytes(inp, in_numel)
+        work = _issue(
+            all_to_all_single, group, _bytes(out), _bytes(inp), *sizes, dist.AllToAllOptions()
+        )
+        return CollectiveWork([work], [out, inp], wait=wait_of(group, out.device))
+
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
     ) -> torch.Tensor:
@@ -297,6 +317,20 @@ class ShmCollectives(GlooCollectives):
             return super().reduce_scatter(outs, ins, group, average=average, wire=wire)
         wire = wire or Plain(ins[0].dtype)
         return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), wire)])
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        out_numel: Sequence[int],
+        in_numel: Sequence[int],
+        group: Group,
+    ) -> CollectiveWork:
+        link = shm.link_of(group)
+        if link is None:
+            return super().all_to_all(out, inp, out_numel, in_numel, group)
+        sizes = _in_bytes(out, out_numel), _in_bytes(inp, in_numel)
+        return CollectiveWork([_issue(shm.HostExchange, link, out, inp, *sizes)])
 
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
@@ -418,6 +452,10 @@ def _all_reduce_on_host(flat: torch.Tensor, group: Group) -> None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
+
+
+def _in_bytes(tensor: torch.Tensor, numel: Sequence[int]) -> list[int]:
+    return [each * tensor.itemsize for each in numel]
 
 
 # Collectives in memory of a particular kind, behind the interface of custom collectives

@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -65,11 +66,11 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 _RECORD = struct.Struct("6q")
 _WRITTEN_BYTES = 4096 // _RECORD.size * _RECORD.size
 _READ_BYTES = 512 * _RECORD.size
-_DONE, _ALL_GATHER, _REDUCE_SCATTER = range(3)
-_NAMES = ("", "all-gather", "reduce-scatter")
+_DONE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = range(4)
+_NAMES = ("", "all-gather", "reduce-scatter", "all-to-all")
 
 Tensors = Sequence[torch.Tensor]
-Terms = list[tuple[int, ...]]  # for each bucket, what must be the same on all ranks
+Terms = list[tuple[int, ...]]  # for each bucket, what two ranks must have in common
 
 _log = logging.getLogger(__name__)
 
@@ -308,21 +309,33 @@ class Link:
         with torch.inference_mode(False):
             return torch.frombuffer(memory, dtype=dtype)
 
-    def announce(self, terms: Terms, places: list[tuple[int, _Block]]) -> int:
-        """Tell all others of a new collective and where its buckets are; return its number."""
+    def announce(
+        self,
+        terms: Terms,
+        places: list[tuple[int, _Block]],
+        to_peer: Callable[[int], tuple[Terms, list[tuple[int, _Block]]]] | None = None,
+    ) -> int:
+        """Tell all others of a new collective and where its buckets are; return its number.
+
+        `to_peer` returns what a peer is told, if not all are told the same.
+        """
         self.settle()
         self.num_started += 1
         self.in_flight.add(self.num_started)
         for _, block in places:
             block.num_uses += 1  # until all others are told
-        for peer in self.peers.values():
-            peer.announce(self.num_started, terms, places)
+        for other, peer in self.peers.items():
+            told = (terms, places) if to_peer is None else to_peer(other)
+            peer.announce(self.num_started, *told)
         for _, block in places:
             self.heap.release(block)
         return self.num_started
 
-    def receive(self, sequence: int, terms: Terms) -> Iterator[tuple[int, list[int]]]:
+    def receive(
+        self, sequence: int, terms_of: Callable[[int], Terms]
+    ) -> Iterator[tuple[int, list[int]]]:
         """Yield ranks as they announce a collective, with the addresses of their buckets."""
+        terms = terms_of(self.rank)
         missing = dict(self.peers)
         deadline = time.monotonic() + self.timeout_s
         while missing:
@@ -331,8 +344,8 @@ class Link:
                     peer.drain()
                 found = peer.announced(sequence)
                 if found is not None:
-                    self._require_same(terms, found[0], peer.rank)
-                    peer.require_inside(terms, found[1])
+                    self._require_same(terms_of(other), found[0], peer.rank)
+                    peer.require_inside(found[0], found[1])
                     del missing[other]
                     yield other, found[1]
             if missing:
@@ -412,6 +425,7 @@ class HostWork:
     """
 
     _is_over = True  # until it has a number
+    _is_sum = False
 
     def __init__(self, link: Link, outs: Tensors, ins: Tensors, wire: Wire | None) -> None:
         self._link = link
@@ -505,7 +519,7 @@ class HostWork:
         return block.offset, block
 
     def _gather(self) -> None:
-        for other, addresses in self._link.receive(self._sequence, self._terms):
+        for other, addresses in self._link.receive(self._sequence, lambda _: self._terms):
             for out, address in zip(self._outs, addresses, strict=True):
                 num_bytes = out.nbytes // self._link.size
                 _copy(out.data_ptr() + other * num_bytes, address, num_bytes)
@@ -514,7 +528,7 @@ class HostWork:
         """Sum once all ranks have announced, so that the order is that of ranks."""
         rank, size, wire = self._link.rank, self._link.size, self._wire
         assert wire is not None
-        found = dict(self._link.receive(self._sequence, self._terms))
+        found = dict(self._link.receive(self._sequence, lambda _: self._terms))
         found[rank] = [inp.data_ptr() for inp in self._ins]
         for number, (out, inp) in enumerate(zip(self._outs, self._ins, strict=True)):
             numel, dtype = out.numel(), inp.dtype
@@ -524,6 +538,57 @@ class HostWork:
                 starts = [found[other][number] + own for other in range(size)]
                 messages = [_tensor_at(start, num_sent, dtype) for start in starts]
                 wire.add_up(messages, _tensor_at(out.data_ptr(), numel, out.dtype))
+
+
+class HostExchange(HostWork):
+    """An all-to-all in flight, of bytes: each rank copies its segments out of the others' inputs.
+
+    `out_bytes` and `in_bytes` are the sizes of the segments from and to each rank.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        out_bytes: Sequence[int],
+        in_bytes: Sequence[int],
+    ) -> None:
+        self._link = link
+        self._outs, self._ins = [out], [inp]
+        self._future = None
+        for tensor, sizes in ((out, out_bytes), (inp, in_bytes)):
+            if tensor.nbytes != sum(sizes) or not tensor.is_contiguous():
+                raise ConfigError(
+                    f"all-to-all: tensors must be contiguous and have the bytes of their segments, "
+                    f"found {tensor.nbytes} bytes for {sum(sizes)}; pass tensors that match."
+                )
+        self._terms = [(_ALL_TO_ALL, 1, inp.nbytes, 1)]
+        self._out_bytes, rank = out_bytes, link.rank
+        self._out_starts, starts = _starts(out_bytes), _starts(in_bytes)
+
+        def to_peer(other: int) -> tuple[Terms, list[tuple[int, _Block]]]:
+            return [(_ALL_TO_ALL, 1, in_bytes[other], 1)], [(place + starts[other], block)]
+
+        with link.lock:
+            place, block = self._place(inp)
+            self._sequence = link.announce(self._terms, [(place, block)], to_peer)
+            self._is_over = False
+        _copy(
+            out.data_ptr() + self._out_starts[rank], inp.data_ptr() + starts[rank], in_bytes[rank]
+        )
+
+    def _gather(self) -> None:
+        def terms_of(other: int) -> Terms:
+            return [(_ALL_TO_ALL, 1, self._out_bytes[other], 1)]
+
+        (out,) = self._outs
+        for other, (address,) in self._link.receive(self._sequence, terms_of):
+            _copy(out.data_ptr() + self._out_starts[other], address, self._out_bytes[other])
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(sizes)][: len(sizes)]
 
 
 def _copy(to: int, start: int, num_bytes: int) -> None:

@@ -126,6 +126,19 @@ class SimulatedCollectives(Collectives):
             torch.sum(received.view(group.size(), -1), 0, dtype=out.dtype, out=out)
         return CollectiveWork()
 
+    def all_to_all(
+        self, out: Any, inp: Any, out_numel: Any, in_numel: Any, group: Any
+    ) -> CollectiveWork:
+        simulator = self._simulator
+        if not simulator.device.has_streams:
+            return simulator.collective("all-to-all", inp.nbytes, group)
+        stream = simulator.exchange
+        stream.time_s = max(stream.time_s, simulator.now_s)
+        with simulator.device.on(stream):
+            simulator.collective("all-to-all", inp.nbytes, group)
+        done = VirtualEvent(stream.time_s, simulator)
+        return CollectiveWork([done], wait=lambda each: each.wait(simulator.current))
+
 
 class Fabric:
     """How long collectives take: rings over the links of a host, and over the network of hosts."""
@@ -191,6 +204,7 @@ class Simulator(TorchDispatchMode):
         self.played = profile.device_type
         self.host_s = 0.0
         self.current = self.compute = VirtualStream("compute")
+        self.exchange = VirtualStream("all-to-all")
         self._network = VirtualStream("network")
         # When streams use the links of a host, and the network between hosts.
         self._transfers: tuple[list[_Interval], list[_Interval]] = ([], [])

@@ -1048,6 +1048,16 @@ def hooks_managing(module: nn.Module) -> ModuleHooks | None:
     return None if found is None else found()
 
 
+def unit_holding(param: nn.Parameter) -> Unit | None:
+    """The unit of a flat parameter; looks through all of them."""
+    for reference in list(_managers.values()):
+        hooks = reference()
+        for unit in () if hooks is None else hooks.units:
+            if unit.flat and any(holder.param is param for holder in unit.flat.holders):
+                return unit
+    return None
+
+
 class ShardedModule:
     """The methods that modules sharded by `fully_shard` and wrappers have in common."""
 

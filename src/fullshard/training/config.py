@@ -398,14 +398,15 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         found = f"{named('run.device')} 'cpu'"
         yield problem("sharding.precision", "a GPU for fp16", found, "choose bf16 or float32")
     chosen = f"{named('optimizer.name')} {optimizer.name!r}"
-    is_adamw = optimizer.name == "adamw"
-    if run.capture == "on" and (run.device == "cpu" or sharding.offload or not is_adamw):
-        found = f"{named('run.device')} 'cpu'" if is_adamw else chosen
+    is_8bit = optimizer.name == "adamw8bit"
+    if run.capture == "on" and (run.device == "cpu" or sharding.offload or is_8bit):
+        found = chosen if is_8bit else f"{named('run.device')} 'cpu'"
         found = f"{named('sharding.offload')} true" if sharding.offload else found
-        yield problem("run.capture", "AdamW with parameters on a GPU", found, "choose auto or off")
-    if not is_adamw and (sharding.api == "wrapper" or sharding.offload):
+        expected = "AdamW or Muon with parameters on a GPU"
+        yield problem("run.capture", expected, found, "choose auto or off")
+    if is_8bit and (sharding.api == "wrapper" or sharding.offload):
         found = f"{named('sharding.api')} {sharding.api!r}{' with --offload' * sharding.offload}"
-        remedy = "choose adamw, or --api fully_shard and --no-offload"
+        remedy = "choose another, or --api fully_shard and --no-offload"
         expected = f"fully_shard on the device for {optimizer.name}"
         yield problem("optimizer.name", expected, found, remedy)
     if sharding.strategy == "none" and sharding.offload:

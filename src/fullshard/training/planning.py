@@ -516,7 +516,9 @@ def _remedies(
 
 def _can_offload(config: TrainConfig, machine: Machine) -> bool:
     section, name = config.sharding, config.optimizer.name
-    return machine.profile.device_type != "cpu" and section.strategy != "none" and name == "adamw"
+    return (
+        machine.profile.device_type != "cpu" and section.strategy != "none" and name != "adamw8bit"
+    )
 
 
 def capacity_of(device: torch.device, num_local_ranks: int) -> int:

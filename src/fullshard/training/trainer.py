@@ -28,6 +28,7 @@ from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
 from fullshard.oom_guard import explained, oom_guard
 from fullshard.optim.grad_scaler import ShardedGradScaler
+from fullshard.optim.muon import Muon
 from fullshard.report.record import StepMetrics
 from fullshard.runtime.unit_facts import memory_by_kind, unit_facts
 from fullshard.state.checkpoint import Handle, load, save, save_async
@@ -97,7 +98,8 @@ class Trainer:
         self._num_run = 0
         self._is_8bit = config.optimizer.name == "adamw8bit"
         # For other optimizers, the host decides whether to apply a step.
-        self._is_fused = bool(parts.optimizer.defaults.get("fused"))
+        is_muon = isinstance(parts.optimizer, Muon)
+        self._is_fused = is_muon or bool(parts.optimizer.defaults.get("fused"))
         is_possible = world.device.type == "cuda" and not config.sharding.offload and self._is_fused
         self._on_oom, self._num_parts = config.run.on_oom, 1  # of a micro-batch
         is_possible = is_possible and not config.sharding.elastic_replicas

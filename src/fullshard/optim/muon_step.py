@@ -1,0 +1,633 @@
+"""The step of `Muon` on one rank: what it does as long as its parameters stay what they are.
+
+Every matrix goes to its owner (`owners.py`) in bf16, is orthogonalized there in a batch of matrices
+of its shape (`newton_schulz.py`), and returns:
+
+    momentum, on the shards
+    group           pack -> all-to-all -> unpack, orthogonalize, pack -> all-to-all -> apply
+    next group                   pack  -> all-to-all -> ...
+
+While a group is orthogonalized, the next one travels to its owners and the last one back. What
+travels and when does not depend on gradients: a rank without elements of a matrix cannot know
+whether the others have a gradient. A matrix without one travels as zeros, and nothing is done with
+the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import sqrt
+from typing import Any, Literal
+
+import torch
+
+from fullshard._torch import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_copy_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    to_local,
+)
+from fullshard.comm.agreement import Agreement
+from fullshard.comm.collectives import Collectives, CollectiveWork, collectives_for
+from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.device import simulation
+from fullshard.errors import ConfigError, DisagreementError
+from fullshard.layout.split import Box, slices
+from fullshard.optim.matrices import HeldTensor, require_matrices
+from fullshard.optim.newton_schulz import cost, orthogonalize_
+from fullshard.optim.owners import Matrix, OwnedMatrix, OwnerPlan, Owners, plan_owners
+
+Exchange = Literal["all_to_all", "all_gather"]
+State = dict[str, Any]
+Scale = float | torch.Tensor
+
+_SENT = torch.bfloat16
+_LARGE_NUMEL = 1 << 20
+_MOST_STEPS = 99
+_OPTIONS = ("ns_coefficients", "eps", "ns_steps")
+
+
+def names_of(group: State) -> list[str]:
+    names = group.get("param_names")
+    return names or [f"parameter {number}" for number in range(len(group["params"]))]
+
+
+def require_options(options: State) -> None:
+    steps, adjust = options["ns_steps"], options["adjust_lr_fn"]
+    problem = None
+    if not isinstance(steps, int) or not 1 <= steps <= _MOST_STEPS:
+        problem = f"ns_steps must be from 1 to {_MOST_STEPS}, found {steps!r}"
+    elif len(options["ns_coefficients"]) != 3:
+        problem = f"ns_coefficients must be three numbers, found {options['ns_coefficients']!r}"
+    elif adjust not in (None, "original", "match_rms_adamw"):
+        problem = f"adjust_lr_fn must be 'original' or 'match_rms_adamw', found {adjust!r}"
+    else:
+        # A learning rate on the device is not read: a step may be captured.
+        names = ("lr", "weight_decay", "momentum")
+        known = {name: options[name] for name in names if not _is_on_device(options[name])}
+        wrong = [name for name, value in known.items() if not float(value) >= 0]
+        if wrong:
+            problem = f"{wrong[0]} must not be negative, found {options[wrong[0]]!r}"
+    if problem is not None:
+        raise ConfigError(f"Muon: {problem}.")
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_cpu
+
+
+def _adjusted(rows: int, cols: int, adjust_lr_fn: str | None) -> float:
+    """What the learning rate is multiplied by for a matrix."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * sqrt(max(rows, cols))
+    return sqrt(max(1.0, rows / cols))
+
+
+class Work:
+    """What an optimizer does in each step, as long as its parameters stay what they are.
+
+    `held` are the tensors of its parameters; `group_of` has the number of the group of each, and
+    `own_boxes` what this rank has of it.
+    """
+
+    def __init__(
+        self, groups: list[State], exchange: Exchange, *, is_compared: bool = True
+    ) -> None:
+        self._params = _params(groups)
+        self._options = _options(groups)
+        self._views: dict[tuple[int, bool], tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
+        self.held: list[HeldTensor] = []
+        self.group_of: list[int] = []
+        for number, group in enumerate(groups):
+            require_options(group)
+            for param, name in zip(group["params"], names_of(group), strict=True):
+                for each in require_matrices(param, name) if param.requires_grad else ():
+                    self.held.append(each)
+                    self.group_of.append(number)
+        by_place: defaultdict[MeshInfo | torch.device, list[int]] = defaultdict(list)
+        for number, each in enumerate(self.held):
+            by_place[each.mesh_info or each.device].append(number)
+        kinds = list(dict.fromkeys(self._options))
+        self.meshes = [_MeshWork(self, each, kinds, exchange) for each in by_place.values()]
+        self.own_boxes = {number: boxes for mesh in self.meshes for number, boxes in mesh.own_boxes}
+        for mesh in self.meshes if is_compared else ():
+            mesh.compare()
+
+    def fits(self, groups: list[State]) -> bool:
+        """Whether it is still the work of these groups."""
+        found = _params(groups)
+        return (
+            len(found) == len(self._params)
+            and all(a is b and c == d for (a, c), (b, d) in zip(found, self._params, strict=True))
+            and _options(groups) == self._options
+            and all(each.is_current for each in self.held)
+        )
+
+    def kept_boxes(self, number: int, value: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's boxes of a parameter or its momentum: the same views in every step."""
+        local, is_param = to_local(value), value is self.held[number].param
+        known = self._views.get((number, is_param))
+        if known is None or known[0] is not local or known[1] != local.data_ptr():
+            boxes = self.held[number].parts_of(value, self.own_boxes[number])
+            known = self._views[number, is_param] = (local, local.data_ptr(), boxes)
+        return known[2]
+
+    def kind_of(self, number: int) -> tuple[Any, ...]:
+        return self._options[self.group_of[number]]
+
+    def owners(self) -> Owners:
+        matrices = [each for mesh in self.meshes for each in mesh.owned_matrices()]
+        loads = [mesh.plan.loads() for mesh in self.meshes]
+        busiest = sum(max(each) for each in loads)
+        mean = sum(sum(each) / len(each) for each in loads)
+        sent_bytes = sum(mesh.sent_bytes for mesh in self.meshes)
+        return Owners(tuple(matrices), busiest / mean if mean else 1.0, sent_bytes)
+
+    def step(self, groups: list[State], states: Any, found_inf: torch.Tensor | None) -> None:
+        values = _Values(self, groups, states, found_inf)
+        for mesh in self.meshes:
+            mesh.step(values)
+
+
+def _params(groups: list[State]) -> list[tuple[torch.Tensor, bool]]:
+    return [(param, param.requires_grad) for group in groups for param in group["params"]]
+
+
+def _options(groups: list[State]) -> list[tuple[Any, ...]]:
+    return [tuple(_frozen(group[name]) for name in _OPTIONS) for group in groups]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a matrix on this rank: box `box` of tensor `held`, or matrix `index` of that."""
+
+    held: int
+    box: int
+    index: int | None
+    matrix: Matrix
+
+    def of(self, boxes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        found = boxes[self.held][self.box]
+        return found if self.index is None else found[self.index]
+
+
+class _Values:
+    """Gradients, momenta and parameters of a step, as lists of this rank's boxes.
+
+    Momenta and weight decay are applied when it is made: all that is done to shards alone.
+    """
+
+    def __init__(
+        self, work: Work, groups: list[State], states: Any, found_inf: torch.Tensor | None
+    ) -> None:
+        self._work, self._groups = work, groups
+        self._factor = None if found_inf is None else 1 - found_inf.reshape(())
+        none: list[list[torch.Tensor]] = [[] for _ in work.held]
+        self.grads, self.momenta, self.params = list(none), list(none), list(none)
+        lerped: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
+        seen: set[torch.Tensor] = set()
+        for number, held in enumerate(work.held):
+            param = held.param
+            grad = param.grad
+            if grad is None:
+                continue
+            momentum = _momentum(states[param], grad, held.name)
+            if param not in seen:
+                seen.add(param)
+                triple = to_local(grad), to_local(momentum), to_local(param)
+                lerped[work.group_of[number]].append(triple)
+            # Not kept: the engine reuses gradients that nobody holds (rule 8).
+            self.grads[number] = held.parts_of(grad, work.own_boxes[number])
+            self.momenta[number] = work.kept_boxes(number, momentum)
+            self.params[number] = work.kept_boxes(number, param)
+        for index, triples in lerped.items():
+            self._update(groups[index], *(list(each) for each in zip(*triples, strict=True)))
+
+    def _update(
+        self,
+        group: State,
+        grads: list[torch.Tensor],
+        momenta: list[torch.Tensor],
+        params: list[torch.Tensor],
+    ) -> None:
+        """Update the momenta, and let parameters decay."""
+        weight = 1 - group["momentum"]
+        if self._factor is not None:
+            for grad in grads:
+                grad.masked_fill_((self._factor == 0).to(grad.device), 0.0)
+            share = self._factor * weight
+            for some, others in _alike(momenta, grads):
+                kind = some[0].device, some[0].dtype
+                foreach_lerp_(some, others, [share.to(*kind)] * len(some))
+        else:
+            for some, others in _alike(momenta, grads):
+                foreach_lerp_(some, others, weight)
+        if group["weight_decay"]:
+            decay = self._scale(group, -group["weight_decay"])
+            for (alike,) in _alike(params):
+                rest = 1 + decay
+                if isinstance(rest, torch.Tensor):
+                    rest = rest.to(alike[0].device)
+                foreach_mul_(alike, rest)
+
+    def _scale(self, group: State, by: float) -> Scale:
+        """The learning rate times a number: a tensor on the device only if it has to be."""
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor) and lr.is_cpu:
+            lr = lr.item()
+        scale: Scale = lr * by if self._factor is None else lr * self._factor * by
+        return scale
+
+    def fill(self, targets: Sequence[torch.Tensor], parts: Sequence[_Part]) -> None:
+        """Write what is orthogonalized of each part; zeros if it has no gradient."""
+        by_group: defaultdict[Any, list[int]] = defaultdict(list)
+        for place, (target, part) in enumerate(zip(targets, parts, strict=True)):
+            if not self.grads[part.held]:
+                target.zero_()
+                continue
+            number, grad = self._work.group_of[part.held], part.of(self.grads)
+            group = self._groups[number]
+            is_near = grad.device == target.device
+            if group["nesterov"] and is_near and grad.numel() >= _LARGE_NUMEL:
+                # A large part is cast as it is written, and not once more.
+                torch.lerp(grad, part.of(self.momenta), group["momentum"], out=target)
+            else:
+                by_group[number, grad.dtype, grad.device].append(place)
+        for (number, *_), places in by_group.items():
+            group = self._groups[number]
+            results: Any = [parts[place].of(self.momenta) for place in places]
+            if group["nesterov"]:
+                grads = [parts[place].of(self.grads) for place in places]
+                results = foreach_lerp(grads, results, group["momentum"])
+            foreach_copy_([targets[place] for place in places], results)
+
+    def apply(self, parts: Sequence[_Part], results: Sequence[torch.Tensor]) -> None:
+        """Add orthogonalized updates to the parameters that they belong to."""
+        alike: defaultdict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        for part, result in zip(parts, results, strict=True):
+            if self.params[part.held]:
+                param = part.of(self.params)
+                number, matrix = self._work.group_of[part.held], part.matrix
+                adjust = _adjusted(matrix.rows, matrix.cols, self._groups[number]["adjust_lr_fn"])
+                key = number, adjust, param.dtype, param.device
+                alike[key].append((param, result))
+        for (number, adjust, _, device), pairs in alike.items():
+            params = [param for param, _ in pairs]
+            results = [result.to(device) for _, result in pairs]
+            scale = self._scale(self._groups[number], -adjust)
+            if isinstance(scale, torch.Tensor):
+                foreach_addcmul_(params, results, [scale.to(device)] * len(params))
+            else:
+                foreach_add_(params, results, alpha=scale)
+
+
+def _alike(*tensors: list[torch.Tensor]) -> Iterable[tuple[list[torch.Tensor], ...]]:
+    """Lists of tensors as foreach kernels take them: of one dtype, on one device."""
+    kinds: defaultdict[Any, list[Any]] = defaultdict(list)
+    for some in zip(*tensors, strict=True):
+        if some[0].numel():
+            kinds[some[0].dtype, some[0].device].append(some)
+    return (tuple(map(list, zip(*some, strict=True))) for some in kinds.values())
+
+
+def _momentum(state: State, grad: torch.Tensor, name: str) -> torch.Tensor:
+    if "momentum_buffer" not in state:
+        if grad.is_sparse:
+            raise ConfigError(
+                f"{name}: Muon trains dense gradients, found a sparse one; make it dense, or let "
+                "AdamW train it, in a group that has 'betas'."
+            )
+        state["momentum_buffer"] = torch.zeros_like(grad)
+    found: torch.Tensor = state["momentum_buffer"]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Matrices of one shape that are orthogonalized together, with the same options."""
+
+    numbers: tuple[int, ...]
+    shape: tuple[int, int]
+    options: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """This rank's share of a group of matrices that are exchanged.
+
+    Attributes:
+        parts: For each replica, the parts that this rank sends there and gets back, by owner.
+        sent_numel: The elements of these by owner, in this replica.
+        received: The parts of the matrices that this rank owns, by sender.
+        received_numel: The elements of these by sender.
+        batches: The matrices that this rank owns.
+        sent_size: The elements to allocate for what is sent: the most of all replicas.
+        segment_numel: The most elements that any rank sends to another, for the fallback.
+    """
+
+    parts: tuple[tuple[_Part, ...], ...]
+    sizes: tuple[tuple[tuple[int, ...], ...], ...]
+    sent_numel: tuple[int, ...]
+    received: tuple[tuple[int, Box], ...]
+    received_numel: tuple[int, ...]
+    batches: tuple[_Batch, ...]
+    sent_size: int
+    segment_numel: int
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A group under way: its work, and the memory that it is sent from and received in."""
+
+    group: _Group
+    sent: torch.Tensor
+    received: torch.Tensor
+    work: CollectiveWork
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+
+class _MeshWork:
+    """The matrices on one mesh: the plan of owners, and this rank's share of it."""
+
+    def __init__(
+        self,
+        work: Work,
+        numbers: list[int],
+        kinds: list[tuple[Any, ...]],
+        exchange: Exchange,
+    ) -> None:
+        mesh, self.device = work.held[numbers[0]].mesh_info, work.held[numbers[0]].device
+        self.shard, self.replicate = (mesh.shard, mesh.replicate) if mesh else (Axis(), Axis())
+        self._held, self._exchange = work.held, exchange
+        self._kinds = kinds
+        boxes = {
+            number: [work.held[number].boxes(rank) for rank in range(self.shard.size)]
+            for number in numbers
+        }
+        self.own_boxes = [(number, boxes[number][self.shard.rank]) for number in numbers]
+        matrices = []
+        for number in numbers:
+            size, rows, cols = work.held[number].stack_shape
+            steps: int = work.kind_of(number)[-1]
+            kind = kinds.index(work.kind_of(number))
+            matrices += [
+                Matrix(number, index, rows, cols, cost(rows, cols, steps), kind)
+                for index in range(size)
+                if rows and cols
+            ]
+        self.plan = plan_owners(matrices, boxes, self.replicate.size)
+        self.rank = self.replicate.rank * self.shard.size + self.shard.rank
+        self._local = [
+            [(number, part, box) for number in group for part, box in self._parts(number)]
+            for group in self.plan.local[self.rank]
+        ]
+        self._groups = [self._group(index) for index in range(len(self.plan.groups))]
+
+    @cached_property
+    def _collectives(self) -> Collectives:
+        return collectives_for(self.shard.group, self.device)
+
+    def compare(self) -> None:
+        """Raise if the plan of another rank differs."""
+        if simulation() is not None:
+            return
+        plan = self.plan
+        facts = plan.matrices, plan.owners, plan.groups
+        digest = hashlib.sha256(repr(facts).encode()).digest()
+        for axis in (self.shard, self.replicate):
+            rows = Agreement.exchanged([int.from_bytes(digest[:7], "big")], axis, self.device)
+            if any(row != rows[0] for row in rows):
+                raise DisagreementError(
+                    "Muon: all ranks must train the same matrices, in the same order and with the "
+                    f"same options, found a difference among ranks {axis.global_ranks()}; build "
+                    "the same optimizer on every rank."
+                )
+
+    def _parts(self, number: int) -> list[tuple[_Part, Box]]:
+        """This rank's parts of a matrix, each with its place in the matrix."""
+        matrix = self.plan.matrices[number]
+        found = []
+        for place, box in enumerate(self.plan.boxes[matrix.param][self.shard.rank]):
+            if len(box.sizes) == 2:
+                found.append(_Part(matrix.param, place, None, matrix))
+            elif 0 <= matrix.index - box.offsets[0] < box.sizes[0]:
+                index = matrix.index - box.offsets[0]
+                found.append(_Part(matrix.param, place, index, matrix))
+        return list(zip(found, self.plan.boxes_of(number, self.shard.rank), strict=True))
+
+    def _group(self, index: int) -> _Group:
+        plan, rank = self.plan, self.shard.rank
+        parts, sizes, numel = [], [], []
+        for replica in range(self.replicate.size):
+            by_owner = plan.sent(index, replica, rank)
+            numbers = dict.fromkeys(number for some in by_owner for number, _ in some)
+            parts.append(tuple(part for number in numbers for part, _ in self._parts(number)))
+            sizes.append(tuple(box.sizes for some in by_owner for _, box in some))
+            numel.append(tuple(sum(box.numel for _, box in some) for some in by_owner))
+        by_sender = plan.received(index, self.rank)
+        segment = 0
+        if self._exchange == "all_gather":
+            every = (plan.sent(index, self.replicate.rank, each) for each in range(self.shard.size))
+            segment = max(sum(box.numel for _, box in some) for sent in every for some in sent)
+        return _Group(
+            parts=tuple(parts),
+            sizes=tuple(sizes),
+            sent_numel=numel[self.replicate.rank],
+            received=tuple(part for some in by_sender for part in some),
+            received_numel=tuple(sum(box.numel for _, box in some) for some in by_sender),
+            batches=_batches(plan, plan.owned(index, self.rank), self._kinds),
+            sent_size=self._most_sent(index),
+            segment_numel=segment,
+        )
+
+    def _most_sent(self, index: int) -> int:
+        """What ranks at the same place of all replicas allocate: they gather it in the end."""
+        sent = (self.plan.sent(index, each, self.shard.rank) for each in range(self.replicate.size))
+        return max(sum(box.numel for some in by_owner for _, box in some) for by_owner in sent)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends to others in a step, where all-to-alls are used."""
+        sent = self.plan.sent_numel(self.replicate.rank, self.shard.rank)
+        gathered = sum(group.sent_size for group in self._groups) * (self.replicate.size - 1)
+        return (sent + gathered) * _SENT.itemsize
+
+    def owned_matrices(self) -> Iterator[OwnedMatrix]:
+        plan, total = self.plan, sum(self.plan.loads()) or 1
+        group_of = {number: n for n, group in enumerate(plan.groups) for number in group}
+        for number, (matrix, owner) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
+            held = self._held[matrix.param]
+            name = held.full_name + (f"[{matrix.index}]" if len(held.shape) > 2 else "")
+            replica, shard = divmod(owner, plan.num_shards)
+            said = f"replica {replica}, shard {shard}"
+            if plan.num_replicas == 1:
+                said = f"rank {self.shard.global_ranks()[shard] if self.shard.group else 0}"
+            shape = matrix.rows, matrix.cols
+            yield OwnedMatrix(name, shape, said, matrix.cost / total, group_of.get(number))
+
+    # A step
+
+    def step(self, values: _Values) -> None:
+        """Update the parameters of the mesh. Of three groups under way, two only travel."""
+        flights: list[_InFlight] = []
+        try:
+            self._step_groups(flights, values)
+        finally:
+            for flight in flights:  # something has failed: nothing stays in flight (rule 10)
+                with suppress(Exception):
+                    flight.work.wait()
+
+    def _step_groups(self, flights: list[_InFlight], values: _Values) -> None:
+        local, number = list(self._local), len(self._groups)
+        for turn in range(number + 2 if number else 0):
+            if turn < number:
+                flights.append(self._send(self._groups[turn], values))
+                for _ in range(-(-len(local) // (number - turn))):
+                    self._step_local(local.pop(0), values)
+            if 0 < turn <= number:
+                self._orthogonalize(flights[0 if turn == 1 else 1])
+            if turn > 1:
+                self._finish(flights[0], values)
+                del flights[0]
+        for some in local:
+            self._step_local(some, values)
+
+    def _step_local(self, parts: list[tuple[int, _Part, Box]], values: _Values) -> None:
+        """Orthogonalize matrices that this rank has alone: those with gradients."""
+        parts = [each for each in parts if values.grads[each[1].held]]
+        numbers = dict.fromkeys(number for number, _, _ in parts)
+        batches = _batches(self.plan, list(numbers), self._kinds)
+        by_number, matrices = self._allocate(batches)
+        places = [_within(by_number[number], box) for number, _, box in parts]
+        own = [part for _, part, _ in parts]
+        values.fill(places, own)
+        self._run(batches, matrices)
+        values.apply(own, places)
+
+    def _send(self, group: _Group, values: _Values) -> _InFlight:
+        replica = self.replicate.rank
+        sent = torch.empty(group.sent_size, dtype=_SENT, device=self.device)
+        own = sent[: sum(group.sent_numel)]
+        parts = _views(own, group.sizes[replica])
+        values.fill(parts, group.parts[replica])
+        if self.shard.group is None or self.shard.is_single:
+            return _InFlight(group, sent, own, CollectiveWork(), parts)
+        received = torch.empty(sum(group.received_numel), dtype=_SENT, device=self.device)
+        work = self._transfer(received, own, group.received_numel, group.sent_numel, group)
+        return _InFlight(group, sent, received, work, parts)
+
+    def _orthogonalize(self, flight: _InFlight) -> None:
+        group = flight.group
+        flight.work.wait()
+        by_number, batches = self._allocate(group.batches)
+        parts = _views(flight.received, [box.sizes for _, box in group.received])
+        places = [_within(by_number[number], box) for number, box in group.received]
+        _copy(places, parts)
+        self._run(group.batches, batches)
+        _copy(parts, places)
+        if self.shard.group is not None and not self.shard.is_single:
+            own = flight.sent[: sum(group.sent_numel)]
+            flight.work = self._transfer(
+                own, flight.received, group.sent_numel, group.received_numel, group
+            )
+
+    def _finish(self, flight: _InFlight, values: _Values) -> None:
+        group = flight.group
+        flight.work.wait()
+        if self.replicate.group is None or self.replicate.is_single:
+            values.apply(group.parts[0], flight.parts)
+            return
+        size = self.replicate.size
+        gathered = flight.sent.new_empty(size * group.sent_size)
+        collectives = collectives_for(self.replicate.group, self.device)
+        collectives.all_gather([gathered], [flight.sent], self.replicate.group).wait()
+        for parts, sizes, found in zip(
+            group.parts, group.sizes, gathered.view(size, -1).unbind(), strict=True
+        ):
+            values.apply(parts, _views(found, sizes))
+
+    def _transfer(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        out_numel: Sequence[int],
+        in_numel: Sequence[int],
+        group: _Group,
+    ) -> CollectiveWork:
+        """Send segments of `inp` to all ranks, and receive theirs in `out`."""
+        axis = self.shard
+        assert axis.group is not None
+        if self._exchange == "all_to_all":
+            return self._collectives.all_to_all(out, inp, out_numel, in_numel, axis.group)
+        numel = group.segment_numel
+        sent = inp.new_zeros(axis.size, numel)
+        for row, segment in zip(sent, inp.split(list(in_numel)), strict=True):
+            row[: segment.numel()].copy_(segment)
+        gathered = sent.new_empty(axis.size, axis.size, numel)
+        work = self._collectives.all_gather([gathered.view(-1)], [sent.view(-1)], axis.group)
+
+        def take() -> None:
+            work.wait()
+            segments = out.split(list(out_numel))
+            for source, segment in zip(gathered[:, axis.rank], segments, strict=True):
+                segment.copy_(source[: segment.numel()])
+
+        return CollectiveWork(buffers=[sent, gathered], then=take)
+
+    def _allocate(
+        self, batches: Sequence[_Batch]
+    ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+        """Memory for batches of matrices: each matrix by its number, and the batches."""
+        shapes = [(len(batch.numbers), *batch.shape) for batch in batches]
+        numel = sum(number * rows * cols for number, rows, cols in shapes)
+        found = _views(torch.empty(numel, dtype=_SENT, device=self.device), shapes)
+        pairs = zip(batches, found, strict=True)
+        by_number = {n: m for each, made in pairs for n, m in zip(each.numbers, made, strict=True)}
+        return by_number, found
+
+    def _run(self, batches: Sequence[_Batch], matrices: Sequence[torch.Tensor]) -> None:
+        for batch, values in zip(batches, matrices, strict=True):
+            coefficients, eps, steps = batch.options
+            orthogonalize_(values, coefficients, steps, eps)
+
+
+def _within(matrix: torch.Tensor, box: Box) -> torch.Tensor:
+    """A box of a matrix."""
+    if tuple(matrix.shape) == box.sizes:
+        return matrix
+    return matrix[slices(box, Box.whole(matrix.shape))]
+
+
+def _batches(
+    plan: OwnerPlan, numbers: Sequence[int], kinds: Sequence[tuple[Any, ...]]
+) -> tuple[_Batch, ...]:
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for number in numbers:
+        alike[plan.matrices[number].alike].append(number)
+    return tuple(
+        _Batch(tuple(some), (rows, cols), kinds[kind]) for (kind, rows, cols), some in alike.items()
+    )
+
+
+def _views(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Tensors of these shapes, one after another in a flat one."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    parts = flat[: sum(sizes)].split(sizes) if sizes else ()
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        foreach_copy_(targets, sources)

@@ -1,0 +1,89 @@
+"""Muon on CUDA: over NCCL, captured, offloaded, and when the device skips a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, capture, fully_shard
+from fullshard.optim import Muon
+from fullshard.testing import Rank, on_ranks
+from fullshard.wrap import ModuleWrapPolicy
+from tests.gpu.transformer import Block, Transformer, shard_blocks
+
+NUM_STEPS = 6
+
+
+def built(rank: Rank) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(num_blocks=2).to(rank.device)
+
+
+def sharded(rank: Rank, form: str, **options: Any) -> nn.Module:
+    model = built(rank)
+    if form == "rows":
+        shard_blocks(model, fully_shard, mesh=rank.mesh(), **options)
+    if form == "slices":
+        return FullyShardedDataParallel(
+            model,
+            process_group=rank.mesh().get_group(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            device_id=rank.device,
+            **options,
+        )
+    return model
+
+
+def trained(rank: Rank, model: nn.Module, *, is_captured: bool = False) -> list[float]:
+    optimizer = Muon.of(model, lr=1e-3)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = capture(step) if is_captured else step
+    losses = []
+    for number in range(NUM_STEPS):
+        generator = torch.Generator().manual_seed(number)
+        losses.append(run(torch.randint(0, 512, (2, 32), generator=generator).to(rank.device)))
+    assert not is_captured or run.num_graphs == 1  # type: ignore[attr-defined]
+    return [float(loss) for loss in losses]
+
+
+@on_ranks(1, 2, backend="nccl", timeout_s=200)
+def test_every_form_trains_as_the_unsharded_model_also_captured_and_offloaded(rank: Rank) -> None:
+    expected = trained(rank, built(rank))
+    assert expected[-1] != expected[0]
+    for form in ("rows", "slices"):
+        for is_captured in (False, True):
+            found = trained(rank, sharded(rank, form), is_captured=is_captured)
+            assert found == pytest.approx(expected, rel=1e-2), (form, is_captured)
+    offloaded = sharded(rank, "rows", offload_policy=CPUOffloadPolicy())
+    assert trained(rank, offloaded) == pytest.approx(expected, rel=1e-2)
+
+
+@on_ranks(2, backend="nccl")
+def test_a_step_that_the_device_skips_changes_nothing(rank: Rank) -> None:
+    model = sharded(rank, "rows")
+    optimizer = Muon.of(model, lr=torch.tensor(1e-2, device=rank.device))
+
+    def step(factor: float, found_inf: float) -> list[torch.Tensor]:
+        loss = model(torch.arange(64, device=rank.device).view(2, 32))
+        (loss * factor).backward()
+        optimizer.found_inf = torch.full((1,), found_inf, device=rank.device)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [param.to_local().clone() for param in model.parameters()]
+
+    before = step(1.0, 0.0)
+    assert all(map(torch.equal, step(float("nan"), 1.0), before))
+    after = step(1.0, 0.0)
+    assert all(each.isfinite().all() for each in after)
+    assert not any(map(torch.equal, after, before))
