@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 
 
@@ -29,14 +32,34 @@ def orthogonalize_(
         old, new = new, old
     else:
         old.div_(norms)
+    by_halves = _symmetric_products(batch)
     # One matrix alone is multiplied as such: batched kernels have fewer variants.
-    is_alone = len(batch) == 1
+    is_alone = len(batch) == 1 and by_halves is None
     multiply, add_product = (torch.mm, torch.addmm) if is_alone else (torch.bmm, torch.baddbmm)
     if is_alone:
         old, new = old[0], new[0]
     for _ in range(num_steps):
-        gram = multiply(old.mT, old) if is_tall else multiply(old, old.mT)
-        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        if by_halves is None:
+            gram = multiply(old.mT, old) if is_tall else multiply(old, old.mT)
+            polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        else:
+            gram = by_halves.product(old.mT if is_tall else old)
+            polynomial = by_halves.product(gram, gram, alpha=c, beta=b)
         factors = (old, polynomial) if is_tall else (polynomial, old)
         add_product(old, *factors, beta=a, out=new)
         old, new = new, old
+
+
+def _symmetric_products(batch: torch.Tensor) -> ModuleType | None:
+    """The kernel for products that are symmetric, where it is faster than whole products."""
+    kernel = _triton_kernel() if batch.is_cuda and batch.dtype is torch.bfloat16 else None
+    return kernel if kernel and min(batch.shape[-2:]) >= kernel.SMALLEST_ROWS else None
+
+
+@cache
+def _triton_kernel() -> ModuleType | None:
+    try:
+        from fullshard.optim import symmetric_products
+    except ImportError:  # a build of torch without Triton
+        return None
+    return symmetric_products
