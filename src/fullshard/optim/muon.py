@@ -186,7 +186,7 @@ class Muon(Optimizer):
         adamw: Any = self._adamw
         adamw.state, adamw.param_groups = self.state, groups
         if self.found_inf is not None:
-            adamw.found_inf = self.found_inf
+            adamw.found_inf = self.found_inf.reshape(())  # as the steps that it counts
         adamw.step()
 
 
