@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from fullshard.comm import watcher
+from fullshard.comm.processes import machine_id, start_of
 from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import CheckpointError, FullshardError, TopologyError
 from fullshard.models.architecture import Architecture
@@ -36,7 +37,7 @@ from fullshard.training.control import (
     ReplicaPlace,
     StatusFolder,
     StopRequest,
-    end_with_launcher,
+    end_with_parent,
     num_restarts,
     wants_tracebacks,
 )
@@ -52,6 +53,7 @@ from fullshard.training.world import World, joined, leave
 
 STOPPED = 130
 INVALID = 2
+FAILED = 1
 
 
 class Run:
@@ -60,8 +62,15 @@ class Run:
     def __init__(self, config: TrainConfig, world: World) -> None:
         self._world = world
         self._ranks = RankGroup.world()
+        process = machine_id(), os.getpid(), start_of(os.getpid())
+        everyone = self._ranks.all_gather((num_restarts(), *process))
         # torchrun counts restarts only on the host whose rank died.
-        self._is_restarted = any(self._ranks.all_gather(num_restarts()))
+        self._is_restarted = any(restarts for restarts, *_ in everyone)
+        self._neighbours = [
+            (pid, start)
+            for _, machine, pid, start in everyone
+            if machine == machine_id() and pid != os.getpid()
+        ]
         # The clocks of hosts differ, so rank 0 names the folder.
         own = str(RunFolder.of(config).path), os.environ.get(PREDICTED, "{}")
         path, os.environ[PREDICTED] = self._ranks.all_gather(own)[0]
@@ -83,6 +92,7 @@ class Run:
         """Train, save, sample and report; return False if stopped before the last step."""
         if self._replica is None or self._replica.replica == 0:
             os.environ[watcher.FILE] = str(self._folder.places)
+        stop.neighbours = self._neighbours
         try:
             return self._run(stop)
         finally:
@@ -306,13 +316,25 @@ def run_rank(config: TrainConfig) -> int:
             with joined(config.run.device) as world:
                 is_done = Run(config, world).run(stop)
         except (FullshardError, OSError, RuntimeError) as error:
+            if _is_lost_connection(error):
+                stop.kill_stopped_neighbours()
             return exit_status_after(error, status)
-    if is_done:
+    if status is not None:
+        status.report_left()
+        if not is_done:
+            status.report_stopped()
         return 0
-    if status is None:
-        return STOPPED
-    status.report_stopped()
-    return 0
+    return 0 if is_done else STOPPED
+
+
+def run_and_leave(config: TrainConfig) -> NoReturn:
+    """Run one rank in a process of its own, which ends without waiting for any thread."""
+    try:
+        status = run_rank(config)
+    except BaseException:
+        traceback.print_exc()
+        status = FAILED
+    leave(status)
 
 
 def exit_status_after(error: Exception, status: StatusFolder | None) -> int:
@@ -359,8 +381,8 @@ def _is_lost_connection(error: Exception) -> bool:
 
 def main() -> None:
     """Run one rank; the launcher passes the configuration file."""
-    end_with_launcher()
-    leave(run_rank(config_of(Path(sys.argv[1]), {})))
+    end_with_parent()
+    run_and_leave(config_of(Path(sys.argv[1]), {}))
 
 
 if __name__ == "__main__":
