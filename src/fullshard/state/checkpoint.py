@@ -395,6 +395,7 @@ class _Writer:
             subject, lambda: (store.begin(self.path, total), self.draft)
         )
         try:
+            ranks.require_seen(subject, staging)
             everyone = ranks.gather(
                 subject, lambda: self._write_files(staging), "nothing appears under this name."
             )
