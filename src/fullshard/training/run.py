@@ -405,6 +405,7 @@ def _is_lost_connection(error: Exception) -> bool:
     """
     messages = [f"Connection {how}" for how in ("closed by peer", "reset by peer", "refused")]
     messages += ["Broken pipe", "connectFullMesh failed"]  # a rank died while others began
+    messages += ["another rank was lost"]  # while they saved
     is_told = isinstance(error, RuntimeError) and any(each in str(error) for each in messages)
     if is_told or isinstance(error, RankFailedError | dist.DistNetworkError):
         return True
