@@ -226,12 +226,12 @@ def followed(
     def left(*, within_s: float) -> dict[int, str]:
         deadline = time.monotonic() + within_s
         while (found := processes()) and time.monotonic() < deadline:
-            has_ended(next(iter(found)), within_s=deadline - time.monotonic())
+            has_ended(next(iter(found)), within_s=0.5)
         return found
 
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            ["env", "--default-signal", sys.executable, *arguments],  # a shell may ignore SIGQUIT
             stdout=output,
             stderr=output,
             env={**os.environ, name: value},
