@@ -184,7 +184,7 @@ def test_nothing_of_a_run_outlives_its_launcher_and_what_it_saved_is_whole(
     launcher = [*TORCHRUN, "fullshard"] if number % 4 == 2 else COMMAND[1:]
     with followed([*launcher, *options(text, folder, *more)], tmp_path / "log") as (process, left):
         when = {
-            "forward": lambda: "step    2/1000" in (tmp_path / "log").read_text(),
+            "forward": (folder / "metrics.jsonl").exists,
             "load": (folder / "lock.json").exists,
             "save": lambda: any((folder / "checkpoints").glob(".step_*.incoming-*")),
             "sample": lambda: "saving step 2" in (tmp_path / "log").read_text(),
