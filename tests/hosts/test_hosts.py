@@ -52,6 +52,7 @@ def train(folder: Path, *more: str) -> list[str]:
     return ["-m", "fullshard", "train", *asked]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["settings", "corpus", "folder"])
 def test_hosts_that_cannot_do_the_same_run_say_why_on_both_and_start_nothing(
     fault: str, tmp_path: Path
@@ -76,6 +77,7 @@ def test_hosts_that_cannot_do_the_same_run_say_why_on_both_and_start_nothing(
     assert not list((tmp_path / "shared").glob("run/*"))
 
 
+@pytest.mark.long
 def test_a_save_to_a_folder_that_is_not_shared_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     program = ["-c", SAVE, str(tmp_path / "shared" / "step_1")]
