@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 import fullshard.training.preloaded
-from fullshard.training.control import end_with_launcher
+from fullshard.training.control import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,9 @@ def start_store() -> tuple[int, int]:
     It has a thread: a lock that the thread holds during a fork would stay locked in the rank.
     """
     out, into = os.pipe()
-    pid = os.fork()
+    supervisor, pid = os.getpid(), os.fork()
     if pid == 0:
-        end_with_launcher()
+        end_with_parent(supervisor)
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         os.write(into, str(store.port).encode())
         os.close(into)
@@ -224,11 +224,11 @@ class Supervisor:
 
     def start(self, replica: int, start: int) -> None:
         for index in range(self.scenario.num_shards):
-            pid = os.fork()
+            supervisor, pid = os.getpid(), os.fork()
             if pid == 0:
                 status = 1
                 try:
-                    end_with_launcher()
+                    end_with_parent(supervisor)
                     rank(self.scenario, self.port, replica, start, index, self.into)
                     status = 0
                 except BaseException:

@@ -1,6 +1,7 @@
 """Runs of elements as rectangles, on generated tensors."""
 
 import itertools
+import time
 from math import prod
 
 import torch
@@ -75,6 +76,20 @@ def test_blocks_that_overlap_do_not_tile_though_their_sizes_add_up() -> None:
     assert not tiles((2, 2), [Box((1, 0), (2, 2))])
     assert tiles((4, 2), [Box((0, 0), (4, 1)), Box((0, 1), (4, 1))])
     assert tiles((), [Box((), ())])
+    # Two cells are covered twice, and two not at all; in the other order of dims, too.
+    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1))]
+    assert tiles((3, 3), [*pinwheel, Box((1, 1), (1, 1))])
+    assert not tiles((3, 3), [*pinwheel, Box((0, 0), (1, 1))])
+
+
+def test_many_blocks_are_compared_in_no_time_along_any_dim() -> None:
+    begun = time.process_time()
+    for number, shape in ((20_000, (1, 20_000)), (20_000, (20_000, 1)), (141, (141, 142))):
+        cells = itertools.product(range(shape[0]), range(shape[1]))
+        blocks = [Box(cell, (1, 1)) for cell in cells]
+        assert tiles(shape, blocks)
+        assert not tiles(shape, [*blocks[1:], blocks[number - 1]])
+    assert time.process_time() - begun < 30  # pairs of blocks take a hundred times as long
 
 
 @given(SHAPES, st.data())

@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.state.checkpoint import TensorSource, write_checkpoint
+from fullshard.state.checkpoint import TensorSource, save, write_checkpoint
+from fullshard.state.rank_group import RankGroup
 from fullshard.state.store import (
     begin,
     checkpoints,
@@ -23,6 +26,7 @@ from fullshard.state.store import (
     discard,
     latest,
     located,
+    open_checkpoint,
     prune,
     require_replaceable,
     staging_folder,
@@ -30,6 +34,7 @@ from fullshard.state.store import (
     whole_manifest,
     write_synced,
 )
+from fullshard.testing import Rank, RankPool, RanksFailed
 from tests.stored import damage, holds, write
 
 ID = "0123456789abcdef" * 2
@@ -397,3 +402,54 @@ def test_latest_compares_content_if_asked(tmp_path: Path) -> None:
     assert latest(tmp_path, verify=True) == tmp_path / "a"
     write(tmp_path / "b", step=2)
     assert latest(tmp_path, verify=True) == tmp_path / "b"
+
+
+def test_two_writers_of_one_name_both_end_and_leave_one_whole_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "best"
+
+    def save_often(writer: int) -> None:
+        for number in range(100):
+            staging = begin(path)
+            (staging / "manifest.json").write_text(f"{writer}.{number}")
+            commit(staging, path)
+
+    with ThreadPoolExecutor(3) as threads:
+        for each in [threads.submit(save_often, writer) for writer in range(3)]:
+            each.result()
+    assert [each.name for each in tmp_path.iterdir()] == ["best"]
+    assert (path / "manifest.json").read_text().endswith(".99")
+
+
+def test_a_checkpoint_that_is_moved_or_replaced_while_it_is_read_is_not_called_damaged(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "step_1"
+    write(path)
+    opened = open_checkpoint(path)
+    write(path, seed=1)
+    with (
+        pytest.raises(CheckpointError, match="another one was saved under its name while"),
+        opened.unchanged(),
+    ):
+        opened.read("model.weight")  # without an error, but not what was opened
+    opened = open_checkpoint(path)
+    path.rename(tmp_path / "step_2")
+    with (
+        pytest.raises(CheckpointError, match="it was moved or removed while"),
+        opened.unchanged(),
+    ):
+        opened.read("model.weight")
+
+
+def save_without_the_other(rank: Rank, path: Path) -> None:
+    if rank.rank == 1:
+        RankGroup.run_first = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    save(path, nn.Linear(2, 2))
+
+
+def test_a_rank_that_dies_while_the_folder_is_made_leaves_nothing_and_is_explained(
+    tmp_path: Path,
+) -> None:
+    with RankPool(2) as ranks, pytest.raises(RanksFailed, match="another rank was lost while all"):
+        ranks.run(save_without_the_other, tmp_path / "step_1")
+    assert not list(tmp_path.iterdir())

@@ -605,7 +605,8 @@ def test_what_cannot_be_simulated_is_trained_without_a_prediction(capsys, monkey
     assert line.startswith("memory and time of this run are not predicted (")
 
 
-def test_under_torchrun_the_first_rank_refuses_what_does_not_fit(capsys):
+def test_under_torchrun_the_first_rank_refuses_what_does_not_fit(capsys, monkeypatch):
+    monkeypatch.delenv("FULLSHARD_STATUS_FOLDER", raising=False)  # of a launch in this process
     config = config_of(batch=1, activation_checkpointing=True)
     config = replace(config, model=ModelSection(name="405b"), run=RunSection(device="cpu"))
     assert run_rank(config) == 2

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fullshard.comm.processes import start_of
 from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.state.rank_group import OtherRankError
-from fullshard.training.control import StatusFolder, StopRequest, end_with_launcher
+from fullshard.training.control import Process, StatusFolder, StopRequest, end_with_parent
 from fullshard.training.output import RunFolder
 from fullshard.training.run import exit_status_after
 from tests.killed import forked
@@ -28,18 +29,18 @@ def test_what_ranks_reported_before_a_restart_does_not_count(
 ) -> None:
     status = StatusFolder(tmp_path)
     assert status.error is None
-    assert list(status.ready_pids()) == []
+    assert list(status.ready()) == []
     status.report_ready()
     status.report_error("nothing appears under this name")
     status.report_stopped()
     assert status.error == "nothing appears under this name"
     assert status.was_stopped
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "10")
-    (tmp_path / "ready-9-1").touch()  # of a process that is gone
+    (tmp_path / "ready-9-1-2").touch()  # of a process that is gone
     status.report_ready()
     assert status.error is None
     assert not status.was_stopped
-    assert list(status.ready_pids()) == [os.getpid()]
+    assert list(status.ready()) == [(os.getpid(), start_of(os.getpid()))]
     status.report_error("another")
     assert status.error == "another"
 
@@ -57,12 +58,26 @@ def test_a_second_signal_ends_a_rank_unless_both_ask_it_to_save(
     numbers: list[signal.Signals], ends_by: signal.Signals
 ) -> None:
     def rank() -> None:
-        with StopRequest():
+        with StopRequest() as stop:
+            stop.neighbours = ()
             for number in numbers:
                 signal.raise_signal(number)
             threading.Event().wait(60)
 
     assert forked(rank) == 128 + ends_by
+
+
+@pytest.mark.parametrize("neighbours", [None, [(os.getpid(), "0")]], ids=["unknown", "gone"])
+def test_a_rank_that_has_nobody_to_save_with_ends_when_it_is_asked_to(
+    neighbours: list[Process] | None,
+) -> None:
+    def rank() -> None:
+        with StopRequest() as stop:
+            stop.neighbours = neighbours
+            signal.raise_signal(signal.SIGTERM)
+            threading.Event().wait(15)
+
+    assert forked(rank) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -125,7 +140,7 @@ def test_a_rank_whose_launcher_died_while_it_started_ends(
         if child == 0:
             while is_killed and os.getppid() == launcher:
                 os.sched_yield()
-            end_with_launcher(launcher if is_server else None)
+            end_with_parent(launcher if is_server else None)
             os.write(out, b"trains")
             os._exit(0)
         if is_killed:

@@ -1,12 +1,16 @@
 """`fullshard train` as processes: ranks that are killed, Ctrl-C, bad input."""
 
 import os
+import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from click.testing import CliRunner
 
 import soak
 from fullshard.cli.commands import fullshard
+from fullshard.state import latest
 from fullshard.testing import Rank, pool
 from fullshard.training.config_file import config_of
 from fullshard.training.control import DEBUG, StopRequest
@@ -143,16 +148,101 @@ def test_a_second_ctrl_c_leaves_at_once(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_without_restarts_left_ends_the_run(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_is_stopped_without_restarts_left_ends_the_run(
+    number: signal.Signals, text: str, tmp_path: Path
+) -> None:
     with started(options(text, tmp_path / "run", "--max-restarts", "0")) as process:
         wait_for_step(process, 2)
         ranks = soak.ranks_of(process.pid)
-        os.kill(ranks[0], signal.SIGKILL)
+        os.kill(ranks[0], number)
+        assert all(has_ended(pid, within_s=6) for pid in ranks)
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     errors, *_ = errors.partition("nanobind: leaked")  # Triton 3.9 says so when a process ends
     assert "rank 0 failed (SIGKILL); its output is above" in errors.splitlines()[-1]
-    assert all(has_ended(pid, within_s=20) for pid in ranks)
+
+
+# The moments of a run: what to wait for, and for how long to go on, at most.
+MOMENTS = {"forward": 0.5, "load": 1.0, "save": 0.0, "start": 4.0, "sample": 0.3, "report": 0.3}
+SIGNALS = (signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT)
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+# `KILLS=30 pytest ...` tries 30 moments.
+KILLS = [(n, [*MOMENTS][n % len(MOMENTS)]) for n in range(int(os.environ.get("KILLS", "4")))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number, moment", KILLS, ids=[f"{n}-{moment}" for n, moment in KILLS])
+def test_nothing_of_a_run_outlives_its_launcher_and_what_it_saved_is_whole(
+    number: int, moment: str, text: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    chosen, folder, more = random.Random(number), tmp_path / "run", ["--steps", "1000"]
+    if moment == "load":
+        shutil.copytree(undisturbed, folder)
+        more += ["--resume"]
+    elif moment in ("sample", "report"):
+        more = ["--steps", "2", "--sample-tokens", "200", "--report"]
+    launcher = [*TORCHRUN, "fullshard"] if number % 4 == 2 else COMMAND[1:]
+    with followed([*launcher, *options(text, folder, *more)], tmp_path / "log") as (process, left):
+        when = {
+            "forward": (folder / "metrics.jsonl").exists,
+            "load": (folder / "lock.json").exists,
+            "save": lambda: any((folder / "checkpoints").glob(".step_*.incoming-*")),
+            "sample": lambda: "saving step 2" in (tmp_path / "log").read_text(),
+            "report": (folder / "sample.txt").exists,
+        }
+        while not when.get(moment, lambda: True)():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.01)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(chosen.uniform(0.0, MOMENTS[moment]))
+        process.send_signal(chosen.choice(SIGNALS))
+        process.wait(TIMEOUT_S)
+        assert left(within_s=5) == {}
+    saved = latest(folder / "checkpoints")
+    assert saved == latest(folder / "checkpoints", verify=True)
+    assert (saved is not None) >= (moment in ("load", "report"))
+
+
+@contextmanager
+def followed(
+    arguments: list[str], log: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[..., dict[int, str]]]]:
+    """Start a run, and give a function that waits for all its processes to end; returns the others.
+
+    They are known by a variable that they inherit: a rank has a session of its own.
+    """
+    mark = f"FULLSHARD_TEST_RUN={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+
+    def processes() -> dict[int, str]:
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark.encode() in (process / "environ").read_bytes():
+                    found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+        return found
+
+    def left(*, within_s: float) -> dict[int, str]:
+        deadline = time.monotonic() + within_s
+        while (found := processes()) and time.monotonic() < deadline:
+            has_ended(next(iter(found)), within_s=0.5)
+        return found
+
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["env", "--default-signal", sys.executable, *arguments],  # a shell may ignore SIGQUIT
+            stdout=output,
+            stderr=output,
+            env={**os.environ, name: value},
+        )
+    try:
+        yield process, left
+    finally:
+        for pid in processes():
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.parametrize(

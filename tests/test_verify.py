@@ -23,7 +23,13 @@ from fullshard.errors import CheckpointError, ConfigError, UnknownNameError
 from fullshard.layout.split import Box
 from fullshard.state.checkpoint import TensorSource, load, write_checkpoint
 from fullshard.state.shards import LocalPart
-from fullshard.state.store import Problem, open_checkpoint, verify
+from fullshard.state.store import (
+    Problem,
+    StoredBlock,
+    open_checkpoint,
+    read_manifest,
+    verify,
+)
 from tests.stored import content, holds, write
 
 KEYS = sorted(content(0))
@@ -183,25 +189,63 @@ def test_a_file_that_is_missing_or_of_another_size_is_named(path: Path, name: st
     assert verify(str(path)) == []
 
 
+@pytest.mark.parametrize("how", ["exchanged", "copied", "of another checkpoint"])
+@pytest.mark.parametrize("kind", ["rank_0000{}.pt", "__{}_0.distcp", ".metadata", "manifest.json"])
+def test_a_file_in_the_place_of_an_equal_one_is_noticed(
+    path: Path, kind: str, how: str, tmp_path: Path
+) -> None:
+    """Sizes are equal, and so are the contents of tensors: no checksum tells them apart."""
+    whole, other = tmp_path / "even", tmp_path / "other" / "even"
+    equal = {"model.weight": TensorSource((4, 4), torch.float32, lambda box: torch.ones(box.sizes))}
+    for folder in (whole, other):
+        write_checkpoint(folder, equal, num_files=2, rank_states=[{"extra": {}}] * 2)
+    first, second = kind.format(0), kind.format(1)
+    assert (whole / first).stat().st_size == (whole / second).stat().st_size
+    if how == "of another checkpoint":
+        shutil.copy(other / first, whole)
+    elif first == second:
+        return  # there is only one
+    else:
+        content = (whole / first).read_bytes()
+        (whole / first).write_bytes((whole / second).read_bytes())
+        if how == "exchanged":
+            (whole / second).write_bytes(content)
+    found = {first, second} if how == "exchanged" else {first}
+    if kind == "manifest.json":
+        found = {".metadata"}
+    problems = verify(whole)
+    assert subjects(problems) == found
+    assert all("is expected, found" in problem.what for problem in problems)
+    with pytest.raises(CheckpointError):
+        load(whole, Weighted())
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+
 def test_a_file_of_another_checkpoint_is_noticed(path: Path) -> None:
     other = path.with_name("step_2")
     write(other, seed=2)
     found: dict[str, set[str]] = {}
-    for name in ("__1_0.distcp", "rank_00001.pt", "manifest.json"):
+    for name in ("__1_0.distcp", "rank_00001.pt"):
         mixed = shutil.copytree(path, path.with_name(f"mixed_{name}"))
         shutil.copy(other / name, mixed)
-        problems = verify(mixed)
-        found[name] = subjects(problems)
-        words = {"__1_0.distcp": "its content changed", "rank_00001.pt": "another run"}.get(
-            name, ""
-        )
-        assert all(words in problem.what for problem in problems)
-    assert found["__1_0.distcp"] == set(KEYS)
+        found[name] = subjects(verify(mixed))
+    assert found["__1_0.distcp"] == {*KEYS, "__1_0.distcp"}
     assert found["rank_00001.pt"] == {"rank_00001.pt"}
-    assert found["manifest.json"] == {*KEYS, "rank_00000.pt", "rank_00001.pt"}
-    write_checkpoint(other, {"model.other": held(torch.zeros(3))}, num_files=2)
-    shutil.copy(other / ".metadata", path)
-    assert {*KEYS, "model.other"} <= subjects(verify(path))
+
+
+def test_a_forged_number_of_blocks_is_refused_before_work_is_done_for_each(path: Path) -> None:
+    manifest = read_manifest(path)
+    tensor = manifest.tensors["model.weight"]
+    blocks = tuple(StoredBlock((row, 0), (1, 4), tensor.checksum) for row in range(20_000))
+    forged = {"model.weight": replace(tensor, shape=(20_000, 4), blocks=blocks)}
+    (path / "manifest.json").write_text(replace(manifest, tensors=forged).to_json())
+    (problem,) = verify(path)
+    assert "20,000 blocks do not fit into files of " in problem.what
 
 
 def test_blocks_that_do_not_tile_are_named(path: Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+from fullshard.training.control import end_with_parent
 
 _NEEDED = ("click", "rich")
 
 
 def main() -> None:
     """Run the command, or say what to install if a dependency is missing."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun; this is one of its ranks
+        end_with_parent(os.getppid())
     try:
         from fullshard.cli.commands import fullshard
     except ModuleNotFoundError as error:

@@ -137,9 +137,9 @@ def train(
         return
     # Imported here, because printing help needs neither the models nor torch's launcher.
     if is_rank():
-        from fullshard.training.run import run_rank
+        from fullshard.training.run import run_and_leave
 
-        ctx.exit(run_rank(config))
+        run_and_leave(config)
     if config.sharding.elastic_replicas:
         from fullshard.training.replicas import launch_replicas
 

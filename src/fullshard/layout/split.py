@@ -7,9 +7,10 @@ flattened tensor, or `boxes(rank)`, rectangles of the tensor itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -284,17 +285,23 @@ def boxes_of_range(shape: Sequence[int], elements: range) -> Iterator[Box]:
 
 
 def tiles(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes cover a tensor: every element once, none twice."""
+    """Whether boxes cover a tensor: every element once, none twice.
+
+    A sum of boxes is determined by its corners: each lower bound counts 1, each upper one -1, and a
+    corner their product. The boxes tile the tensor if their corners add up to those of the whole.
+    """
     if sum(box.numel for box in boxes) != prod(shape):
         return False
     if not all(box.is_within(shape) for box in boxes):
         return False
-    # The boxes have as many elements as the tensor, all inside it. They cover it if none overlap.
-    filled = sorted((box for box in boxes if box.numel), key=lambda box: box.offsets)
-    for index, box in enumerate(filled):
-        for other in filled[index + 1 :]:
-            if box.offsets and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break  # this one and all that follow begin past the box's end in the first dim
-            if intersection(box, other) is not None:
-                return False
-    return True
+    # In the other dims, all boxes have the same bounds.
+    cut = [d for d, size in enumerate(shape) if any(box.sizes[d] != size for box in boxes)]
+    if 2 ** len(cut) > len(boxes):  # a few boxes of a tensor with many dims
+        pairs = combinations((box for box in boxes if box.numel), 2)
+        return all(intersection(box, other) is None for box, other in pairs)
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, sign in [*((box, 1) for box in boxes), (Box.whole(shape), -1)]:
+        bounds = (((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in cut)
+        for corner in product(*bounds):
+            corners[tuple(place for place, _ in corner)] += sign * prod(s for _, s in corner)
+    return not any(corners.values())

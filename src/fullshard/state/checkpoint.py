@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard._torch import new_dtensor, spec_of, to_local
-from fullshard.errors import CheckpointError, ConfigError, LifecycleError
+from fullshard.errors import CheckpointError, ConfigError, FullshardError, LifecycleError
 from fullshard.layout.split import Box, row_chunks, tiles
 from fullshard.state import store
 from fullshard.state.dcp import INDEX, MODEL, OPTIMIZER, Entry, append_entry, encode_index
@@ -232,6 +232,7 @@ def write_checkpoint(
         id=fresh.id,
         created=fresh.created,
         versions=fresh.versions,
+        format_version=fresh.format_version,
         num_ranks=len(states),
         extra=tuple(states[0]["extra"]),
     )
@@ -391,17 +392,27 @@ class _Writer:
         subject = f"save {self.path}"
         boxes = [(b, each) for each in self.sources.values() for b in each.boxes or ()]
         total = sum(ranks.all_gather(sum(b.numel * each.dtype.itemsize for b, each in boxes)))
-        staging, self.draft = ranks.run_first(
-            subject, lambda: (store.begin(self.path, total), self.draft)
-        )
+        made: list[Path] = []
+
+        def begin() -> tuple[Path, Manifest]:
+            made.append(store.begin(self.path, total))
+            return made[0], self.draft
+
         try:
+            staging, self.draft = ranks.run_first(subject, begin)
+            ranks.require_seen(subject, staging)
             everyone = ranks.gather(
                 subject, lambda: self._write_files(staging), "nothing appears under this name."
             )
             ranks.run_first(subject, lambda: self._finish(staging, everyone))
-        except BaseException:
-            if ranks.is_first:
-                store.discard(staging)
+        except BaseException as error:
+            for each in made:  # by the first rank, which may not have learnt that others have it
+                store.discard(each)
+            if isinstance(error, RuntimeError) and not isinstance(error, FullshardError):
+                raise CheckpointError(
+                    f"{subject}: another rank was lost while all saved ({error}); look at its "
+                    "output. `latest` finds the newest whole checkpoint."
+                ) from error
             raise
 
     def _write_files(self, staging: Path) -> dict[str, _Written]:
@@ -415,6 +426,7 @@ class _Writer:
             with path.open("xb") as file:
                 for key, box in boxes[number :: len(self.file_names)]:
                     found[key].add(box, self.sources[key].read(box), file, path)
+                file.write(store.seal(self.draft.id, path.name))
             store.sync(path)
 
         numbers, under_way = range(len(self.file_names)), list[Future[None]]()
@@ -429,7 +441,8 @@ class _Writer:
             for each in under_way:
                 each.result()
         for rank, state in self.states.items():
-            store.write_synced(staging / store.rank_file(rank), _packed(state, self.draft.id))
+            content = _packed({**state, "id": self.draft.id, "rank": rank})
+            store.write_synced(staging / store.rank_file(rank), content)
         return found
 
     def _finish(self, staging: Path, everyone: Sequence[Mapping[str, _Written]]) -> None:
@@ -574,12 +587,12 @@ def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _packed(state: Mapping[str, Any], checkpoint_id: str) -> bytes:
+def _packed(state: Mapping[str, Any]) -> bytes:
     """The content of one rank's file."""
     extra = _plain_extra(state["extra"])
     buffer = io.BytesIO()
     try:
-        torch.save({**state, "id": checkpoint_id, "extra": extra}, buffer)
+        torch.save({**state, "extra": extra}, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
         raise ConfigError(
@@ -676,9 +689,10 @@ def load(
             if shard.name in match.sources:
                 wanted[match.sources[shard.name]] = shard.local_parts(shard.tensor)
         install = None
-        if optimizer is not None:
-            install = _plan_optimizer(stored, shards, match, optimizer, strict, wanted)
-        return stored, match, install, _restorable_state(stored, ranks.rank, objects)
+        with stored.unchanged():
+            if optimizer is not None:
+                install = _plan_optimizer(stored, shards, match, optimizer, strict, wanted)
+            return stored, match, install, _restorable_state(stored, ranks.rank, objects)
 
     stored, match, install, own = ranks.run(subject, planned)
     manifest = stored.manifest
@@ -687,13 +701,18 @@ def load(
         everyone = ranks.gather(subject, lambda: store.verify(stored.path, share=share))
         problems = dict.fromkeys(f"{p.subject}: {p.what}" for some in everyone for p in some)
         if problems:
+            ranks.run_first(subject, stored.require_unchanged)
             raise CheckpointError(
                 f"{subject}: its content must be what was saved, found otherwise; nothing was "
                 f"loaded: {'; '.join(problems)}. Load an older checkpoint."
             )
     consequence = "the model may hold some of it: load again, or another checkpoint."
-    with torch.no_grad():
-        ranks.run(subject, lambda: stored.read_into(wanted), consequence)
+
+    def read() -> None:
+        with stored.unchanged(), torch.no_grad():
+            stored.read_into(wanted)
+
+    ranks.run(subject, read, consequence)
     if install is not None:
         install()
     saved = own.get("extra", {})

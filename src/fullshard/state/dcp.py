@@ -112,7 +112,8 @@ class TensorReader:
 
     Reading holds one box in memory at a time, as it was written, besides the result. `object_keys`
     are the entries that are not tensors, which torch's own checkpoints have. `nesting` maps a key
-    to the path in nested dicts that it was made from, if its writer recorded it.
+    to the path in nested dicts that it was made from, if its writer recorded it. `save_id` is what
+    the writer called the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,6 +149,8 @@ class TensorReader:
             _require_sizes(stored.offset, stored.length)
             offsets = None if place.offset is None else tuple(place.offset)
             self._entries[place.fqn, offsets] = Entry(path, stored.offset, stored.length)
+        save_id = getattr(getattr(index, "storage_meta", None), "save_id", None)
+        self.save_id = save_id if isinstance(save_id, str) else ""
         self.nesting = index.planner_data if isinstance(index.planner_data, dict) else {}
 
     def __contains__(self, key: str) -> bool:

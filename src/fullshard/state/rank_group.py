@@ -6,9 +6,12 @@ A step that fails on one rank fails on all of them: no rank is left waiting for 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -18,9 +21,14 @@ import torch.distributed as dist
 from fullshard._torch import lifetime_of, timeout_of
 from fullshard.comm import watcher
 from fullshard.comm.collectives import pause_at_exit
+from fullshard.comm.processes import machine_id
 from fullshard.errors import CheckpointError, FullshardError
 
 _T = TypeVar("_T")
+
+_SHOWN_HOSTS = 4
+# Network file systems may show a new name late.
+_SEEN_WITHIN_S, _POLL_S = 5.0, 0.05
 
 # Two groups for each default process group: one that programs wait for, one for writes in the
 # background. They are kept as long as the default group lives, to which nothing can be added.
@@ -31,6 +39,23 @@ _groups: WeakKeyDictionary[object, tuple[dist.ProcessGroup, dist.ProcessGroup]] 
 
 class OtherRankError(CheckpointError):
     """Something failed on another rank, which raises the original error."""
+
+    machine = ""  # of that rank, if it is known
+
+
+def on_hosts(ranks: Iterable[int], hosts: Sequence[str]) -> str:
+    """Name some of the ranks, and the hosts of these, as in "ranks 0 to 3 (host1)"."""
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    parts = []
+    for host, own in by_host.items():
+        is_span = len(own) > 2 and own == list(range(own[0], own[-1] + 1))
+        named = f"{own[0]} to {own[-1]}" if is_span else ", ".join(map(str, own))
+        parts.append(f"rank{'s' * (len(own) > 1)} {named} ({host})")
+    more = len(parts) - _SHOWN_HOSTS
+    shown = ", ".join(parts[:_SHOWN_HOSTS])
+    return shown if more <= 0 else f"{shown}, and those of {more} more hosts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +123,18 @@ class RankGroup:
                 text = f"{what}: failed on rank {self.rank}: {_describe(caught)}; {consequence}"
                 error = CheckpointError(text)
                 error.__cause__ = caught
-        everyone = self.all_gather((result, _describe(error)))
+        where = ("", "") if error is None else (machine_id(), socket.gethostname())
+        everyone = self.all_gather((result, _describe(error), where))
         if error is not None:
             raise error
-        for rank, (_, text) in enumerate(everyone):
+        for rank, (_, text, (machine, host)) in enumerate(everyone):
             if text:
+                place = f"rank {rank}" if machine == machine_id() else f"rank {rank} ({host})"
                 is_told = text.startswith(what)
-                raise OtherRankError(text if is_told else f"{what}: failed on rank {rank}: {text}")
-        return [each for each, _ in everyone]  # type: ignore[misc]
+                failure = OtherRankError(text if is_told else f"{what}: failed on {place}: {text}")
+                failure.machine = machine
+                raise failure
+        return [each for each, *_ in everyone]  # type: ignore[misc]
 
     def run(self, what: str, step: Callable[[], _T], consequence: str = "") -> _T:
         """Take a step on every rank; return this rank's result, which is not sent to others."""
@@ -116,6 +145,20 @@ class RankGroup:
     def run_first(self, what: str, step: Callable[[], _T]) -> _T:
         """Take a step on the first rank; return its result on all."""
         return self.gather(what, lambda: step() if self.is_first else None)[0]  # type: ignore[return-value]
+
+    def require_seen(self, what: str, path: Path) -> None:
+        """Raise on all ranks unless all see a path that the first rank has just made."""
+        deadline = time.monotonic() + _SEEN_WITHIN_S
+        while not (is_seen := path.exists()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        sight, hosts = zip(*self.all_gather((is_seen, socket.gethostname())), strict=True)
+        if not all(sight):
+            blind = on_hosts((rank for rank, sees in enumerate(sight) if not sees), hosts)
+            raise (CheckpointError if self.is_first or not is_seen else OtherRankError)(
+                f"{what}: all hosts must share the folder. {blind} cannot see {path.name}, which "
+                f"rank 0 ({hosts[0]}) has just made in {path.parent}. Choose a folder on a file "
+                "system that all hosts mount."
+            )
 
 
 def _describe(error: BaseException | None) -> str:

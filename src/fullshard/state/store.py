@@ -7,6 +7,9 @@ A checkpoint is a folder of
     __<rank>_<n>.distcp tensors, as `torch.distributed.checkpoint` writes them
     rank_<rank>.pt      what each rank saved for itself, and the state of its random generators
 
+Each file says which checkpoint it is of, and which part: exchanged files are noticed even where
+their sizes and contents are equal.
+
 It is written into a folder next to its place and then renamed, which the file system does
 completely or not at all. Whatever dies in between, only these folders can exist for a checkpoint
 "step_10":
@@ -21,6 +24,7 @@ exist.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -33,7 +37,7 @@ import types
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from math import prod
@@ -120,7 +124,8 @@ def _signed(value: int) -> int:
 # index when they are verified. Its own text has a checksum, so that damaged numbers are noticed.
 
 _FORMAT = "fullshard checkpoint"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2  # in version 1, files do not say which part of which checkpoint they are
+_BLOCK_BYTES = 512  # what `torch.save` writes for a tensor without elements is larger
 
 
 def versions_here() -> dict[str, str]:
@@ -164,7 +169,7 @@ class Manifest:
 
     `id` is also in each rank's file. `files` maps all other files of the folder to their sizes in
     bytes. `aliases` maps further names of tied parameters to the one they are stored under.
-    `selection` is "all" or says in words what was chosen.
+    `selection` is "all" or says in words what was chosen. `format_version` is that of all files.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -178,6 +183,7 @@ class Manifest:
     files: Mapping[str, int] = field(default_factory=dict)
     selection: str = "all"
     extra: tuple[str, ...] = ()
+    format_version: int = _FORMAT_VERSION
 
     def to_json(self) -> str:
         body = json.dumps(asdict(self))
@@ -191,11 +197,15 @@ class Manifest:
             outer = parse_json(text)
             _require(outer.get("format") == _FORMAT, "format", repr(_FORMAT), outer.get("format"))
             version = outer.get("version")
-            expected = f"{_FORMAT_VERSION}, which this fullshard reads"
-            _require(version == _FORMAT_VERSION, "version", expected, version)
-            digest = digest_of(json.dumps(outer.get("manifest")))
+            expected = f"1 or {_FORMAT_VERSION}, which this fullshard reads"
+            _require(version in (1, _FORMAT_VERSION), "version", expected, version)
+            body = outer.get("manifest")
+            digest = digest_of(json.dumps(body))
             _require(outer.get("sha256") == digest, "sha256", digest, outer.get("sha256"))
-            found: Manifest = decode(cls, outer.get("manifest"), "manifest")
+            if version == 1 and isinstance(body, dict):
+                body["format_version"] = 1
+            found: Manifest = decode(cls, body, "manifest")
+            _require(found.format_version == version, "format_version", str(version), version)
             found._require_possible()
         except (ValueError, RecursionError) as error:
             text = f"{subject}: a manifest of fullshard is expected, found a damaged one ({error})."
@@ -274,7 +284,8 @@ def decode(kind: Any, value: Any, what: str) -> Any:
     if origin is Mapping:
         return {name: decode(arguments[1], v, f"{name!a} in {what}") for name, v in value.items()}
     hints = _hints_of(kind)
-    _require(set(value) == set(hints), what, f"the fields {sorted(hints)}", str(sorted(value)))
+    if value.keys() != hints.keys():
+        _require(False, what, f"the fields {sorted(hints)}", str(sorted(value)))
     return kind(**{n: decode(hint, value[n], f"{n} of {what}") for n, hint in hints.items()})
 
 
@@ -333,6 +344,39 @@ def write_synced(path: Path, content: bytes) -> None:
     sync(path)
 
 
+# What ends a file of tensors: a line that says whose it is. An index does not refer to it.
+_SEAL = re.compile(rb"\nfullshard ([0-9a-f]{32}) (__\d+_\d+\.distcp) *\n")
+_SEAL_BYTES = 128
+
+
+def seal(checkpoint_id: str, name: str) -> bytes:
+    """The end of a file of tensors of a checkpoint."""
+    return f"\nfullshard {checkpoint_id} {name}".encode().ljust(_SEAL_BYTES - 1) + b"\n"
+
+
+def _require_sealed(path: Path, checkpoint_id: str) -> None:
+    """Raise if a file of tensors was written as another one."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _SEAL_BYTES))
+        end = file.read()
+    match = _SEAL.fullmatch(end)
+    found = (checkpoint_id, "one that is damaged at its end")
+    if match is not None:
+        found = match[1].decode(), match[2].decode()
+    _require_own(path, (checkpoint_id, path.name), found)
+
+
+def _require_own(path: Path, expected: tuple[str, str], found: tuple[str, str]) -> None:
+    """Compare whose a file is, as a checkpoint and a part of it, with what the file says."""
+    if found != expected:
+        other = "" if found[0] == expected[0] else f" of the checkpoint {found[0]}"
+        raise CheckpointError(
+            f"{path}: {expected[1]} of the checkpoint {expected[0]} is expected, found "
+            f"{found[1]}{other}; files were exchanged, copied or damaged. Load another checkpoint, "
+            "which `latest(..., verify=True)` finds."
+        )
+
+
 def sync(path: Path) -> None:
     """Flush what the system caches of a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -352,19 +396,24 @@ def commit(staging: Path, path: Path) -> None:
     path = _absolute(path)
     require_replaceable(path)
     sync(staging)
-    aside = _beside(path, "replaced")
-    is_replacing = os.path.lexists(path)
-    if is_replacing:
-        path.rename(aside)
-    try:
-        staging.rename(path)
-    except BaseException:
-        if is_replacing:
-            aside.rename(path)
-        raise
+    aside: list[Path] = []
+    while True:
+        with suppress(FileNotFoundError):  # unless another writer of the name was faster
+            if os.path.lexists(path):
+                aside.append(path.rename(_beside(path, "replaced")))
+        try:
+            staging.rename(path)
+            break
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                continue
+            for last in aside[-1:]:
+                last.rename(path)
+            raise
     sync(path.parent)
-    if aside.is_symlink():
-        aside.unlink()
+    for each in aside:
+        if each.is_symlink():
+            each.unlink()
     for old in _put_aside(path):
         discard(old)
 
@@ -379,7 +428,12 @@ def require_replaceable(path: Path) -> None:
     path = _absolute(path)
     if path.is_symlink() or not path.exists():
         return
-    files = sorted(f.name for f in path.iterdir()) if path.is_dir() else ["a file"]
+    try:
+        files = sorted(f.name for f in path.iterdir())
+    except FileNotFoundError:
+        return  # another writer of the name has put it aside
+    except NotADirectoryError:
+        files = ["a file"]
     foreign = [name for name in files if _OWN_FILES.fullmatch(name) is None]
     if foreign:
         raise CheckpointError(
@@ -513,15 +567,55 @@ class StoredCheckpoint(TensorReader):
     """A checkpoint on disk; `manifest` is None if torch wrote it."""
 
     def __init__(self, path: Path, manifest: Manifest | None) -> None:
+        self.path, self.manifest = path, manifest
+        self._opened = self._file_id()
+        if manifest is not None:  # before anything is done for each block
+            num_blocks = sum(len(stored.blocks) for stored in manifest.tensors.values())
+            num_bytes = sum(manifest.files.values())
+            if num_blocks * _BLOCK_BYTES > num_bytes:
+                raise CheckpointError(
+                    f"{path / MANIFEST}: {num_blocks:,} blocks do not fit into files of "
+                    f"{num_bytes:,} bytes; it is damaged. `latest` finds whole checkpoints."
+                )
         super().__init__(path)
-        self.manifest = manifest
+        if manifest is not None and manifest.format_version > 1:
+            _require_own(path / INDEX, (manifest.id, INDEX), (self.save_id, INDEX))
+
+    def _file_id(self) -> tuple[int, ...] | None:
+        """Identify the checkpoint on disk by a file that is written once, None if there is none."""
+        try:
+            found = (self.path / (INDEX if self.manifest is None else MANIFEST)).stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_mtime_ns
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """What a rank saved for itself. In a larger world, further ranks begin with the first."""
         if self.manifest is None:
             return {}
         name = rank_file(rank % self.manifest.num_ranks)
-        return _read_rank_file(self.path / name, self.manifest.id)
+        return _read_rank_file(self.path / name, self.manifest)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raise after the block, also instead of an error in it, if the folder has changed."""
+        try:
+            yield
+        except Exception as error:
+            self.require_unchanged(error)
+            raise
+        self.require_unchanged()
+
+    def require_unchanged(self, cause: Exception | None = None) -> None:
+        """Raise if another checkpoint, or none, is where this one was when it was opened."""
+        now, found = self._file_id(), ""
+        if now != self._opened:
+            found = "another one was saved under its name" if now else "it was moved or removed"
+        if found:
+            raise CheckpointError(
+                f"{self.path}: {found} while it was read; load it from where it is now, or the "
+                "newest one, which `latest` finds."
+            ) from cause
 
 
 def open_checkpoint(path: str | Path, *, check_files: bool = True) -> StoredCheckpoint:
@@ -548,10 +642,12 @@ def _require_size(path: Path, num_bytes: int) -> None:
         )
 
 
-def _read_rank_file(path: Path, checkpoint_id: str) -> dict[str, Any]:
+def _read_rank_file(path: Path, manifest: Manifest) -> dict[str, Any]:
     try:
         found: dict[str, Any] = load_entry(path.name, Entry(path, 0, path.stat().st_size))
-        its_id = found["id"]
+        its_id, its_name = str(found["id"]), path.name
+        if manifest.format_version > 1:
+            its_name = rank_file(int(found["rank"]))
         with zipfile.ZipFile(path) as archive:
             changed = archive.testzip()
         if changed:
@@ -561,11 +657,7 @@ def _read_rank_file(path: Path, checkpoint_id: str) -> dict[str, Any]:
             f"{path}: a rank's file is expected, found one that cannot be read ({error}); the "
             "checkpoint is damaged."
         ) from error
-    if its_id != checkpoint_id:
-        raise CheckpointError(
-            f"{path}: a file of checkpoint {checkpoint_id} is expected, found one of {its_id}; it "
-            "is of another run."
-        )
+    _require_own(path, (manifest.id, path.name), (its_id, its_name))
     return found
 
 
@@ -612,7 +704,9 @@ def verify(
         try:
             _require_size(folder / name, files[name])
             if manifest is not None and re.fullmatch(r"rank_\d+\.pt", name):
-                _read_rank_file(folder / name, manifest.id)
+                _read_rank_file(folder / name, manifest)
+            elif manifest is not None and manifest.format_version > 1 and name != INDEX:
+                _require_sealed(folder / name, manifest.id)
         except CheckpointError as error:
             problems.append(Problem(name, str(error).removeprefix(f"{folder / name}: ")))
     keys = sorted({*stored.keys, *(manifest.tensors if manifest else ())})[index::num_shares]

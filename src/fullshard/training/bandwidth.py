@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fullshard.comm.collectives import collectives_for
 from fullshard.errors import TopologyError
+from fullshard.training.control import end_with_parent
 
 SIZES_MB = (1, 16, 64)
 _SPENT_S = 0.3  # on each measurement
@@ -163,6 +164,7 @@ def _run_rank(rank: int, folder: Path, num_ranks: int, device_type: str, sizes: 
 
 
 if __name__ == "__main__":
+    end_with_parent(os.getppid())
     _rank, _folder, _num_ranks, _device, _sizes = sys.argv[1:]
     _sizes_mb = [int(size) for size in _sizes.split(",") if size]
     _run_rank(int(_rank), Path(_folder), int(_num_ranks), _device, _sizes_mb)

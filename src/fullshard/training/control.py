@@ -8,10 +8,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+
+from fullshard.comm.processes import is_stopped, start_of
 
 DEBUG = "FULLSHARD_DEBUG"
 # The prediction of a plan for the run, as JSON, from the launcher to the ranks.
@@ -20,9 +24,13 @@ PREDICTED = "FULLSHARD_PREDICTED"
 _STATUS_FOLDER = "FULLSHARD_STATUS_FOLDER"
 _LAUNCHER = "FULLSHARD_LAUNCHER"
 _REPLICA = "FULLSHARD_REPLICA"
-_ERROR, _STOPPED, _READY = "error-", "stopped-", "ready-"
-# How long a rank may take to answer SIGTERM: it may wait for a rank that has died.
-_GRACE_S = 20.0
+_ERROR, _STOPPED, _READY, _LEFT = "error-", "stopped-", "ready-", "left-"
+# How long a rank may take to answer SIGTERM, and to raise its own error once a neighbour has ended.
+_GRACE_S, _SHORT_GRACE_S = 20.0, 1.0
+_POLL_S = 0.1
+
+# A process id, and when the process started: another one may get the id later.
+Process = tuple[int, str | None]
 
 
 def wants_tracebacks() -> bool:
@@ -35,18 +43,24 @@ def num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def end_with_launcher(server: int | None = None) -> None:
-    """On Linux, end this rank when its launcher is killed, or if it has been killed already.
+def name_launcher() -> dict[str, str]:
+    """Let processes that this one starts know their launcher; returns the variable that it sets."""
+    os.environ[_LAUNCHER] = str(os.getpid())
+    return {_LAUNCHER: os.environ[_LAUNCHER]}
 
-    `server` is the process that has forked this rank, if one has; it ends with the launcher.
+
+def end_with_parent(parent: int | None = None) -> None:
+    """On Linux, let the kernel kill this process as soon as its parent ends, however that ends.
+
+    Without `parent`, it is the launcher, if that has set its variable.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        # No signal comes for a launcher that was killed while this rank imported its modules.
-        parent = server or os.environ.get(_LAUNCHER, os.getppid())
-        if str(parent) != str(os.getppid()):
-            os._exit(128 + signal.SIGTERM)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        # No signal comes for a parent that ended while this process imported its modules.
+        expected = os.environ.get(_LAUNCHER, os.getppid()) if parent is None else parent
+        if str(expected) != str(os.getppid()):
+            os._exit(128 + signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +94,14 @@ class StopRequest:
     runs signal handlers between bytecode instructions, but a rank that waits for another rank is
     in native code. A thread therefore reads the signals from the file descriptor to which Python's
     C handler writes them.
+
+    `neighbours` are the other ranks of this machine, once they are known. Before, there is nothing
+    to save, and SIGTERM ends the rank. When one of them has ended, there is nobody to save with.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
+        self.neighbours: Sequence[Process] | None = None
         self._is_acknowledged = threading.Event()
         self._readable, self._writable = os.pipe()
         os.set_blocking(self._writable, False)
@@ -120,8 +138,30 @@ class StopRequest:
         self._is_acknowledged.set()
 
     def _exit_after_grace(self) -> None:
-        if not self._is_acknowledged.wait(_GRACE_S):
-            os._exit(128 + signal.SIGTERM)
+        deadline = time.monotonic() + (0 if self.neighbours is None else _GRACE_S)
+        while not self._is_acknowledged.wait(_POLL_S):
+            if any(start_of(pid) != start for pid, start in self.neighbours or ()):
+                deadline = min(deadline, time.monotonic() + _SHORT_GRACE_S)
+            if time.monotonic() > deadline:
+                os._exit(128 + signal.SIGTERM)
+
+    def kill_stopped_neighbours(self) -> None:
+        """End ranks that were stopped by a signal: they do not answer the launcher's."""
+        for pid, start in self.neighbours or ():
+            if is_stopped(pid):
+                kill((pid, start))
+
+
+def kill(process: Process) -> None:
+    """End a process, unless it has ended before."""
+    pid, start = process
+    if start_of(pid) == start:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _own_name() -> str:
+    return f"{num_restarts()}-{os.getpid()}-{start_of(os.getpid()) or ''}"
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -149,15 +189,18 @@ class StatusFolder:
 
         Returns the environment variables that it sets.
         """
-        exported = {_STATUS_FOLDER: str(self.path), _LAUNCHER: str(os.getpid())}
-        os.environ.update(exported)
-        return exported
+        os.environ[_STATUS_FOLDER] = str(self.path)
+        return {_STATUS_FOLDER: str(self.path)} | name_launcher()
 
     # Written by ranks
 
     def report_ready(self) -> None:
         """Report that this rank handles signals from now on."""
-        (self.path / f"{_READY}{num_restarts()}-{os.getpid()}").touch()
+        (self.path / f"{_READY}{_own_name()}").touch()
+
+    def report_left(self) -> None:
+        """Report that this rank has done its part, and may end."""
+        (self.path / f"{_LEFT}{_own_name()}").touch()
 
     def report_error(self, message: str) -> None:
         """Report that the request is invalid, so that a restart would not help."""
@@ -169,9 +212,17 @@ class StatusFolder:
 
     # Read by the launcher
 
-    def ready_pids(self) -> Iterator[int]:
+    def ready(self) -> Iterator[Process]:
+        """Return the ranks that have reported ready since the last restart."""
         for path in self.path.glob(f"{_READY}{self._num_restarts()}-*"):
-            yield int(path.name.rpartition("-")[2])
+            _, _, pid, start = path.name.split("-")
+            yield int(pid), start or None
+
+    def is_lost(self, process: Process) -> bool:
+        """Return whether a rank that has reported ready has ended before it has done its part."""
+        pid, start = process
+        has_left = (self.path / f"{_LEFT}{self._num_restarts()}-{pid}-{start or ''}").exists()
+        return start_of(pid) != start and not has_left
 
     @property
     def error(self) -> str | None:

@@ -71,7 +71,7 @@ class Documents:
                 found[path.resolve()] = _single_file(path)
         every = found.values() if paths else _standard_library()
         files = tuple(sorted(every, key=lambda file: (file.name, file.num_bytes)))
-        return cls(files, text_field, _fingerprint(files, text_field))
+        return cls(files, text_field, fingerprint_of(files, text_field))
 
     @property
     def num_bytes(self) -> int:
@@ -195,7 +195,8 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def _fingerprint(files: Sequence[TextFile], text_field: str) -> str:
+def fingerprint_of(files: Sequence[TextFile], text_field: str = "") -> str:
+    """Return a short string that changes with the names, sizes and contents of files."""
     is_small = sum(file.num_bytes for file in files) <= HASHED_BYTES
     digest = hashlib.sha256(json.dumps(text_field).encode())
     for file in files:

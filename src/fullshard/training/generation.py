@@ -30,7 +30,12 @@ from fullshard.state.dcp import MODEL
 from fullshard.state.shards import tensor_shards
 from fullshard.state.store import is_ours, located, open_checkpoint
 from fullshard.training.config import ShardingSection, TrainConfig
-from fullshard.training.control import StatusFolder, wants_tracebacks
+from fullshard.training.control import (
+    StatusFolder,
+    end_with_parent,
+    name_launcher,
+    wants_tracebacks,
+)
 from fullshard.training.launcher import local_launch, prepare_environment
 from fullshard.training.output import checkpoint_at, config_beside
 from fullshard.training.sharding import architecture_for, build_sharded_model
@@ -176,6 +181,7 @@ def _on_ranks(request: GenerateRequest, folder: Path) -> str:
     asked = {**asdict(request), "checkpoint": os.path.abspath(request.checkpoint)}
     (folder / _REQUEST).write_text(json.dumps(asked))
     prepare_environment(request.ranks)
+    name_launcher()
     try:
         elastic_launch(local_launch(request.ranks), sys.executable)("-m", __name__, str(folder))
     except ChildFailedError as error:
@@ -208,4 +214,5 @@ def _run_rank(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     leave(_run_rank(Path(sys.argv[1])))

@@ -7,6 +7,10 @@ receive the terminal's signals; this process forwards them to the ranks that hav
 Without a GPU, ranks are forks of `multiprocessing`'s server, which has loaded torch for all of
 them, including those that replace failed ones. The server starts before this process loads
 torch, so that both load it at the same time. With a GPU, each rank is an interpreter of its own.
+
+The kernel kills the server and the ranks when this process ends, however it ends: every fork holds
+the pipe from which the server would learn that. When a rank is lost, the others get a few seconds
+to say so.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import tempfile
 import threading
 import traceback
 import uuid
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -31,10 +36,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from fullshard.comm.processes import is_stopped
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.training.config import TrainConfig, mesh_shape, parse_mesh
 from fullshard.training.config_file import config_as_toml, config_of
-from fullshard.training.control import DEBUG, PREDICTED, StatusFolder, end_with_launcher
+from fullshard.training.control import (
+    DEBUG,
+    PREDICTED,
+    Process,
+    StatusFolder,
+    end_with_parent,
+    kill,
+    name_launcher,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -42,6 +56,9 @@ if TYPE_CHECKING:
 STOPPED = 130
 FAILED = 1
 _POLL_S = 0.1
+# How long ranks may take to end once one of them is lost, and how long a rank may be stopped by a
+# signal, in looks of this process: it may have been stopped itself.
+_MAX_LOOKS = 30
 _CPU_RANKS = 2  # so that there is something to shard over
 # Drivers of GPUs that torch can use: CUDA, ROCm, CUDA under Windows.
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -105,7 +122,8 @@ def _predicted(config: TrainConfig, num_ranks: int, *, is_forked: bool) -> dict[
     """Simulate a step; if ranks are forked, in such a fork, which has loaded what it needs."""
     if is_forked:
         start_server()
-        server = ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"))
+        context = multiprocessing.get_context("forkserver")
+        server = ProcessPoolExecutor(1, context, initializer=_end_with_server)
         with suppress(BrokenProcessPool), server:  # the run can do without, if it is killed
             return server.submit(_predicted, config, num_ranks, is_forked=False).result()
         return {}
@@ -119,6 +137,7 @@ def start_server() -> None:
 
     It ignores signals that the terminal or a supervisor sends to the whole process group.
     """
+    name_launcher()
     multiprocessing.set_forkserver_preload(["fullshard.training.preloaded"])
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
@@ -129,14 +148,18 @@ def start_server() -> None:
             signal.signal(number, handler)
 
 
+def _end_with_server() -> None:
+    is_loaded_in_server = os.getpid() != _LOADED_IN
+    end_with_parent(_LOADED_IN if is_loaded_in_server else os.getppid())
+
+
 def run_forked_rank(config_file: str, environment: dict[str, str]) -> None:
     """Run a rank in a fork of the server."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(environment)
-    is_loaded_in_server = os.getpid() != _LOADED_IN
-    end_with_launcher(_LOADED_IN if is_loaded_in_server else os.getppid())
+    _end_with_server()
     from fullshard.training.run import run_rank
     from fullshard.training.world import leave
 
@@ -213,6 +236,7 @@ class Launch:
         self._failure: BaseException | None = None
         self._num_signals = 0
         self._signaled: set[int] = set()
+        self._num_looks: Counter[Process] = Counter()
 
     def run(self) -> int:
         if self._is_forked:
@@ -227,6 +251,7 @@ class Launch:
             while thread.is_alive():
                 thread.join(_POLL_S)
                 self._forward_signal()
+                self._end_stuck()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -259,9 +284,8 @@ class Launch:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         if self._num_signals > 1:
-            for pid in self._status.ready_pids():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for each in self._status.ready():
+                kill(each)
             os._exit(STOPPED)
         print(
             "\nstopping after this step; interrupt again to stop immediately",
@@ -273,11 +297,25 @@ class Launch:
         """Ask every rank that has reported ready to stop, once."""
         if not self._num_signals:
             return
-        for pid in self._status.ready_pids():
+        for pid, _ in self._status.ready():
             if pid not in self._signaled:
                 self._signaled.add(pid)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGINT)
+
+    def _end_stuck(self) -> None:
+        """Kill ranks that are stopped, and all that have not ended some time after one was lost.
+
+        The launcher's thread only asks them to end, and waits for half a minute: one that is
+        stopped, or connects to the lost one, or writes files of its own does not answer.
+        """
+        ranks = list(self._status.ready())
+        for each in ranks:
+            is_lost, is_now = self._status.is_lost(each), is_stopped(each[0])
+            self._num_looks[each] = self._num_looks[each] + 1 if is_lost or is_now else 0
+            if self._num_looks[each] > _MAX_LOOKS:
+                for stuck in ranks if is_lost else [each]:
+                    kill(stuck)
 
     def _exit_status(self) -> int:
         error = self._status.error

@@ -40,6 +40,7 @@ class RunFolder:
         self.profile = path / "profile"
         self.places = path / "places.json"
         self._lock = path / "lock.json"
+        self._launch = path / "launch.txt"
         self._is_locked = False
 
     @classmethod
@@ -71,7 +72,7 @@ class RunFolder:
             "machine": machine_id(),
             "process": pid,
             "started": start_of(pid),
-            "launch": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            "launch": _launch(),
         }
         with self._lock.open("a+", encoding="utf-8") as file:
             with suppress(OSError):  # a file system without locks
@@ -92,6 +93,20 @@ class RunFolder:
         if self._is_locked:
             self._lock.unlink(missing_ok=True)
             self._is_locked = False
+
+    @property
+    def is_of_this_launch(self) -> bool:
+        """Whether ranks of this launch have begun the run: torchrun starts them anew if hosts come.
+
+        The launch is the one that torchrun gave a name, or that of `fullshard train`.
+        """
+        launch = _launch()
+        return bool(launch) and self._launch.exists() and self._launch.read_text() == launch
+
+    def begin(self, config: str) -> None:
+        """Write the configuration of the run, and its launch."""
+        self.config.write_text(config, encoding="utf-8")
+        self._launch.write_text(_launch(), encoding="utf-8")
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}"
@@ -161,6 +176,12 @@ def _parsed(text: str, names: Iterable[str]) -> dict[str, Any]:
         return {}
 
 
+def _launch() -> str:
+    """Return the name of the launch, which torchrun calls "none" if it was given no name."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name
+
+
 def _boot_id() -> str:
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""
@@ -174,8 +195,7 @@ def _is_alive(found: dict[str, Any], own: dict[str, Any]) -> bool:
         is_own = found["process"] == own["process"]
         return not is_own and found["started"] == start_of(found["process"])
     was_rebooted = found["host"] == own["host"] and found["boot"] != own["boot"]
-    # torchrun names a launch "none" if it was given no name.
-    is_same_launch = found["launch"] == own["launch"] not in ("", "none")
+    is_same_launch = found["launch"] == own["launch"] != ""
     return not was_rebooted and not is_same_launch
 
 

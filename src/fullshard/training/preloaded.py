@@ -3,6 +3,7 @@
 import gc
 from importlib import import_module
 
+import_module("fullshard.training.control").end_with_parent()
 gc.disable()  # imported objects stay: collections would only visit them again and again
 for _module in ("launcher", "run"):
     import_module(f"fullshard.training.{_module}")

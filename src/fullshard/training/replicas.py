@@ -145,6 +145,9 @@ class ReplicaLaunch(Launch):
             processes[-1].start()
         return _Replica(place, processes, store)
 
+    def _end_stuck(self) -> None:
+        """Each replica ends alone; `_attempt` sees to it."""
+
     def _exit_status(self) -> int:
         status = super()._exit_status()
         if status == 0 and self._lost[0]:

@@ -9,18 +9,19 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from fullshard.comm import watcher
+from fullshard.comm.processes import machine_id, start_of
 from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import CheckpointError, FullshardError, TopologyError
-from fullshard.models.architecture import Architecture
 from fullshard.models.optional import first_line
 from fullshard.models.sampling import sample
 from fullshard.report.page import write_report
@@ -36,7 +37,7 @@ from fullshard.training.control import (
     ReplicaPlace,
     StatusFolder,
     StopRequest,
-    end_with_launcher,
+    end_with_parent,
     num_restarts,
     wants_tracebacks,
 )
@@ -46,12 +47,15 @@ from fullshard.training.machine import environment
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.output import MetricsLog, ReplicaLog, RunFolder
 from fullshard.training.planning import predicted
-from fullshard.training.sharding import architecture_for, build_sharded_model
+from fullshard.training.same_run import Inputs, facts_of, require_same
+from fullshard.training.sharding import build_sharded_model
 from fullshard.training.trainer import Parts, Trainer
 from fullshard.training.world import World, joined, leave
 
 STOPPED = 130
 INVALID = 2
+FAILED = 1
+_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class Run:
@@ -60,8 +64,15 @@ class Run:
     def __init__(self, config: TrainConfig, world: World) -> None:
         self._world = world
         self._ranks = RankGroup.world()
+        process = machine_id(), os.getpid(), start_of(os.getpid())
+        everyone = self._ranks.all_gather((num_restarts(), *process))
         # torchrun counts restarts only on the host whose rank died.
-        self._is_restarted = any(self._ranks.all_gather(num_restarts()))
+        self._is_restarted = any(restarts for restarts, *_ in everyone)
+        self._neighbours = [
+            (pid, start)
+            for _, machine, pid, start in everyone
+            if machine == machine_id() and pid != os.getpid()
+        ]
         # The clocks of hosts differ, so rank 0 names the folder.
         own = str(RunFolder.of(config).path), os.environ.get(PREDICTED, "{}")
         path, os.environ[PREDICTED] = self._ranks.all_gather(own)[0]
@@ -83,6 +94,7 @@ class Run:
         """Train, save, sample and report; return False if stopped before the last step."""
         if self._replica is None or self._replica.replica == 0:
             os.environ[watcher.FILE] = str(self._folder.places)
+        stop.neighbours = self._neighbours
         try:
             return self._run(stop)
         finally:
@@ -90,9 +102,12 @@ class Run:
 
     def _run(self, stop: StopRequest) -> bool:
         config, world = self._config, self._world
-        architecture = architecture_for(config.model)
-        found = self._ranks.run_first("train", self._prepare_folder)
-        parts = self._build(architecture)
+        inputs = self._ranks.run("train", lambda: Inputs.of(config))
+        facts, is_told = facts_of(config, inputs, world), world.local_rank == 0
+        require_same(self._ranks, facts, is_told=is_told)
+        architecture = inputs.architecture
+        found = self._prepare_folder()
+        parts = self._build(inputs)
         self._ranks.run_first("train", lambda: self._require_room(parts, len(found)))
         trainer = Trainer(
             config, world, parts, self._folder, environment() if world.is_first else {}
@@ -155,18 +170,33 @@ class Run:
         return [path.name for path in damaged]
 
     def _prepare_folder(self) -> list[Path]:
-        """Check on rank 0 that the run is possible, and create its folder.
+        """Check that the run is possible, and create its folder, which all hosts must share.
 
         Returns the checkpoints to resume from, newest first, if there are any.
         """
-        config = self._config
-        if not self._is_restarted and not self._is_late:
-            self._folder.require_usable(config)
+        probe = self._ranks.run_first("train", self._claim_folder)
+        try:
+            self._ranks.require_seen("--out", probe)
+        finally:
+            if self._world.is_first:
+                probe.unlink(missing_ok=True)
+
+        def begin() -> list[Path]:
+            if self._replica is None or (self._replica.replica == 0 and not self._is_late):
+                self._folder.begin(config_as_toml(self._written))
+            return self._folder.complete()
+
+        return self._ranks.run_first("train", begin)
+
+    def _claim_folder(self) -> Path:
+        """Lock the folder for the run, and return a new file in it."""
+        if not (self._is_restarted or self._is_late or self._folder.is_of_this_launch):
+            self._folder.require_usable(self._config)
         if self._replica is None:
             self._folder.lock()  # with replicas, the launcher has the lock
-        if self._replica is None or (self._replica.replica == 0 and not self._is_late):
-            self._folder.config.write_text(config_as_toml(self._written), encoding="utf-8")
-        return self._folder.complete()
+        probe = self._folder.path / f".seen-{uuid.uuid4().hex}"
+        probe.touch()
+        return probe
 
     def _require_room(self, parts: Parts, num_complete: int) -> None:
         """Raise if the disk has no room for the checkpoints that will exist at the same time."""
@@ -181,17 +211,15 @@ class Run:
         num_more = min(num_saves, max(run.keep, 2) + 1) + bool(run.eval_every) - num_complete
         require_room(self._folder.checkpoints, num_bytes * num_more)
 
-    def _build(self, architecture: Architecture) -> Parts:
+    def _build(self, inputs: Inputs) -> Parts:
         config, world, ranks = self._config, self._world, self._ranks
-        tokenizer, data = architecture.tokenizer(config.data.tokenizer), config.data
+        architecture, data = inputs.architecture, config.data
 
-        def batches(paths: Sequence[str], held_out: float, *, is_eval: bool = False) -> Batches:
-            documents = ranks.run("data", lambda: Documents.of(paths, data.text_field))
-
+        def batches(documents: Documents, held_out: float, *, is_eval: bool = False) -> Batches:
             def prepared() -> Any:
                 return prepare_corpus(
                     documents,
-                    tokenizer,
+                    inputs.tokenizer,
                     self._folder.tokens,
                     sequence=config.model.sequence,
                     vocabulary=architecture.vocabulary,
@@ -209,9 +237,9 @@ class Run:
                 is_eval=is_eval,
             )
 
-        trained, evaluated = batches(data.paths, data.eval_share), None
-        if data.eval_paths or data.eval_share:
-            evaluated = batches(data.eval_paths or data.paths, data.eval_share or 1.0, is_eval=True)
+        trained, evaluated = batches(inputs.documents, data.eval_share), None
+        if inputs.eval_documents is not None:
+            evaluated = batches(inputs.eval_documents, data.eval_share or 1.0, is_eval=True)
         model = ranks.run(
             "model", lambda: build_sharded_model(architecture, config.sharding, world)
         )
@@ -299,20 +327,44 @@ def run_rank(config: TrainConfig) -> int:
         if status is not None:
             status.report_ready()
         try:
+            refusal = None
             if status is None and os.environ.get("LOCAL_RANK", "0") == "0":
-                # The other ranks wait for this one in `joined`.
-                sizes = (int(os.environ.get(f"{each}WORLD_SIZE", "1")) for each in ("", "LOCAL_"))
-                os.environ[PREDICTED] = json.dumps(predicted(config, *sizes))
+                # The other ranks wait for this one in `joined`; other hosts hear of an error there.
+                size, local_size = (int(os.environ.get(name, "1")) for name in _SIZES)
+                try:
+                    os.environ[PREDICTED] = json.dumps(predicted(config, size, local_size))
+                except (FullshardError, OSError) as error:
+                    if size == local_size:
+                        raise
+                    refusal = error
             with joined(config.run.device) as world:
+                RankGroup.world().run("train", lambda: _raise(refusal))
                 is_done = Run(config, world).run(stop)
         except (FullshardError, OSError, RuntimeError) as error:
+            if _is_lost_connection(error):
+                stop.kill_stopped_neighbours()
             return exit_status_after(error, status)
-    if is_done:
+    if status is not None:
+        status.report_left()
+        if not is_done:
+            status.report_stopped()
         return 0
-    if status is None:
-        return STOPPED
-    status.report_stopped()
-    return 0
+    return 0 if is_done else STOPPED
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def run_and_leave(config: TrainConfig) -> NoReturn:
+    """Run one rank in a process of its own, which ends without waiting for any thread."""
+    try:
+        status = run_rank(config)
+    except BaseException:
+        traceback.print_exc()
+        status = FAILED
+    leave(status)
 
 
 def exit_status_after(error: Exception, status: StatusFolder | None) -> int:
@@ -339,7 +391,9 @@ def exit_status_after(error: Exception, status: StatusFolder | None) -> int:
         traceback.print_exception(error)
     if status is not None:
         return 0  # after any other status the launcher would restart the ranks, in vain
-    if is_own:
+    # Other hosts have terminals of their own.
+    is_elsewhere = getattr(error, "machine", "") not in ("", machine_id())
+    if is_own or (is_elsewhere and os.environ.get("LOCAL_RANK", "0") == "0"):
         print(f"fullshard: {error}", file=sys.stderr, flush=True)
     return INVALID
 
@@ -351,6 +405,7 @@ def _is_lost_connection(error: Exception) -> bool:
     """
     messages = [f"Connection {how}" for how in ("closed by peer", "reset by peer", "refused")]
     messages += ["Broken pipe", "connectFullMesh failed"]  # a rank died while others began
+    messages += ["another rank was lost"]  # while they saved
     is_told = isinstance(error, RuntimeError) and any(each in str(error) for each in messages)
     if is_told or isinstance(error, RankFailedError | dist.DistNetworkError):
         return True
@@ -359,8 +414,8 @@ def _is_lost_connection(error: Exception) -> bool:
 
 def main() -> None:
     """Run one rank; the launcher passes the configuration file."""
-    end_with_launcher()
-    leave(run_rank(config_of(Path(sys.argv[1]), {})))
+    end_with_parent()
+    run_and_leave(config_of(Path(sys.argv[1]), {}))
 
 
 if __name__ == "__main__":

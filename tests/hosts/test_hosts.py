@@ -1,0 +1,88 @@
+"""What goes wrong only between hosts: other settings, files and folders on one of them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import Hosts
+from tests.tiny_run import TEXT
+
+TIMEOUT_S = 120.0
+SAVE = """
+import sys
+import torch
+import torch.distributed as dist
+from fullshard import fully_shard
+from fullshard.errors import CheckpointError
+from fullshard.state import save
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+fully_shard(model)
+try:
+    save(sys.argv[1], model)
+except CheckpointError as error:
+    sys.exit(str(error))
+"""
+
+
+def on_two_hosts(
+    folder: Path, program: list[str], second: list[str] | None = None, *, setup: str = ":"
+) -> tuple[list[int], list[str]]:
+    """Run a program on two hosts, and return how it ended and what it said on each.
+
+    `second` are its arguments on the second host, which has `setup` done to it.
+    """
+    logs = [folder / f"{host}.log" for host in range(2)]
+    with Hosts(2) as hosts:
+        processes = [
+            hosts.start(0, program, log=logs[0]),
+            hosts.start(1, second or program, log=logs[1], setup=setup),
+        ]
+        statuses = [process.wait(TIMEOUT_S) for process in processes]
+    return statuses, [log.read_text() for log in logs]
+
+
+def train(folder: Path, *more: str) -> list[str]:
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "shared").mkdir(exist_ok=True)
+    asked = ["--model", "tiny", "--sequence", "32", "--steps", "2", "--device", "cpu"]
+    asked += ["--sample-tokens", "0", "--no-report", "--save-every", "0"]
+    asked += ["--data", str(folder / "text.txt"), "--out", str(folder / "shared" / "run"), *more]
+    return ["-m", "fullshard", "train", *asked]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["settings", "corpus", "folder"])
+def test_hosts_that_cannot_do_the_same_run_say_why_on_both_and_start_nothing(
+    fault: str, tmp_path: Path
+) -> None:
+    program, second, setup = train(tmp_path), None, ":"
+    if fault == "settings":
+        second = train(tmp_path, "--lr", "0.002")
+        said = ["optimizer.lr (--lr): 0.001 on rank 0 (host0); 0.002 on rank 1 (host1)"]
+    elif fault == "corpus":
+        second = train(tmp_path, "--data", str(tmp_path / "missing.txt"))
+        said = ["missing.txt: a file or folder of text is expected, found nothing there"]
+    else:
+        setup = f"mount -t tmpfs none {tmp_path / 'shared'}"
+        said = ["--out: all hosts must share the folder. rank 1 (host1) cannot see "]
+    statuses, logs = on_two_hosts(tmp_path, program, second, setup=setup)
+    assert statuses == [2, 2], logs
+    for log in logs:
+        assert all(text in log for text in said), log
+        assert "Traceback" not in log
+    if fault == "corpus":
+        assert "failed on rank 1 (host1)" in logs[0]
+    assert not list((tmp_path / "shared").glob("run/*"))
+
+
+@pytest.mark.long
+def test_a_save_to_a_folder_that_is_not_shared_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    program = ["-c", SAVE, str(tmp_path / "shared" / "step_1")]
+    setup = f"mount -t tmpfs none {tmp_path / 'shared'}"
+    statuses, logs = on_two_hosts(tmp_path, program, setup=setup)
+    assert statuses == [1, 1], logs
+    assert all("rank 1 (host1) cannot see .step_1.incoming-" in log for log in logs), logs
+    assert not list((tmp_path / "shared").iterdir())

@@ -1,0 +1,114 @@
+"""Several hosts on this machine: network, process and mount namespaces on one bridge.
+
+    with Hosts(2) as hosts:
+        ranks = [hosts.start(host, ["train.py"], log=folder / f"{host}.log") for host in (0, 1)]
+
+Each host has a network, processes, a name ("host0", "host1", ...) and mounts of its own. It needs
+root on Linux, and `ip` of iproute2.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_PORT = 29500
+_NAMESPACES = ["--uts", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
+
+
+@functools.cache
+def reason_not_here() -> str:
+    """Why this machine cannot make hosts; empty if it can."""
+    if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
+        return f"there is no {' and no '.join(missing)}"
+    if os.geteuid() != 0:
+        return "namespaces need root"
+    tried = subprocess.run(
+        ["unshare", "--net", *_NAMESPACES, "ip", "link", "add", "type", "veth"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return tried.stderr.strip()
+
+
+def _ip(*command: str, check: bool = True) -> None:
+    subprocess.run(["ip", *command], check=check, capture_output=True, text=True)
+
+
+class Hosts:
+    """A number of hosts, which can reach each other, for as long as the block lasts."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self._tag = f"fs{os.getpid()}"
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Hosts:
+        self._folder = tempfile.TemporaryDirectory(prefix="fullshard-hosts-")
+        names = [f"{self._address(host)} host{host}" for host in range(self.num)]
+        self._names = Path(self._folder.name, "hosts")
+        self._names.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+        switch = f"{self._tag}s"
+        try:
+            _ip("netns", "add", switch)
+            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            _ip("-n", switch, "link", "set", "br0", "up")
+            for host in range(self.num):
+                name, port = self._namespace(host), f"p{host}"
+                _ip("netns", "add", name)
+                link = ["link", "add", "eth0", "netns", name, "type", "veth"]
+                _ip(*link, "peer", "name", port, "netns", switch)
+                _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+                _ip("-n", name, "addr", "add", f"{self._address(host)}/24", "dev", "eth0")
+                for device in ("eth0", "lo"):
+                    _ip("-n", name, "link", "set", device, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for host in range(self.num):
+            _ip("netns", "del", self._namespace(host), check=False)
+        _ip("netns", "del", f"{self._tag}s", check=False)
+        self._folder.cleanup()
+
+    def start(
+        self, host: int, program: list[str], *, log: Path, setup: str = ":"
+    ) -> subprocess.Popen[bytes]:
+        """Start the only rank of a host; `setup` is a shell command that may mount folders."""
+        mount = f"mount --bind {self._names} /etc/hosts"
+        command = shlex.join([sys.executable, *program])
+        script = f"hostname host{host} && {mount} && {setup} && exec {command}"
+        ranks = {"RANK": host, "WORLD_SIZE": self.num, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        ranks |= {"MASTER_ADDR": "host0", "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": "eth0"}
+        enter = ["ip", "netns", "exec", self._namespace(host), "unshare", *_NAMESPACES]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*enter, "sh", "-c", script],
+                env={**os.environ, **{name: str(value) for name, value in ranks.items()}},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+    def _namespace(self, host: int) -> str:
+        return f"{self._tag}h{host}"
+
+    @staticmethod
+    def _address(host: int) -> str:
+        return f"10.78.0.{host + 1}"
