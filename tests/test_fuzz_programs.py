@@ -526,6 +526,26 @@ def edited_grads(sides: Sides, action: Action) -> None:
     backward(sides, action)
 
 
+def edited_grads_between(sides: Sides, action: Action) -> None:
+    """Gradients are changed between a forward and its backward, which adds to them."""
+    backward(sides, action)
+    losses = sides.losses(action.seed + 1)
+    shows_shards = sides.program.api == "wrapper" and sides.program.reshards
+    of_sharded = sides.model.parameters() if shows_shards else sides.params.values()
+    for param in (*sides.unsharded.parameters(), *of_sharded):
+        if param.grad is None or action.choice % 4 == 0:
+            param.grad = None
+        elif action.choice % 4 == 1:
+            param.grad.zero_()
+        elif action.choice % 4 == 2:
+            param.grad.mul_(0.5)
+        else:
+            param.grad = param.grad * 0.5
+    for loss in losses:
+        loss.backward()
+    sides.check_grads()
+
+
 def hooked_step(sides: Sides, action: Action) -> None:
     """A hook changes every gradient, or does the step, when the gradient is complete."""
     sides.zero_grad()
@@ -652,6 +672,7 @@ KINDS: dict[str, Callable[[Sides, Action], None]] = {
         saved_and_loaded,
         edited,
         edited_grads,
+        edited_grads_between,
         hooked_step,
         new_optimizer,
         freezing,

@@ -414,14 +414,22 @@ class ModuleHooks:
         """Reshard what the forward of the root left open.
 
         That is a list of modules of which only some ran, a module whose error was caught, an
-        all-gather that nothing used, and units that were lent to other modules.
+        all-gather that nothing used, and units that were lent to other modules. Users of a wrapper
+        see their own parameters, and the gradients of these, before backward too.
         """
         self._ran.clear()
         self._reshard_after_forward()
         self._open.clear()
+        is_owner = self.scheduler is not None and self.scheduler.owner in self.modules
         for unit in self.units:
-            if not unit.is_unsharded and not unit.is_released:
+            if not unit.is_unsharded and not unit.is_released and not unit.is_kept:
                 unit.reshard()
+            elif (
+                is_owner
+                and self.request.form is ParamForm.ORIG_PARAMS
+                and unit.settings.reshard_after_forward is None
+            ):
+                unit.keep()
 
     # Backward
 

@@ -77,10 +77,16 @@ class Released:
     is_free: bool
 
 
-State = Sharded | ReshardedToSubgroup | Unsharding | Unsharded | Released
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Shards are registered; the full parameters are kept for a backward."""
+
+
+State = Sharded | ReshardedToSubgroup | Unsharding | Unsharded | Released | Kept
 
 SHARDED = Sharded()
 UNSHARDED = Unsharded()
+KEPT = Kept()
 
 
 class Registration:
@@ -184,6 +190,10 @@ class Unit:
     @property
     def is_unsharded(self) -> bool:
         return self.state is UNSHARDED
+
+    @property
+    def is_kept(self) -> bool:
+        return self.state is KEPT
 
     @property
     def is_released(self) -> bool:
@@ -299,7 +309,7 @@ class Unit:
         versions = self._shard_versions()
         if self._versions != versions:
             self.reshard_now()  # also memory that the last forward kept for a backward
-        elif self.state is not SHARDED:
+        elif self.state not in (SHARDED, KEPT):
             return
         self._versions = versions
         is_current = self._follow_registered()
@@ -367,6 +377,9 @@ class Unit:
             self.reshard_now()  # held memory would let this rank skip the all-gather
         state, comm_ctx = self.state, self.comm_ctx
         if isinstance(state, (Unsharding, Unsharded)):
+            return
+        if state is KEPT:
+            self._register_fulls()
             return
         if comm_ctx.is_free_pending(self) or isinstance(state, ReshardedToSubgroup):
             if self._versions != self._shard_versions():
@@ -518,6 +531,12 @@ class Unit:
                 kept = self._all_gather.part_for_subgroup(subgroup)
             self.state = ReshardedToSubgroup(kept, subgroup, self.comm_ctx.device.record())
         self.comm_ctx.free_later(self, self._free)
+
+    def keep(self) -> None:
+        """Register the shards of an unsharded unit, and keep the full parameters for a backward."""
+        if self.is_unsharded and self._registration is not None:
+            self._registration.register_shards()
+            self.state = KEPT
 
     def reshard_now(self) -> None:
         """Register the shards and free all memory."""
