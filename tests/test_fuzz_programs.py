@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -39,6 +41,7 @@ from fullshard import (
     by_unit,
     fully_shard,
 )
+from fullshard.errors import MisuseError
 from fullshard.runtime.names import clean_name
 from fullshard.state import load, save
 from fullshard.testing import Rank, pool
@@ -546,6 +549,33 @@ def edited_grads_between(sides: Sides, action: Action) -> None:
     sides.check_grads()
 
 
+def replaced_data(sides: Sides, action: Action) -> None:
+    """Parameters get other memory, every other time between a forward and its backward."""
+    sides.zero_grad()
+    sides.follow(Way())  # a recomputation would see the new values
+    is_between = action.choice % 2 == 0
+    losses = sides.losses(action.seed) if is_between else ()
+
+    def replace(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.data = param.data * 0.9
+
+    replace(sides.model)
+    if is_between and sides.program.api == "wrapper" and not sides.program.reshards:
+        # They are unsharded now. If nothing is trained, the next forward refuses them.
+        backward = losses[1].backward if losses[1].requires_grad else partial(sides.losses, 0)
+        with pytest.raises(MisuseError, match="between a forward and its backward"):
+            backward()
+        sides.zero_grad()
+    else:
+        for loss in losses:
+            if loss.requires_grad:
+                loss.backward()
+        # Not before: autograd has saved the parameters themselves.
+        replace(sides.unsharded)
+    sides.check_params()
+
+
 def hooked_step(sides: Sides, action: Action) -> None:
     """A hook changes every gradient, or does the step, when the gradient is complete."""
     sides.zero_grad()
@@ -673,6 +703,7 @@ KINDS: dict[str, Callable[[Sides, Action], None]] = {
         edited,
         edited_grads,
         edited_grads_between,
+        replaced_data,
         hooked_step,
         new_optimizer,
         freezing,
@@ -724,6 +755,8 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
     if is_wrapped:
         kinds -= {"unsharding", "setting", "not_the_last_backward", "finalized_by_hand"}
         kinds -= {"accumulation_of_a_block"}
+    if not is_wrapped:
+        kinds -= {"replaced_data"}
     if is_wrapped or len(mesh) == 1:
         kinds -= {"without_all_reduce"}
     if api == "flat wrapper":

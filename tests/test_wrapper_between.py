@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fullshard.errors import MisuseError
 from fullshard.testing import Rank, on_ranks
 from tests.wrapped import OURS, TORCH, Package
 
@@ -74,3 +75,53 @@ def test_gradients_may_be_read_and_changed_between_a_forward_and_its_backward(
             seen.append([*between, *grads(model)])
         for theirs, ours in zip(*seen, strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+def assign_data(module: nn.Linear) -> None:
+    module.weight.data = torch.ones_like(module.weight)
+
+
+def assign_param(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(torch.ones_like(module.weight))
+
+
+@on_ranks(2)
+def test_a_parameter_replaced_between_a_forward_and_its_backward_is_refused(rank: Rank) -> None:
+    for strategy, change, where in (
+        ("SHARD_GRAD_OP", assign_data, "first"),
+        ("SHARD_GRAD_OP", assign_data, "inner"),
+        ("SHARD_GRAD_OP", assign_param, "first"),
+        ("FULL_SHARD", assign_param, "first"),
+        ("FULL_SHARD", assign_param, "inner"),
+    ):
+        for package in (TORCH, OURS):
+            model = wrapped(package, strategy)
+            output = model(BATCH)
+            module = getattr(model.module, where)
+            change(module.module if where == "inner" else module)
+            with pytest.raises((AssertionError, RuntimeError)) as error:
+                output.sum().backward()
+                model(BATCH)  # torch notices some of them only here
+        assert isinstance(error.value, MisuseError)
+        assert str(error.value).startswith("inner.weight: " if where == "inner" else "first.weight")
+        if strategy == "SHARD_GRAD_OP":  # nothing of the change is left
+            torch.testing.assert_close(model(BATCH), output)
+
+
+@on_ranks(2)
+def test_data_assigned_to_a_slice_between_a_forward_and_its_backward_is_used_next(
+    rank: Rank,
+) -> None:
+    model, reference = wrapped(OURS, "FULL_SHARD"), Net()
+    model(BATCH).sum().backward()
+    expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    output = model(BATCH)
+    for module in (model.module.first, model.module.inner.module):
+        assign_data(module)
+    output.sum().backward()
+    for found, grad in zip(grads(model), expected, strict=True):
+        torch.testing.assert_close(found, grad)
+    for linear in (reference.first, reference.inner):
+        assign_data(linear)
+    torch.testing.assert_close(model(BATCH), reference(BATCH))

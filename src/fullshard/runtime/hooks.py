@@ -782,6 +782,8 @@ class Scheduler:
     def unshard_for_backward(self, member: ModuleHooks) -> None:
         """Issue the all-gathers of what the backward of a module reads."""
         member.release_unread()
+        for unit in member.reads:
+            unit.require_not_replaced()
         self.unshard(member, [unit for unit in member.reads if not unit.is_unread])
 
     def unshard(self, member: ModuleHooks, units: Sequence[Unit] | None = None) -> None:

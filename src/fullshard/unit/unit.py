@@ -17,21 +17,23 @@ from fullshard._torch import (
     disable_torch_function,
     python_references_of_graph,
     shard_versions,
+    storage_key,
     storage_references,
     tensor_references,
+    to_local,
 )
 from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.device import has_no_memory, type_of
-from fullshard.errors import LifecycleError, UnsupportedError
+from fullshard.errors import LifecycleError, MisuseError, UnsupportedError
 from fullshard.layout import CostModel, DtypePlan, ParamSpec, UnitLayout, plan_unit
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, UnitAllGather
 from fullshard.unit.context import AddressRanges, CommContext
 from fullshard.unit.extensions import Extension
-from fullshard.unit.flat_param import FlatParams
+from fullshard.unit.flat_param import FlatParams, OrigParamSlice
 from fullshard.unit.param import ShardBuffers, ShardedParam
 from fullshard.unit.reduction import GradLane, UnitGrads
 from fullshard.unit.released import ReleasedParam
@@ -100,6 +102,11 @@ class Registration:
         self.fulls: list[nn.Parameter] = [param.full for param in params if param.full is not None]
         self._held = [param.param for param in params]
         self._trainable: list[bool] = []
+        self._originals = [
+            (param, param.full, storage_key(to_local(param.full).untyped_storage()))
+            for param in params
+            if isinstance(param, OrigParamSlice) and param.full is not None
+        ]
         self._places = [
             (location.registry, location.name, param.shard, full)
             for param, full in zip(params, self.fulls, strict=True)
@@ -118,6 +125,20 @@ class Registration:
     def has_shards(self) -> bool:
         """Whether every module sees the shard that was registered there."""
         return all(registry.get(name) is shard for registry, name, shard, _ in self._places)
+
+    def find_replaced(self, *, is_unsharded: bool) -> ShardedParam | None:
+        """A wrapper's original parameter that a user replaced since it was registered."""
+        for param, full, memory in self._originals:
+            expected = full if is_unsharded else param.shard
+            is_same = all(location.get() is expected for location in param.locations)
+            if is_unsharded:
+                # Its storage is resized, and stays the same.
+                is_same &= storage_key(to_local(full).untyped_storage()) == memory
+            else:
+                is_same &= expected.numel() == param.local.numel()
+            if not is_same:
+                return param
+        return None
 
     def register_fulls(self) -> None:
         for registry, name, _, full in self._places:
@@ -305,6 +326,8 @@ class Unit:
         may be held, whose tensors would be left behind.
         """
         self._require_not_summoned()
+        if self.is_unsharded:
+            self.require_not_replaced()
         self._is_training_followed = False
         versions = self._shard_versions()
         if self._versions != versions:
@@ -366,6 +389,19 @@ class Unit:
             raise LifecycleError(
                 f"{self.name}: forward and backward must run outside of summon_full_params, found "
                 "its parameters summoned; leave the context first."
+            )
+
+    def require_not_replaced(self) -> None:
+        """Raise if a user replaced an original parameter between a forward and its backward."""
+        if self._registration is None:
+            return
+        found = self._registration.find_replaced(is_unsharded=self.is_unsharded)
+        if found is not None:
+            self.forget_full()  # it may be what was replaced
+            raise MisuseError(
+                f"{found.name}: a wrapper's parameter must stay the same tensor between a forward "
+                "and its backward, found it or its data replaced; replace it before the forward "
+                "or after the backward."
             )
 
     # Unshard and reshard
@@ -560,7 +596,7 @@ class Unit:
             self.comm_ctx.all_gather_used(self)
             self.state = SHARDED  # shards are still registered
             self.comm_ctx.free_later(self, self._free)
-        self.reshard_now()
+        self.forget_full()  # a user may have replaced the data of some
         self.grads.reset(self.params)
         self._arrived.clear()
 
