@@ -436,6 +436,29 @@ def evaluation(sides: Sides, action: Action) -> None:
         sides.outputs(action.seed)
 
 
+def summoned_evaluation(sides: Sides, action: Action) -> None:
+    """A forward inside `summon_full_params`, of the wrapper or of the module in it."""
+    summoned = FullyShardedDataParallel.summon_full_params(
+        sides.model, recurse=action.choice % 2 == 0, writeback=False
+    )
+    everyones, own = sides.batches(action.seed)
+    with torch.no_grad(), summoned:
+        if sides.program.is_cast:  # what is summoned is not
+            return
+        found = (sides.inner if action.choice & 2 else sides.model)(own)
+        sides.assert_same("output", found, sides.unsharded(everyones)[sides.rows])
+
+
+def transformed(sides: Sides, action: Action) -> None:
+    """A forward inside of a functional transform."""
+    sides.follow(Way())  # functorch does not know checkpoints
+    scale = torch.ones((), dtype=torch.float64, device=sides.rank.device)
+    everyones, own = sides.batches(action.seed)
+    found = torch.func.grad(lambda scale: (sides.model(own).square() * scale).mean())(scale)
+    expected = sides.unsharded(everyones)[sides.rows].square().mean()
+    sides.assert_same("gradient", found.detach(), expected.detach())
+
+
 def evaluation_before_backward(sides: Sides, action: Action) -> None:
     losses = sides.losses(action.seed)
     with torch.no_grad():
@@ -693,6 +716,8 @@ KINDS: dict[str, Callable[[Sides, Action], None]] = {
         zeroed_before_backward,
         grad_of_activations,
         evaluation,
+        summoned_evaluation,
+        transformed,
         evaluation_before_backward,
         forward_alone,
         failure,
@@ -756,7 +781,7 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
         kinds -= {"unsharding", "setting", "not_the_last_backward", "finalized_by_hand"}
         kinds -= {"accumulation_of_a_block"}
     if not is_wrapped:
-        kinds -= {"replaced_data"}
+        kinds -= {"replaced_data", "summoned_evaluation"}
     if is_wrapped or len(mesh) == 1:
         kinds -= {"without_all_reduce"}
     if api == "flat wrapper":

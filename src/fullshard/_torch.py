@@ -35,7 +35,8 @@ __all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "Fak
 __all__ += ["FakeTensorMode"]
 __all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata"]
 __all__ += ["ShardedTensorShard", "StorageInfo", "StridedShard", "TensorMeta", "TensorProperties"]
-__all__ += ["create_fake_group", "default_store", "disable_torch_function"]
+__all__ += ["create_fake_group", "current_transform", "default_store", "disable_torch_function"]
+__all__ += ["outside_transforms"]
 __all__ += ["TorchDispatchMode", "sequence_nr", "symmetric_memory", "tree_leaves", "tree_map_only"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -85,6 +86,12 @@ try:
     # `torch.compiler.disable` wraps a function, which takes longer than most of what is wrapped
     # here, and imports the compiler.
     from torch._C._dynamo import eval_frame as _eval_frame
+
+    # Inside of torch.func's transforms, new tensors have no storage.
+    from torch._C._functorch import peek_interpreter_stack as current_transform
+    from torch._functorch.pyfunctorch import (
+        temporarily_clear_interpreter_stack as outside_transforms,
+    )
 
     # Counts what autograd would save, without memory.
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

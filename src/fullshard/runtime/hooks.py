@@ -94,13 +94,15 @@ class ModuleCall:
     Autograd keeps it alive through the hooks; it holds no tensors. `forward` is the forward that it
     is part of (`Scheduler.finished`), `previous` the hooks that finished before it, which backward
     reaches next. It is active in backward (`ModuleHooks.active`) from the first gradient at its
-    outputs until all inputs that take a gradient have it. `is_uneven` says it ran by agreement.
+    outputs until all inputs that take a gradient have it. `is_uneven` says it ran by agreement,
+    `is_summoned` that it computed with what `summon_full_params` showed.
     """
 
     hooks: ModuleHooks
     forward: list[ModuleHooks]
     opens_forward: bool
     is_uneven: bool = False
+    is_summoned: bool = False
     previous: ModuleHooks | None = None
     num_inputs: int = 0
     _num_pending: int = 0
@@ -308,11 +310,14 @@ class ModuleHooks:
             if not self.is_uneven:
                 scheduler.start(self, (args, kwargs))
         call = ModuleCall(self, scheduler.finished, opens_forward, self.is_uneven)
+        call.is_summoned = any(unit.is_summoned for unit in self.units)
         request = self.request
         device = request.device if opens_forward and request.device.type != "cpu" else None
         dtype = request.policy.param_dtype
         if dtype is not None and not request.policy.cast_forward_inputs:
             dtype = dtype if self.is_root and request.casts_root_inputs else None
+        if call.is_summoned:
+            dtype = None  # its parameters have the dtype that they are stored in
         args, kwargs = call.take_inputs(args, kwargs, device, dtype)
         if self.scope is not None:
             args, kwargs = self.scope.enter(call.input_arrived, (args, kwargs))
@@ -438,6 +443,11 @@ class ModuleHooks:
         """A gradient reached a call's outputs."""
         scheduler = self.ensure_scheduler()
         scheduler.enter_backward()
+        if call.is_summoned or any(unit.is_summoned for unit in self.units):
+            raise LifecycleError(
+                f"{self.name}: forward and backward must run outside of summon_full_params, found "
+                "one of them inside; leave the context first. A forward alone may run inside."
+            )
         if call.is_uneven and not self.is_uneven:
             raise _outside_of_scope(self.name)
         self._awaited.discard(call)
@@ -796,7 +806,7 @@ class Scheduler:
                 member.within.round(member.units)
             return
         for unit in units:
-            if unit.state is not UNSHARDED:
+            if unit.state is not UNSHARDED and not unit.is_summoned:
                 watcher.check()
                 if self._unchecked:
                     self._agree(f"gather in {self.phase}", member)

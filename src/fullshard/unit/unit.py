@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from fullshard._torch import (
+    current_transform,
     disable_torch_function,
+    outside_transforms,
     python_references_of_graph,
     shard_versions,
     storage_key,
@@ -260,7 +262,7 @@ class Unit:
         for param in self.params:
             param.full = None
         if not any(has_no_memory(param.current_local) for param in plain):
-            with torch.no_grad(), torch.inference_mode(False):
+            with torch.no_grad(), _outside_modes():
                 rank = self.mesh_info.shard.rank
                 shards = ShardBuffers(self.layout, plain, self.store, rank)
                 self._shard_buffers = shards
@@ -325,7 +327,8 @@ class Unit:
         made, or whose `grad_dtype` or own all-gather was set since then. But not while a state dict
         may be held, whose tensors would be left behind.
         """
-        self._require_not_summoned()
+        if self.is_summoned:
+            return
         if self.is_unsharded:
             self.require_not_replaced()
         self._is_training_followed = False
@@ -384,18 +387,9 @@ class Unit:
                     f"{local.device}; call module.to('{device.type}')."
                 )
 
-    def _require_not_summoned(self) -> None:
-        if self.is_summoned:
-            raise LifecycleError(
-                f"{self.name}: forward and backward must run outside of summon_full_params, found "
-                "its parameters summoned; leave the context first."
-            )
-
     def require_not_replaced(self) -> None:
         """Raise if a user replaced an original parameter between a forward and its backward."""
-        if self._registration is None:
-            return
-        found = self._registration.find_replaced(is_unsharded=self.is_unsharded)
+        found = self._find_replaced()
         if found is not None:
             self.forget_full()  # it may be what was replaced
             raise MisuseError(
@@ -404,11 +398,17 @@ class Unit:
                 "or after the backward."
             )
 
+    def _find_replaced(self) -> ShardedParam | None:
+        if self._registration is None:
+            return None
+        return self._registration.find_replaced(is_unsharded=self.is_unsharded)
+
     # Unshard and reshard
 
     def unshard(self) -> None:
-        """Issue the all-gather, unless the unit is unsharded or about to be."""
-        self._require_not_summoned()
+        """Issue the all-gather, unless the unit is unsharded or about to be, or summoned."""
+        if self.is_summoned:
+            return
         if self.is_released:
             self.reshard_now()  # held memory would let this rank skip the all-gather
         state, comm_ctx = self.state, self.comm_ctx
@@ -426,7 +426,7 @@ class Unit:
                 return
         if self._shard_buffers is None:
             self.require_ready()
-        with _outside_inference(), comm_ctx.device.on(comm_ctx.streams.all_gather):
+        with _outside_modes(), comm_ctx.device.on(comm_ctx.streams.all_gather):
             if seam.observers:
                 seam.begin(Activity.GATHER, self.name)
             in_flight = self._issue_all_gather(state)
@@ -466,7 +466,7 @@ class Unit:
         self.comm_ctx.all_gather_used(self)
         if seam.observers:
             seam.begin(Activity.AWAIT_GATHER, self.name)
-        with _outside_inference():
+        with _outside_modes():
             self._all_gather.finish(state.all_gather, self.comm_ctx)
         if self._extended:
             self._registration = None  # full parameters may have been made anew
@@ -499,7 +499,7 @@ class Unit:
             return
         # The same values arrive where they already are.
         self.comm_ctx.all_gathers_follow_compute()
-        with _outside_inference():
+        with _outside_modes():
             with self.comm_ctx.device.on(self.comm_ctx.streams.all_gather):
                 in_flight = self._issue_all_gather(SHARDED)
             assert self._all_gather is not None
@@ -563,7 +563,7 @@ class Unit:
         if subgroup is not None:
             self.require_plain_params()
             assert self._all_gather is not None
-            with _outside_inference():
+            with _outside_modes():
                 kept = self._all_gather.part_for_subgroup(subgroup)
             self.state = ReshardedToSubgroup(kept, subgroup, self.comm_ctx.device.record())
         self.comm_ctx.free_later(self, self._free)
@@ -596,7 +596,9 @@ class Unit:
             self.comm_ctx.all_gather_used(self)
             self.state = SHARDED  # shards are still registered
             self.comm_ctx.free_later(self, self._free)
-        self.forget_full()  # a user may have replaced the data of some
+        if self._find_replaced() is not None:
+            self.forget_full()
+        self.reshard_now()
         self.grads.reset(self.params)
         self._arrived.clear()
 
@@ -665,7 +667,7 @@ class Unit:
     def reduce_scatter(self, *, with_zeros: bool = False) -> None:
         """Take the full gradients and start reducing them, or accumulate them without a sync."""
         self._arrived.clear()
-        with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT:
+        with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT, _outside_modes():
             if not self.settings.requires_gradient_sync:
                 self.grads.accumulate(self.params, is_flat=self.flat is not None)
             else:
@@ -711,6 +713,12 @@ def _arrival_hook(
 _NO_CONTEXT = nullcontext()
 
 
-def _outside_inference() -> AbstractContextManager[object]:
-    """Leave inference mode: tensors made in it could not be trained with later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT
+def _outside_modes() -> AbstractContextManager[object]:
+    """Leave inference mode, whose tensors could not be trained with later, and functorch."""
+    is_inference = torch.is_inference_mode_enabled()
+    if not is_inference and current_transform() is None:
+        return _NO_CONTEXT
+    stack = ExitStack()
+    stack.enter_context(outside_transforms())
+    stack.enter_context(torch.inference_mode(False))
+    return stack
