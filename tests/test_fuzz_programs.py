@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -579,12 +579,13 @@ def replaced_data(sides: Sides, action: Action) -> None:
     is_between = action.choice % 2 == 0
     losses = sides.losses(action.seed) if is_between else ()
 
-    def replace(model: nn.Module) -> None:
-        for param in model.parameters():
+    def replace(params: Iterable[nn.Parameter]) -> None:
+        for param in params:
             param.data = param.data * 0.9
 
-    replace(sides.model)
-    if is_between and sides.program.api == "wrapper" and not sides.program.reshards:
+    is_refused = is_between and sides.program.api == "wrapper" and not sides.program.reshards
+    replace(sides.model.parameters() if is_refused else sides.params.values())
+    if is_refused:
         # They are unsharded now. If nothing is trained, the next forward refuses them.
         backward = losses[1].backward if losses[1].requires_grad else partial(sides.losses, 0)
         with pytest.raises(MisuseError, match="between a forward and its backward"):
@@ -595,7 +596,7 @@ def replaced_data(sides: Sides, action: Action) -> None:
             if loss.requires_grad:
                 loss.backward()
         # Not before: autograd has saved the parameters themselves.
-        replace(sides.unsharded)
+        replace(sides.unsharded.parameters())
     sides.check_params()
 
 

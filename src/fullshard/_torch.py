@@ -96,6 +96,9 @@ try:
     # Counts what autograd would save, without memory.
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+    # The registry in which torch's composable APIs tell each other which modules are theirs.
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
     # FSDP1's sharded state dicts are made of these; torch has no public form of them.
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -262,6 +265,14 @@ def python_references_of_graph() -> int:
         held = sys.getrefcount(leaf) - before
     del used
     return held
+
+
+# Modules.
+
+
+def mark_as_fully_sharded(module: torch.nn.Module) -> None:
+    """Let torch's `replicate` leave the parameters of a module alone."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 # Simulations.

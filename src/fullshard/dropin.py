@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m fullshard.dropin train.py --lr 0.1
     torchrun --nproc-per-node 2 -m fullshard.dropin -m package.train --lr 0.1
 
-In a program, `install()` does the same. Every public name of torch's FSDP becomes ours, in the
+Processes that the program starts do so, too. In a program, `install()` does the same for its own
+process. Every public name of torch's FSDP becomes ours, in the
 modules that define it and wherever a module that is already imported has bound it.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +31,8 @@ _OURS = {
     "torch.distributed.fsdp._fully_shard": "fullshard",
     "torch.distributed._composable.fsdp": "fullshard",
 }
+# It shares its base class and helpers with torch's `fully_shard`, and keeps torch's.
+_APART = "torch.distributed._composable.replicate_with_fsdp"
 _DEFINED_IN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 _log = logging.getLogger(__name__)
 
@@ -43,6 +47,7 @@ class _Redirect:
     def __init__(self) -> None:
         self.theirs: dict[int, tuple[Any, Any]] = {}
         self.unknown: list[str] = []
+        importlib.import_module(_APART)  # now: its class derives from torch's `FSDPModule`
         for name, own_name in _OURS.items():
             module, own = importlib.import_module(name), importlib.import_module(own_name)
             for each in _public_names(module):
@@ -82,7 +87,8 @@ def _replace(
     replaced = []
     for name in list(names):
         module = sys.modules.get(name)
-        if not isinstance(module, ModuleType) or name.partition(".")[0] == "fullshard":
+        is_ours = name.partition(".")[0] == "fullshard"
+        if not isinstance(module, ModuleType) or is_ours or name == _APART:
             continue
         for each, value in list(vars(module).items()):
             old, new = pairs.get(id(value), (None, None))
@@ -131,6 +137,15 @@ def installed() -> Iterator[None]:
             uninstall()
 
 
+def _install_in_children() -> None:
+    """Let every process that Python starts from here do the same, as `dropin_site` says."""
+    folder = str(Path(__file__).parent / "dropin_site")
+    others = os.environ.get("PYTHONPATH", "")
+    os.environ["FULLSHARD_DROPIN"] = "1"
+    if folder not in others.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, others]))
+
+
 def run(arguments: Sequence[str]) -> None:
     """Run a program, `file.py ...` or `-m module ...`, with torch's names replaced."""
     is_module = bool(arguments) and arguments[0] == "-m"
@@ -142,6 +157,7 @@ def run(arguments: Sequence[str]) -> None:
             f"{found}."
         )
     install()
+    _install_in_children()
     sys.argv = program
     if is_module:
         sys.path.insert(0, "")
