@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from click.testing import CliRunner
+from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
@@ -113,7 +114,8 @@ def test_processes_that_a_program_starts_are_redirected(
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.stdout.write('own ')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     found = outcome(sys.executable, "-m", "fullshard.dropin", str(program))
-    assert found.replace("own ", "").split() == "child 0 child 0 child 0 child 2".split()
+    expected = ["child 0", "child 0", "child 0", "child 2"]
+    assert found.replace("own ", "").splitlines() == expected
     assert found.count("own ") > 1  # what it hides is loaded, too
 
 
@@ -175,6 +177,35 @@ def test_torchs_replicate_of_fsdp_stays_torchs(rank: Rank) -> None:
         for param, whole in zip(model.parameters(), reference.parameters(), strict=True):
             dist.all_reduce(whole.grad, dist.ReduceOp.SUM)
             torch.testing.assert_close(param.grad.to_local(), whole.grad / rank.size)
+
+
+@on_ranks(2)
+def test_flat_parameters_move_by_the_names_that_rl_frameworks_read(rank: Rank) -> None:
+    with dropin.installed():
+        from torch.distributed.fsdp._common_utils import _get_module_fsdp_state
+        from torch.distributed.fsdp._runtime_utils import _lazy_init
+
+        for use_orig_params in (False, True):
+            net = Net()
+            net.head = TorchWrapper(net.head, use_orig_params=use_orig_params)
+            model = TorchWrapper(net, use_orig_params=use_orig_params)
+            model(batch_of(0, rank.rank)).sum().backward()
+            expected = model(batch_of(0, rank.rank))
+            assert _lazy_init(model, model) is model
+            assert model._is_root
+            assert _get_module_fsdp_state(model) is model
+            assert _get_module_fsdp_state(nn.Linear(1, 1)) is None
+            assert [handle.flat_param for handle in model._all_handles] == [
+                model._flat_param,
+                net.head._flat_param,
+            ]
+            for handle in model._all_handles:
+                assert not handle._offload_params
+                flat = handle.flat_param
+                assert flat._local_shard.data_ptr() == flat.data.data_ptr()
+                handle.flat_param_to(torch.device("cpu"), non_blocking=True)
+                flat._local_shard = flat.data
+            torch.testing.assert_close(model(batch_of(0, rank.rank)), expected)
 
 
 @on_ranks(2)

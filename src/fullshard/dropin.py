@@ -18,9 +18,12 @@ import runpy
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from fullshard.framework_attributes import lazy_init, module_state_of
 
 _OURS = {
     "torch.distributed.fsdp": "fullshard",
@@ -31,6 +34,12 @@ _OURS = {
     "torch.distributed.fsdp._fully_shard": "fullshard",
     "torch.distributed._composable.fsdp": "fullshard",
 }
+_OF_WRAPPERS = {
+    "torch.distributed.fsdp._runtime_utils._lazy_init": lazy_init,
+    "torch.distributed.fsdp._common_utils._get_module_fsdp_state": module_state_of,
+    "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state": module_state_of,
+}
+"""Private functions that frameworks call with a wrapper or a sharded module."""
 # It shares its base class and helpers with torch's `fully_shard`, and keeps torch's.
 _APART = "torch.distributed._composable.replicate_with_fsdp"
 _DEFINED_IN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -59,6 +68,11 @@ class _Redirect:
                     self.theirs[id(value)] = value, found
                 elif id(value) not in self.theirs:
                     self.unknown.append(f"{name}.{each}")
+        for path, own in _OF_WRAPPERS.items():
+            module_name, _, each = path.rpartition(".")
+            value = getattr(importlib.import_module(module_name), each, None)
+            if value is not None:
+                self.theirs[id(value)] = value, partial(own, value)
         self.ours = {id(own): (own, theirs) for theirs, own in self.theirs.values()}
         self.imported_before = set(sys.modules)
         self.replaced = _replace(self.theirs, sys.modules)
