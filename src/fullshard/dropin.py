@@ -16,7 +16,7 @@ import logging
 import os
 import runpy
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ _OURS = {
     "torch.distributed.fsdp._fully_shard": "fullshard",
     "torch.distributed._composable.fsdp": "fullshard",
 }
-_OF_WRAPPERS = {
+_OF_WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch.distributed.fsdp._runtime_utils._lazy_init": lazy_init,
     "torch.distributed.fsdp._common_utils._get_module_fsdp_state": module_state_of,
     "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state": module_state_of,
@@ -68,11 +68,11 @@ class _Redirect:
                     self.theirs[id(value)] = value, found
                 elif id(value) not in self.theirs:
                     self.unknown.append(f"{name}.{each}")
-        for path, own in _OF_WRAPPERS.items():
+        for path, either in _OF_WRAPPERS.items():
             module_name, _, each = path.rpartition(".")
             value = getattr(importlib.import_module(module_name), each, None)
             if value is not None:
-                self.theirs[id(value)] = value, partial(own, value)
+                self.theirs[id(value)] = value, partial(either, value)
         self.ours = {id(own): (own, theirs) for theirs, own in self.theirs.values()}
         self.imported_before = set(sys.modules)
         self.replaced = _replace(self.theirs, sys.modules)

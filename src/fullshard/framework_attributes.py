@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.api import OptimStateDictConfig, StateDictConfig, StateDictType
+from fullshard.api import CPUOffloadPolicy, OptimStateDictConfig, StateDictConfig, StateDictType
 from fullshard.runtime.hooks import ModuleCall, ModuleHooks, hooks_of, require_hooks
 from fullshard.runtime.names import clean_name
 from fullshard.state.module_state import own_settings
@@ -55,9 +55,9 @@ def training_state_of(wrapper: Any) -> TrainingState:
 class FlatParamHandle:
     """The flat parameter of a wrapper: its dtype and its device."""
 
-    def __init__(self, flat_param: FlatParameter, unit: Unit) -> None:
+    def __init__(self, flat_param: FlatParameter, hooks: ModuleHooks) -> None:
         self.flat_param = flat_param
-        self._offload_params = unit.is_offloaded
+        self._offload_params = isinstance(hooks.request.offload, CPUOffloadPolicy)
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Move this rank's part, as `Tensor.to` does."""
@@ -94,7 +94,7 @@ class WrapperAttributes:
     @property
     def _handle(self) -> FlatParamHandle | None:
         flat = self._flat_param
-        return None if flat is None else FlatParamHandle(flat, require_hooks(self).units[0])
+        return None if flat is None else FlatParamHandle(flat, require_hooks(self))
 
     @property
     def _all_handles(self) -> list[FlatParamHandle]:
@@ -102,11 +102,12 @@ class WrapperAttributes:
         assert isinstance(self, nn.Module)
         found: list[FlatParamHandle] = []
         for wrapper in wrappers_of(self):
-            unit = require_hooks(wrapper).units[0]
-            holders = [] if unit.flat is None else unit.flat.holders
-            shown = None if unit.flat is None else unit.flat.flat_param()
+            hooks = require_hooks(wrapper)
+            flat = hooks.units[0].flat
+            holders = [] if flat is None else flat.holders
+            shown = None if flat is None else flat.flat_param()
             params = [holder.param for holder in holders] or ([] if shown is None else [shown])
-            found += (FlatParamHandle(param, unit) for param in params)
+            found += (FlatParamHandle(param, hooks) for param in params)
         return found
 
     @property
