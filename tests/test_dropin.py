@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from click.testing import CliRunner
+from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
+from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.pipelining import schedules
 
@@ -79,6 +82,43 @@ def test_a_program_runs_unchanged_on_one_rank_and_on_two(tmp_path: Path) -> None
     assert found == TRAINED.format(1, ours, 1, ours)
 
 
+CHILDREN = """
+import os, subprocess, sys
+import torch
+import torch.multiprocessing as mp
+
+def child(number, *_):
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    names = (FullyShardedDataParallel, fully_shard, ModuleWrapPolicy)
+    assert all(name.__module__.startswith("fullshard") for name in names), names
+    sys.stdout.write(f"child {number}\\n")
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        child(*sys.argv[1:])
+    else:
+        child(0)
+        sys.stdout.flush()
+        mp.spawn(child, nprocs=1)
+        mp.start_processes(child, (1,), nprocs=1, start_method="forkserver")
+        subprocess.run([sys.executable, __file__, "2"], check=True)
+"""
+
+
+def test_processes_that_a_program_starts_are_redirected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "children.py"
+    program.write_text(CHILDREN)
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.stdout.write('own ')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    found = outcome(sys.executable, "-m", "fullshard.dropin", str(program))
+    expected = ["child 0", "child 0", "child 0", "child 2"]
+    assert found.replace("own ", "").splitlines() == expected
+    assert found.count("own ") > 1  # what it hides is loaded, too
+
+
 def test_what_is_no_program_is_a_sentence() -> None:
     with pytest.raises(SystemExit, match=r"a program is expected.*found nothing"):
         dropin.run([])
@@ -118,6 +158,54 @@ def test_a_module_imported_while_it_is_installed_gets_torchs_names_back(
         assert late_user.fully_shard is fullshard.fully_shard
     assert late_user.fully_shard is torch_fsdp.fully_shard
     del sys.modules["late_user"]
+
+
+@on_ranks(2)
+def test_torchs_replicate_of_fsdp_stays_torchs(rank: Rank) -> None:
+    base = TorchModule
+    with dropin.installed():
+        from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+
+        assert issubclass(ReplicateModule, base)
+        model = replicate(Net(), mesh=rank.mesh())
+        assert isinstance(model, ReplicateModule)
+        reference, batch = Net(), batch_of(0, rank.rank)
+        for param, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            whole.data = param.to_local().clone()
+        for each in (model, reference):
+            each(batch).sum().backward()
+        for param, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(whole.grad, dist.ReduceOp.SUM)
+            torch.testing.assert_close(param.grad.to_local(), whole.grad / rank.size)
+
+
+@on_ranks(2)
+def test_flat_parameters_move_by_the_names_that_rl_frameworks_read(rank: Rank) -> None:
+    with dropin.installed():
+        from torch.distributed.fsdp._common_utils import _get_module_fsdp_state
+        from torch.distributed.fsdp._runtime_utils import _lazy_init
+
+        for use_orig_params in (False, True):
+            net = Net()
+            net.head = TorchWrapper(net.head, use_orig_params=use_orig_params)
+            model = TorchWrapper(net, use_orig_params=use_orig_params)
+            model(batch_of(0, rank.rank)).sum().backward()
+            expected = model(batch_of(0, rank.rank))
+            assert _lazy_init(model, model) is model
+            assert model._is_root
+            assert _get_module_fsdp_state(model) is model
+            assert _get_module_fsdp_state(nn.Linear(1, 1)) is None
+            assert [handle.flat_param for handle in model._all_handles] == [
+                model._flat_param,
+                net.head._flat_param,
+            ]
+            for handle in model._all_handles:
+                assert not handle._offload_params
+                flat = handle.flat_param
+                assert flat._local_shard.data_ptr() == flat.data.data_ptr()
+                handle.flat_param_to(torch.device("cpu"), non_blocking=True)
+                flat._local_shard = flat.data
+            torch.testing.assert_close(model(batch_of(0, rank.rank)), expected)
 
 
 @on_ranks(2)

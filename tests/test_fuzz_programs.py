@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -39,6 +41,7 @@ from fullshard import (
     by_unit,
     fully_shard,
 )
+from fullshard.errors import MisuseError
 from fullshard.runtime.names import clean_name
 from fullshard.state import load, save
 from fullshard.testing import Rank, pool
@@ -433,6 +436,29 @@ def evaluation(sides: Sides, action: Action) -> None:
         sides.outputs(action.seed)
 
 
+def summoned_evaluation(sides: Sides, action: Action) -> None:
+    """A forward inside `summon_full_params`, of the wrapper or of the module in it."""
+    summoned = FullyShardedDataParallel.summon_full_params(
+        sides.model, recurse=action.choice % 2 == 0, writeback=False
+    )
+    everyones, own = sides.batches(action.seed)
+    with torch.no_grad(), summoned:
+        if sides.program.is_cast:  # what is summoned is not
+            return
+        found = (sides.inner if action.choice & 2 else sides.model)(own)
+        sides.assert_same("output", found, sides.unsharded(everyones)[sides.rows])
+
+
+def transformed(sides: Sides, action: Action) -> None:
+    """A forward inside of a functional transform."""
+    sides.follow(Way())  # functorch does not know checkpoints
+    scale = torch.ones((), dtype=torch.float64, device=sides.rank.device)
+    everyones, own = sides.batches(action.seed)
+    found = torch.func.grad(lambda scale: (sides.model(own).square() * scale).mean())(scale)
+    expected = sides.unsharded(everyones)[sides.rows].square().mean()
+    sides.assert_same("gradient", found.detach(), expected.detach())
+
+
 def evaluation_before_backward(sides: Sides, action: Action) -> None:
     losses = sides.losses(action.seed)
     with torch.no_grad():
@@ -524,6 +550,54 @@ def edited_grads(sides: Sides, action: Action) -> None:
         if param.grad is not None:
             param.grad.mul_(0.5)
     backward(sides, action)
+
+
+def edited_grads_between(sides: Sides, action: Action) -> None:
+    """Gradients are changed between a forward and its backward, which adds to them."""
+    backward(sides, action)
+    losses = sides.losses(action.seed + 1)
+    shows_shards = sides.program.api == "wrapper" and sides.program.reshards
+    of_sharded = sides.model.parameters() if shows_shards else sides.params.values()
+    for param in (*sides.unsharded.parameters(), *of_sharded):
+        if param.grad is None or action.choice % 4 == 0:
+            param.grad = None
+        elif action.choice % 4 == 1:
+            param.grad.zero_()
+        elif action.choice % 4 == 2:
+            param.grad.mul_(0.5)
+        else:
+            param.grad = param.grad * 0.5
+    for loss in losses:
+        loss.backward()
+    sides.check_grads()
+
+
+def replaced_data(sides: Sides, action: Action) -> None:
+    """Parameters get other memory, every other time between a forward and its backward."""
+    sides.zero_grad()
+    sides.follow(Way())  # a recomputation would see the new values
+    is_between = action.choice % 2 == 0
+    losses = sides.losses(action.seed) if is_between else ()
+
+    def replace(params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            param.data = param.data * 0.9
+
+    is_refused = is_between and sides.program.api == "wrapper" and not sides.program.reshards
+    replace(sides.model.parameters() if is_refused else sides.params.values())
+    if is_refused:
+        # They are unsharded now. If nothing is trained, the next forward refuses them.
+        backward = losses[1].backward if losses[1].requires_grad else partial(sides.losses, 0)
+        with pytest.raises(MisuseError, match="between a forward and its backward"):
+            backward()
+        sides.zero_grad()
+    else:
+        for loss in losses:
+            if loss.requires_grad:
+                loss.backward()
+        # Not before: autograd has saved the parameters themselves.
+        replace(sides.unsharded.parameters())
+    sides.check_params()
 
 
 def hooked_step(sides: Sides, action: Action) -> None:
@@ -643,6 +717,8 @@ KINDS: dict[str, Callable[[Sides, Action], None]] = {
         zeroed_before_backward,
         grad_of_activations,
         evaluation,
+        summoned_evaluation,
+        transformed,
         evaluation_before_backward,
         forward_alone,
         failure,
@@ -652,6 +728,8 @@ KINDS: dict[str, Callable[[Sides, Action], None]] = {
         saved_and_loaded,
         edited,
         edited_grads,
+        edited_grads_between,
+        replaced_data,
         hooked_step,
         new_optimizer,
         freezing,
@@ -703,6 +781,8 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
     if is_wrapped:
         kinds -= {"unsharding", "setting", "not_the_last_backward", "finalized_by_hand"}
         kinds -= {"accumulation_of_a_block"}
+    if not is_wrapped:
+        kinds -= {"replaced_data", "summoned_evaluation"}
     if is_wrapped or len(mesh) == 1:
         kinds -= {"without_all_reduce"}
     if api == "flat wrapper":

@@ -1,5 +1,6 @@
 """`summon_full_params`: what is shown, what is kept of it, and what is put back."""
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -332,17 +333,16 @@ def test_an_error_inside_leaves_everything_as_it_was(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_nothing_runs_inside_and_a_summons_does_not_begin_in_forward(rank: Rank) -> None:
+def test_no_backward_runs_inside_and_a_summons_does_not_begin_in_forward(rank: Rank) -> None:
     for use_orig_params in (False, True):
         model = wrapped(OURS, use_orig_params=use_orig_params)
         loss = model(batch(rank.rank)).sum()
         with summoned(OURS, model):
             with pytest.raises(LifecycleError, match="summon_full_params"):
-                model(batch(rank.rank))
-            with pytest.raises(LifecycleError, match="summon_full_params"):
-                model.module.inner(batch(rank.rank))
-            with pytest.raises(LifecycleError, match="summon_full_params"):
                 loss.backward()
+            loss = model(batch(rank.rank)).sum()
+        with pytest.raises(LifecycleError, match="summon_full_params"):
+            loss.backward()
         failures: list[Exception] = []
 
         def begin(*_: Any, model: Any = model, failures: list[Exception] = failures) -> None:
@@ -358,6 +358,33 @@ def test_nothing_runs_inside_and_a_summons_does_not_begin_in_forward(rank: Rank)
         assert len(failures) == 1
         reference = built()
         torch.testing.assert_close(model(batch(0)), reference(batch(0)))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_a_forward_inside_computes_with_what_was_written_there(rank: Rank, strategy: str) -> None:
+    x = batch(rank.rank)
+    for use_orig_params, recurse, is_first in itertools.product((False, True), repeat=3):
+        reference = built()
+        options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
+        model = wrapped(OURS, **options)
+        if not is_first:
+            model(x).sum().backward()
+            model.zero_grad()
+        for called in (model, model.module):
+            with torch.no_grad(), summoned(OURS, model, recurse=recurse):
+                for net in (model.module, reference):
+                    net.gain.add_(1.0)
+                torch.testing.assert_close(called(x), reference(x))
+            torch.testing.assert_close(model(x), reference(x))
+        with torch.no_grad(), summoned(OURS, model, recurse=recurse, writeback=False):
+            model.module.gain.add_(1.0)
+            model(x)
+        step(model, rank)  # what it gathers is what it kept
+        if use_orig_params:  # torch's gathers flat parameters only for its module
+            theirs = wrapped(TORCH, **options)
+            with torch.no_grad(), summoned(TORCH, theirs, recurse=recurse, writeback=False):
+                torch.testing.assert_close(theirs(x), built()(x))
 
 
 @on_ranks(2)

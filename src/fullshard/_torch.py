@@ -35,7 +35,8 @@ __all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "Fak
 __all__ += ["FakeTensorMode"]
 __all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata"]
 __all__ += ["ShardedTensorShard", "StorageInfo", "StridedShard", "TensorMeta", "TensorProperties"]
-__all__ += ["create_fake_group", "default_store", "disable_torch_function"]
+__all__ += ["create_fake_group", "current_transform", "default_store", "disable_torch_function"]
+__all__ += ["outside_transforms"]
 __all__ += ["TorchDispatchMode", "sequence_nr", "symmetric_memory", "tree_leaves", "tree_map_only"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -86,8 +87,17 @@ try:
     # here, and imports the compiler.
     from torch._C._dynamo import eval_frame as _eval_frame
 
+    # Inside of torch.func's transforms, new tensors have no storage.
+    from torch._C._functorch import peek_interpreter_stack as current_transform
+    from torch._functorch.pyfunctorch import (
+        temporarily_clear_interpreter_stack as outside_transforms,
+    )
+
     # Counts what autograd would save, without memory.
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    # The registry in which torch's composable APIs tell each other which modules are theirs.
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     # FSDP1's sharded state dicts are made of these; torch has no public form of them.
     from torch.distributed._shard.metadata import ShardMetadata
@@ -259,6 +269,14 @@ def python_references_of_graph() -> int:
         held = sys.getrefcount(leaf) - before
     del used
     return held
+
+
+# Modules.
+
+
+def mark_as_fully_sharded(module: torch.nn.Module) -> None:
+    """Let torch's `replicate` leave the parameters of a module alone."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 # Simulations.

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m fullshard.dropin train.py --lr 0.1
     torchrun --nproc-per-node 2 -m fullshard.dropin -m package.train --lr 0.1
 
-In a program, `install()` does the same. Every public name of torch's FSDP becomes ours, in the
+Processes that the program starts do so, too. In a program, `install()` does the same for its own
+process. Every public name of torch's FSDP becomes ours, in the
 modules that define it and wherever a module that is already imported has bound it.
 """
 
@@ -12,13 +13,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
 import runpy
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from fullshard.framework_attributes import lazy_init, module_state_of
 
 _OURS = {
     "torch.distributed.fsdp": "fullshard",
@@ -29,6 +34,14 @@ _OURS = {
     "torch.distributed.fsdp._fully_shard": "fullshard",
     "torch.distributed._composable.fsdp": "fullshard",
 }
+_OF_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "torch.distributed.fsdp._runtime_utils._lazy_init": lazy_init,
+    "torch.distributed.fsdp._common_utils._get_module_fsdp_state": module_state_of,
+    "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state": module_state_of,
+}
+"""Private functions that frameworks call with a wrapper or a sharded module."""
+# It shares its base class and helpers with torch's `fully_shard`, and keeps torch's.
+_APART = "torch.distributed._composable.replicate_with_fsdp"
 _DEFINED_IN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 _log = logging.getLogger(__name__)
 
@@ -43,6 +56,7 @@ class _Redirect:
     def __init__(self) -> None:
         self.theirs: dict[int, tuple[Any, Any]] = {}
         self.unknown: list[str] = []
+        importlib.import_module(_APART)  # now: its class derives from torch's `FSDPModule`
         for name, own_name in _OURS.items():
             module, own = importlib.import_module(name), importlib.import_module(own_name)
             for each in _public_names(module):
@@ -54,6 +68,11 @@ class _Redirect:
                     self.theirs[id(value)] = value, found
                 elif id(value) not in self.theirs:
                     self.unknown.append(f"{name}.{each}")
+        for path, either in _OF_WRAPPERS.items():
+            module_name, _, each = path.rpartition(".")
+            value = getattr(importlib.import_module(module_name), each, None)
+            if value is not None:
+                self.theirs[id(value)] = value, partial(either, value)
         self.ours = {id(own): (own, theirs) for theirs, own in self.theirs.values()}
         self.imported_before = set(sys.modules)
         self.replaced = _replace(self.theirs, sys.modules)
@@ -82,7 +101,8 @@ def _replace(
     replaced = []
     for name in list(names):
         module = sys.modules.get(name)
-        if not isinstance(module, ModuleType) or name.partition(".")[0] == "fullshard":
+        is_ours = name.partition(".")[0] == "fullshard"
+        if not isinstance(module, ModuleType) or is_ours or name == _APART:
             continue
         for each, value in list(vars(module).items()):
             old, new = pairs.get(id(value), (None, None))
@@ -131,6 +151,15 @@ def installed() -> Iterator[None]:
             uninstall()
 
 
+def _install_in_children() -> None:
+    """Let every process that Python starts from here do the same, as `dropin_site` says."""
+    folder = str(Path(__file__).parent / "dropin_site")
+    others = os.environ.get("PYTHONPATH", "")
+    os.environ["FULLSHARD_DROPIN"] = "1"
+    if folder not in others.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, others]))
+
+
 def run(arguments: Sequence[str]) -> None:
     """Run a program, `file.py ...` or `-m module ...`, with torch's names replaced."""
     is_module = bool(arguments) and arguments[0] == "-m"
@@ -142,6 +171,7 @@ def run(arguments: Sequence[str]) -> None:
             f"{found}."
         )
     install()
+    _install_in_children()
     sys.argv = program
     if is_module:
         sys.path.insert(0, "")

@@ -2,6 +2,7 @@
 
 | name | used by |
 | --- | --- |
+| `_all_handles`, `flat_param_to`, `_local_shard`, `_lazy_init`, `_get_module_fsdp_state` | verl |
 | `_has_params`, `_flat_param`, its `data`, `_handle._orig_param_dtype` | accelerate, in bf16 |
 | `FlatParameter._fqns`, `_fsdp_wrapped_module` | accelerate, DCP |
 | `_fsdp_flattened` of flat and of original parameters | Lightning, of optimizers |
@@ -24,10 +25,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.api import OptimStateDictConfig, StateDictConfig, StateDictType
+from fullshard.api import CPUOffloadPolicy, OptimStateDictConfig, StateDictConfig, StateDictType
 from fullshard.runtime.hooks import ModuleCall, ModuleHooks, hooks_of, require_hooks
 from fullshard.runtime.names import clean_name
 from fullshard.state.module_state import own_settings
+from fullshard.state.shards import wrappers_of
 from fullshard.unit.context import CommContext
 from fullshard.unit.flat_param import FlatParameter, ParamForm
 from fullshard.unit.unit import Unit
@@ -51,10 +53,15 @@ def training_state_of(wrapper: Any) -> TrainingState:
 
 
 class FlatParamHandle:
-    """The flat parameter of a wrapper and its dtype."""
+    """The flat parameter of a wrapper: its dtype and its device."""
 
-    def __init__(self, flat_param: FlatParameter) -> None:
+    def __init__(self, flat_param: FlatParameter, hooks: ModuleHooks) -> None:
         self.flat_param = flat_param
+        self._offload_params = isinstance(hooks.request.offload, CPUOffloadPolicy)
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """Move this rank's part, as `Tensor.to` does."""
+        self.flat_param.data = self.flat_param.data.to(*args, **kwargs)
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -87,7 +94,21 @@ class WrapperAttributes:
     @property
     def _handle(self) -> FlatParamHandle | None:
         flat = self._flat_param
-        return None if flat is None else FlatParamHandle(flat)
+        return None if flat is None else FlatParamHandle(flat, require_hooks(self))
+
+    @property
+    def _all_handles(self) -> list[FlatParamHandle]:
+        """Those of this wrapper and of all inside, one for each flat parameter."""
+        assert isinstance(self, nn.Module)
+        found: list[FlatParamHandle] = []
+        for wrapper in wrappers_of(self):
+            hooks = require_hooks(wrapper)
+            flat = hooks.units[0].flat
+            holders = [] if flat is None else flat.holders
+            shown = None if flat is None else flat.flat_param()
+            params = [holder.param for holder in holders] or ([] if shown is None else [shown])
+            found += (FlatParamHandle(param, hooks) for param in params)
+        return found
 
     @property
     def _is_root(self) -> bool | None:
@@ -110,6 +131,26 @@ class WrapperAttributes:
     @property
     def _optim_state_dict_config(self) -> OptimStateDictConfig:
         return own_settings(self).optim_state_dict_config  # type: ignore[arg-type]
+
+
+# torch's functions that take a wrapper; `theirs` is for modules that are not ours
+
+
+def lazy_init(theirs: Callable[..., Any], state: Any, root: nn.Module) -> Any:
+    """Settle which wrapper is the root, as the first forward does."""
+    hooks = hooks_of(root)
+    if hooks is None:
+        return theirs(state, root)
+    hooks.ensure_scheduler()
+    return state
+
+
+def module_state_of(theirs: Callable[..., Any], module: nn.Module) -> Any:
+    """A wrapper itself, or the state of a module that `fully_shard` was called on."""
+    hooks = hooks_of(module)
+    if hooks is None:
+        return theirs(module)
+    return state_of(module) or module
 
 
 # What `fully_shard` leaves at a module

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from fullshard._torch import mark_as_fully_sharded
 from fullshard.api import (
     AllGather,
     DataParallelMeshDims,
@@ -130,6 +131,7 @@ def fully_shard(
     watch_optimizers()
     for each in modules:
         each.__class__ = _sharded_class(type(each))  # type: ignore[arg-type]
+        mark_as_fully_sharded(each)
     return module
 
 

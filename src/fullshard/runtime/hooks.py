@@ -94,13 +94,15 @@ class ModuleCall:
     Autograd keeps it alive through the hooks; it holds no tensors. `forward` is the forward that it
     is part of (`Scheduler.finished`), `previous` the hooks that finished before it, which backward
     reaches next. It is active in backward (`ModuleHooks.active`) from the first gradient at its
-    outputs until all inputs that take a gradient have it. `is_uneven` says it ran by agreement.
+    outputs until all inputs that take a gradient have it. `is_uneven` says it ran by agreement,
+    `is_summoned` that it computed with what `summon_full_params` showed.
     """
 
     hooks: ModuleHooks
     forward: list[ModuleHooks]
     opens_forward: bool
     is_uneven: bool = False
+    is_summoned: bool = False
     previous: ModuleHooks | None = None
     num_inputs: int = 0
     _num_pending: int = 0
@@ -308,11 +310,14 @@ class ModuleHooks:
             if not self.is_uneven:
                 scheduler.start(self, (args, kwargs))
         call = ModuleCall(self, scheduler.finished, opens_forward, self.is_uneven)
+        call.is_summoned = any(unit.is_summoned for unit in self.units)
         request = self.request
         device = request.device if opens_forward and request.device.type != "cpu" else None
         dtype = request.policy.param_dtype
         if dtype is not None and not request.policy.cast_forward_inputs:
             dtype = dtype if self.is_root and request.casts_root_inputs else None
+        if call.is_summoned:
+            dtype = None  # its parameters have the dtype that they are stored in
         args, kwargs = call.take_inputs(args, kwargs, device, dtype)
         if self.scope is not None:
             args, kwargs = self.scope.enter(call.input_arrived, (args, kwargs))
@@ -414,14 +419,22 @@ class ModuleHooks:
         """Reshard what the forward of the root left open.
 
         That is a list of modules of which only some ran, a module whose error was caught, an
-        all-gather that nothing used, and units that were lent to other modules.
+        all-gather that nothing used, and units that were lent to other modules. Users of a wrapper
+        see their own parameters, and the gradients of these, before backward too.
         """
         self._ran.clear()
         self._reshard_after_forward()
         self._open.clear()
+        is_owner = self.scheduler is not None and self.scheduler.owner in self.modules
         for unit in self.units:
-            if not unit.is_unsharded and not unit.is_released:
+            if not unit.is_unsharded and not unit.is_released and not unit.is_kept:
                 unit.reshard()
+            elif (
+                is_owner
+                and self.request.form is ParamForm.ORIG_PARAMS
+                and unit.settings.reshard_after_forward is None
+            ):
+                unit.keep()
 
     # Backward
 
@@ -430,6 +443,11 @@ class ModuleHooks:
         """A gradient reached a call's outputs."""
         scheduler = self.ensure_scheduler()
         scheduler.enter_backward()
+        if call.is_summoned or any(unit.is_summoned for unit in self.units):
+            raise LifecycleError(
+                f"{self.name}: forward and backward must run outside of summon_full_params, found "
+                "one of them inside; leave the context first. A forward alone may run inside."
+            )
         if call.is_uneven and not self.is_uneven:
             raise _outside_of_scope(self.name)
         self._awaited.discard(call)
@@ -774,6 +792,8 @@ class Scheduler:
     def unshard_for_backward(self, member: ModuleHooks) -> None:
         """Issue the all-gathers of what the backward of a module reads."""
         member.release_unread()
+        for unit in member.reads:
+            unit.require_not_replaced()
         self.unshard(member, [unit for unit in member.reads if not unit.is_unread])
 
     def unshard(self, member: ModuleHooks, units: Sequence[Unit] | None = None) -> None:
@@ -786,7 +806,7 @@ class Scheduler:
                 member.within.round(member.units)
             return
         for unit in units:
-            if unit.state is not UNSHARDED:
+            if unit.state is not UNSHARDED and not unit.is_summoned:
                 watcher.check()
                 if self._unchecked:
                     self._agree(f"gather in {self.phase}", member)

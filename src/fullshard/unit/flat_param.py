@@ -44,6 +44,14 @@ class FlatParameter(nn.Parameter):
     _fqns: tuple[str, ...] = ()
     _fsdp_flattened = True
 
+    @property
+    def _local_shard(self) -> torch.Tensor:
+        return self.data
+
+    @_local_shard.setter
+    def _local_shard(self, shard: torch.Tensor) -> None:
+        self.data = shard
+
 
 def flat_name(lane: int) -> str:
     """The name of a lane's flat parameter; most units have one."""

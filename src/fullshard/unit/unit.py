@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,24 +14,28 @@ import torch
 from torch import nn
 
 from fullshard._torch import (
+    current_transform,
     disable_torch_function,
+    outside_transforms,
     python_references_of_graph,
     shard_versions,
+    storage_key,
     storage_references,
     tensor_references,
+    to_local,
 )
 from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.device import has_no_memory, type_of
-from fullshard.errors import LifecycleError, UnsupportedError
+from fullshard.errors import LifecycleError, MisuseError, UnsupportedError
 from fullshard.layout import CostModel, DtypePlan, ParamSpec, UnitLayout, plan_unit
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, UnitAllGather
 from fullshard.unit.context import AddressRanges, CommContext
 from fullshard.unit.extensions import Extension
-from fullshard.unit.flat_param import FlatParams
+from fullshard.unit.flat_param import FlatParams, OrigParamSlice
 from fullshard.unit.param import ShardBuffers, ShardedParam
 from fullshard.unit.reduction import GradLane, UnitGrads
 from fullshard.unit.released import ReleasedParam
@@ -77,10 +81,16 @@ class Released:
     is_free: bool
 
 
-State = Sharded | ReshardedToSubgroup | Unsharding | Unsharded | Released
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Shards are registered; the full parameters are kept for a backward."""
+
+
+State = Sharded | ReshardedToSubgroup | Unsharding | Unsharded | Released | Kept
 
 SHARDED = Sharded()
 UNSHARDED = Unsharded()
+KEPT = Kept()
 
 
 class Registration:
@@ -94,6 +104,11 @@ class Registration:
         self.fulls: list[nn.Parameter] = [param.full for param in params if param.full is not None]
         self._held = [param.param for param in params]
         self._trainable: list[bool] = []
+        self._originals = [
+            (param, param.full, storage_key(to_local(param.full).untyped_storage()))
+            for param in params
+            if isinstance(param, OrigParamSlice) and param.full is not None
+        ]
         self._places = [
             (location.registry, location.name, param.shard, full)
             for param, full in zip(params, self.fulls, strict=True)
@@ -112,6 +127,20 @@ class Registration:
     def has_shards(self) -> bool:
         """Whether every module sees the shard that was registered there."""
         return all(registry.get(name) is shard for registry, name, shard, _ in self._places)
+
+    def find_replaced(self, *, is_unsharded: bool) -> ShardedParam | None:
+        """A wrapper's original parameter that a user replaced since it was registered."""
+        for param, full, memory in self._originals:
+            expected = full if is_unsharded else param.shard
+            is_same = all(location.get() is expected for location in param.locations)
+            if is_unsharded:
+                # Its storage is resized, and stays the same.
+                is_same &= storage_key(to_local(full).untyped_storage()) == memory
+            else:
+                is_same &= expected.numel() == param.local.numel()
+            if not is_same:
+                return param
+        return None
 
     def register_fulls(self) -> None:
         for registry, name, _, full in self._places:
@@ -186,6 +215,10 @@ class Unit:
         return self.state is UNSHARDED
 
     @property
+    def is_kept(self) -> bool:
+        return self.state is KEPT
+
+    @property
     def is_released(self) -> bool:
         return isinstance(self.state, Released)
 
@@ -229,7 +262,7 @@ class Unit:
         for param in self.params:
             param.full = None
         if not any(has_no_memory(param.current_local) for param in plain):
-            with torch.no_grad(), torch.inference_mode(False):
+            with torch.no_grad(), _outside_modes():
                 rank = self.mesh_info.shard.rank
                 shards = ShardBuffers(self.layout, plain, self.store, rank)
                 self._shard_buffers = shards
@@ -294,12 +327,15 @@ class Unit:
         made, or whose `grad_dtype` or own all-gather was set since then. But not while a state dict
         may be held, whose tensors would be left behind.
         """
-        self._require_not_summoned()
+        if self.is_summoned:
+            return
+        if self.is_unsharded:
+            self.require_not_replaced()
         self._is_training_followed = False
         versions = self._shard_versions()
         if self._versions != versions:
             self.reshard_now()  # also memory that the last forward kept for a backward
-        elif self.state is not SHARDED:
+        elif self.state not in (SHARDED, KEPT):
             return
         self._versions = versions
         is_current = self._follow_registered()
@@ -351,22 +387,35 @@ class Unit:
                     f"{local.device}; call module.to('{device.type}')."
                 )
 
-    def _require_not_summoned(self) -> None:
-        if self.is_summoned:
-            raise LifecycleError(
-                f"{self.name}: forward and backward must run outside of summon_full_params, found "
-                "its parameters summoned; leave the context first."
+    def require_not_replaced(self) -> None:
+        """Raise if a user replaced an original parameter between a forward and its backward."""
+        found = self._find_replaced()
+        if found is not None:
+            self.forget_full()  # it may be what was replaced
+            raise MisuseError(
+                f"{found.name}: a wrapper's parameter must stay the same tensor between a forward "
+                "and its backward, found it or its data replaced; replace it before the forward "
+                "or after the backward."
             )
+
+    def _find_replaced(self) -> ShardedParam | None:
+        if self._registration is None:
+            return None
+        return self._registration.find_replaced(is_unsharded=self.is_unsharded)
 
     # Unshard and reshard
 
     def unshard(self) -> None:
-        """Issue the all-gather, unless the unit is unsharded or about to be."""
-        self._require_not_summoned()
+        """Issue the all-gather, unless the unit is unsharded or about to be, or summoned."""
+        if self.is_summoned:
+            return
         if self.is_released:
             self.reshard_now()  # held memory would let this rank skip the all-gather
         state, comm_ctx = self.state, self.comm_ctx
         if isinstance(state, (Unsharding, Unsharded)):
+            return
+        if state is KEPT:
+            self._register_fulls()
             return
         if comm_ctx.is_free_pending(self) or isinstance(state, ReshardedToSubgroup):
             if self._versions != self._shard_versions():
@@ -377,7 +426,7 @@ class Unit:
                 return
         if self._shard_buffers is None:
             self.require_ready()
-        with _outside_inference(), comm_ctx.device.on(comm_ctx.streams.all_gather):
+        with _outside_modes(), comm_ctx.device.on(comm_ctx.streams.all_gather):
             if seam.observers:
                 seam.begin(Activity.GATHER, self.name)
             in_flight = self._issue_all_gather(state)
@@ -417,7 +466,7 @@ class Unit:
         self.comm_ctx.all_gather_used(self)
         if seam.observers:
             seam.begin(Activity.AWAIT_GATHER, self.name)
-        with _outside_inference():
+        with _outside_modes():
             self._all_gather.finish(state.all_gather, self.comm_ctx)
         if self._extended:
             self._registration = None  # full parameters may have been made anew
@@ -450,7 +499,7 @@ class Unit:
             return
         # The same values arrive where they already are.
         self.comm_ctx.all_gathers_follow_compute()
-        with _outside_inference():
+        with _outside_modes():
             with self.comm_ctx.device.on(self.comm_ctx.streams.all_gather):
                 in_flight = self._issue_all_gather(SHARDED)
             assert self._all_gather is not None
@@ -514,10 +563,16 @@ class Unit:
         if subgroup is not None:
             self.require_plain_params()
             assert self._all_gather is not None
-            with _outside_inference():
+            with _outside_modes():
                 kept = self._all_gather.part_for_subgroup(subgroup)
             self.state = ReshardedToSubgroup(kept, subgroup, self.comm_ctx.device.record())
         self.comm_ctx.free_later(self, self._free)
+
+    def keep(self) -> None:
+        """Register the shards of an unsharded unit, and keep the full parameters for a backward."""
+        if self.is_unsharded and self._registration is not None:
+            self._registration.register_shards()
+            self.state = KEPT
 
     def reshard_now(self) -> None:
         """Register the shards and free all memory."""
@@ -541,6 +596,8 @@ class Unit:
             self.comm_ctx.all_gather_used(self)
             self.state = SHARDED  # shards are still registered
             self.comm_ctx.free_later(self, self._free)
+        if self._find_replaced() is not None:
+            self.forget_full()
         self.reshard_now()
         self.grads.reset(self.params)
         self._arrived.clear()
@@ -610,7 +667,7 @@ class Unit:
     def reduce_scatter(self, *, with_zeros: bool = False) -> None:
         """Take the full gradients and start reducing them, or accumulate them without a sync."""
         self._arrived.clear()
-        with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT:
+        with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT, _outside_modes():
             if not self.settings.requires_gradient_sync:
                 self.grads.accumulate(self.params, is_flat=self.flat is not None)
             else:
@@ -656,6 +713,12 @@ def _arrival_hook(
 _NO_CONTEXT = nullcontext()
 
 
-def _outside_inference() -> AbstractContextManager[object]:
-    """Leave inference mode: tensors made in it could not be trained with later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT
+def _outside_modes() -> AbstractContextManager[object]:
+    """Leave inference mode, whose tensors could not be trained with later, and functorch."""
+    is_inference = torch.is_inference_mode_enabled()
+    if not is_inference and current_transform() is None:
+        return _NO_CONTEXT
+    stack = ExitStack()
+    stack.enter_context(outside_transforms())
+    stack.enter_context(torch.inference_mode(False))
+    return stack
