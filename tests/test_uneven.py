@@ -432,7 +432,7 @@ def train_without_set_uneven(rank: Rank) -> list[str]:
 
 def test_without_set_uneven_ranks_that_differ_are_told() -> None:
     for message in pool(2).run(train_without_set_uneven, timeout_s=LIMIT_S):
-        assert "all ranks must run units in the same order" in message[0]
+        assert "all ranks must do the same in the same order" in message[0]
 
 
 class Tied(nn.Module):

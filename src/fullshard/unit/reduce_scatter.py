@@ -10,7 +10,7 @@ all-reduce over the replicas, scale, cast, assign as `.grad`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -443,6 +443,7 @@ class UnitGrads:
 
     def __init__(self, mesh_info: MeshInfo, offload: OffloadPolicy, device: Any) -> None:
         self.was_reduced = False
+        self.before_reduce: Callable[[int], None] = lambda _: None
         self.mesh_info = mesh_info
         shards_device, self._pin_memory = shard_device(offload, device.torch_device)
         self.to_host = shards_device != device.torch_device
@@ -546,6 +547,7 @@ class UnitGrads:
         if not lanes:
             return
         num_bytes = sum(bucket.plan.num_bytes for lane in lanes for bucket in lane.buckets)
+        self.before_reduce(num_bytes)
         if is_large:
             comm_ctx.make_room_for(num_bytes)
         else:
