@@ -1,4 +1,4 @@
-"""Ranks whose programs differ: after how many seconds both have ended with an error that says so.
+"""Ranks whose programs differ: after how many seconds both raise an error that says so.
 
     python benchmarks/bench_divergence.py
 

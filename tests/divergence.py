@@ -837,7 +837,7 @@ def an_error_that_all_ranks_catch(p: Program) -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """How one rank ended: its exit code or signal, after how many seconds, and what it wrote."""
+    """The exit code or signal of a rank, after how many seconds it raised, and what it wrote."""
 
     code: int
     seconds: float
@@ -894,7 +894,11 @@ def run_rank(rank: int, name: str, api: str, transport: str, folder: Path, port:
     limit = timedelta(seconds=TIMEOUT_S)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
-    {**CASES, **CORRECT}[name](Program(rank, api, folder))
+    try:
+        {**CASES, **CORRECT}[name](Program(rank, api, folder))
+    except BaseException:
+        (folder / f"raised{rank}").write_text(str(time.monotonic()))
+        raise
     dist.destroy_process_group()
 
 
@@ -915,10 +919,15 @@ def outcome_of(name: str, api: str, transport: str) -> Outcome:
             if ended:
                 ends[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
         time.sleep(0.02)
-    noted = folder / "diverged"
-    since = float(noted.read_text()) if noted.exists() else began
+
+    def noted(name: str, otherwise: float) -> float:
+        path = folder / name
+        return float(path.read_text()) if path.exists() else otherwise
+
+    since = noted("diverged", began)
     said = [
-        Said(ends[r][0], ends[r][1] - since, (folder / f"output{r}").read_text()) for r in (0, 1)
+        Said(code, noted(f"raised{rank}", at) - since, (folder / f"output{rank}").read_text())
+        for rank, (code, at) in sorted(ends.items())
     ]
     shutil.rmtree(folder)
     return Outcome(name, api, transport, said)
@@ -927,15 +936,16 @@ def outcome_of(name: str, api: str, transport: str) -> Outcome:
 def outcomes_of(chosen: Sequence[tuple[str, str, str]], at_once: int = 1) -> Iterator[Outcome]:
     """Run cases, some of them at once, each in a process of its own: mostly, they wait."""
     left, running = list(chosen), {}
-    with tempfile.TemporaryDirectory() as folder:
-        while left or running:
-            while left and len(running) < at_once:
-                case = left.pop(0)
-                path = Path(folder, " ".join(case))
-                running[forked(partial(write_outcome, case, path))] = path
-            path = running.pop(os.wait()[0])
-            found = json.loads(path.read_text())
-            yield Outcome(**{**found, "ranks": [Said(**said) for said in found["ranks"]]})
+    folder = tempfile.mkdtemp(prefix="divergences-")  # which forks do not delete when they end
+    while left or running:
+        while left and len(running) < at_once:
+            case = left.pop(0)
+            path = Path(folder, " ".join(case))
+            running[forked(partial(write_outcome, case, path))] = path
+        path = running.pop(os.wait()[0])
+        found = json.loads(path.read_text())
+        yield Outcome(**{**found, "ranks": [Said(**said) for said in found["ranks"]]})
+    shutil.rmtree(folder)
 
 
 def write_outcome(case: tuple[str, str, str], path: Path) -> None:

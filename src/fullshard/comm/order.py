@@ -262,7 +262,9 @@ class ModelPasses:
             return
         kind, name, takes_grad = self._what
         num_steps = self._num_new_steps
-        number = 0 if num_steps or not takes_grad else self._number
+        if num_steps:
+            self._number = 0
+        number = self._number if takes_grad else 0
         found = Pass(self._model, kind, name, takes_grad, number, num_steps)
         previous = self._order.enter(found, settings_of(self._new))
         self._take_steps()
@@ -343,10 +345,11 @@ def _named(doing: Collective) -> str:
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """The hyperparameters of optimizers, by class, parameter group and name."""
-    found: dict[str, set[str]] = {}
+    """The classes of optimizers, and their hyperparameters by class, group and name."""
+    found: dict[str, set[str]] = {"class": set()} if optimizers else {}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
+        found["class"].add(kind)
         for index, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
                 values = value if isinstance(value, (list, tuple)) else (value,)

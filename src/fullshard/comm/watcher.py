@@ -142,7 +142,8 @@ class Watcher:
             with suppress(Exception), self._lock:
                 self._write(self.own.look())
         deadline = time.monotonic() + SHORT_PATIENCE_S
-        while self._has_verdict and time.monotonic() < deadline:  # this process may host the store
+        # This process may host the store.
+        while self._has_verdict and self._store is not None and time.monotonic() < deadline:
             with suppress(Exception):
                 if self._num_heard() >= self.size - 1:
                     break
