@@ -328,7 +328,7 @@ def make_scheduler(top: ModuleHooks) -> Scheduler:
     repoint_living_optimizers()
     scheduler = Scheduler(members, comm_ctx, agreement)
     if scheduler.passes is not None:
-        record_passes(scheduler.passes, (param.param for unit in units for param in unit.params))
+        record_passes(scheduler.passes, (param for unit in units for param in unit.params))
     for hooks in members:
         hooks.scheduler = scheduler
     return scheduler

@@ -817,10 +817,10 @@ class Scheduler:
         for unit in units:
             if unit.state is not UNSHARDED:
                 watcher.check()
-                if self.passes is not None:
-                    self.passes.follow(("gather", unit))
                 if self._unchecked:
                     self._agree(f"gather in {self.phase}", member)
+                if self.passes is not None:
+                    self.passes.follow(("gather", unit))
                 try:
                     unit.unshard()
                 except dist.DistError as error:

@@ -35,9 +35,11 @@ from fullshard.unit.param import DTensorParam, ShardedParam
 # From originals to (sharded parameter, rank of its shard). Not attributes of the tensors: an
 # original that is a non-leaf or a subclass may refuse them.
 _originals = WeakIdKeyDictionary()
-# The passes of the model that a parameter belongs to, and those that an optimizer writes to, with
-# the lengths of its parameter groups.
-_passes = WeakIdKeyDictionary()
+# What optimizers hold, without references to it, which would keep torch from swapping tensors; the
+# passes of the models; and those that an optimizer writes to, with the lengths of its groups.
+_held: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+_passes: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[ModelPasses]]
+_passes = weakref.WeakKeyDictionary()
 _followed: weakref.WeakKeyDictionary[
     Optimizer, tuple[tuple[int, ...], list[weakref.ref[ModelPasses]]]
 ]
@@ -101,9 +103,11 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         torch.autograd.graph.increment_version(changed)
 
 
-def record_passes(passes: ModelPasses, params: Iterable[torch.Tensor]) -> None:
+def record_passes(passes: ModelPasses, params: Iterable[ShardedParam]) -> None:
     """Let optimizers of these parameters count their steps for a model."""
-    _passes.update((param, weakref.ref(passes)) for param in params)
+    for each in params:
+        _held[id(each.param)] = each
+        _passes[each] = weakref.ref(passes)
     _followed.clear()
 
 
@@ -112,8 +116,9 @@ def _passes_of(optimizer: Optimizer) -> list[ModelPasses]:
     lengths = tuple(len(group["params"]) for group in optimizer.param_groups)
     known = _followed.get(optimizer)
     if known is None or known[0] != lengths:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        found = dict.fromkeys(_passes[param] for param in params if param in _passes)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        owners = [(param, _held.get(id(param))) for param in params]
+        found = {_passes[own]: None for param, own in owners if own and own.param is param}
         known = _followed[optimizer] = lengths, list(found)
     return [passes for passes in (each() for each in known[1]) if passes is not None]
 
