@@ -33,8 +33,8 @@ _NUM_RECENT = 16  # passes that a prediction looks at
 _MAX_KNOWN = 4096  # then all predictions are made anew: on all ranks, since all have known the same
 
 
-# Whether ranks may wait for each other here. A rank that is out of memory in an `oom_guard` finishes
-# the collectives of its step, and does nothing else.
+# Whether ranks may wait for each other. A rank that is out of memory in an `oom_guard` finishes the
+# collectives of its step, and does nothing else.
 may_ask = True
 
 # What a collective does, on which unit, and perhaps of how many bytes and how many parameters.
