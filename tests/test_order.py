@@ -83,6 +83,20 @@ def test_a_program_that_repeats_itself_asks_nobody(
 
 
 @on_ranks(2)
+def test_a_program_without_an_optimizer_asks_nobody_after_a_while(rank: Rank) -> None:
+    model = model_on(rank)
+    with patch.object(PassOrder, "compare", Counting()) as counting:
+        for step in range(70):
+            if step == 60:
+                counting.asked.clear()
+            loss_of(model).backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.1 * param.grad
+    assert not counting.asked
+
+
+@on_ranks(2)
 def test_a_program_that_changes_for_a_while_asks_a_few_times(rank: Rank) -> None:
     model = model_on(rank)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

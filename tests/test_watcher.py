@@ -349,6 +349,8 @@ def test_what_the_places_of_all_ranks_say() -> None:
     assert late_rank([waits(limited, 90), BACKWARD]) == (1, ANY)
     behind = replace(BACKWARD, num_collectives=21)
     assert late_rank([waits(limited, 90), BACKWARD, behind]) == (2, ANY)
+    fewest = Place(9, 9, "forward", num_collectives=3)  # of another model
+    assert late_rank([waits(limited, 90), behind, fewest]) == (2, ANY)
     assert late_rank([waits(limited, 50), BACKWARD]) is None
     assert late_rank([waits(limited, 90), waits(BACKWARD, 1)]) is None  # which may be a deadlock
     assert late_rank([waits(FORWARD, 90), BACKWARD]) is None

@@ -30,6 +30,7 @@ from fullshard.errors import DisagreementError
 _PER_DETOUR = ("said", "verdict")
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.2
 _NUM_RECENT = 16  # passes that a prediction looks at
+_MAX_NUMBER = 64  # of a pass: programs that update parameters on their own repeat this one
 _MAX_KNOWN = 4096  # then all predictions are made anew: on all ranks, since all have known the same
 
 
@@ -70,7 +71,8 @@ class Pass(NamedTuple):
         if not self.takes_grad:
             return None
         if self.kind == "forward":
-            return self._replace(kind="backward", number=self.number + 1, num_steps=0)
+            number = min(self.number + 1, _MAX_NUMBER)
+            return self._replace(kind="backward", number=number, num_steps=0)
         return self._replace(kind="forward", number=0, num_steps=1)
 
 
@@ -275,7 +277,7 @@ class ModelPasses:
         previous = self._order.enter(found, settings_of(self._new))
         self._take_steps()
         if takes_grad:
-            self._number = number + 1
+            self._number = min(number + 1, _MAX_NUMBER)
         self._new.clear()
         self._entered = previous, found
         known = self._known.get(self._entered) or self._latest.get(self._what[:2])
