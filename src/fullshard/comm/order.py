@@ -14,10 +14,11 @@ import json
 import socket
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from fullshard._torch import default_store, lifetime_of
@@ -93,7 +94,7 @@ class PassOrder:
         self._recent: tuple[Pass, ...] = ()
         self._last: Pass | None = None
         self._is_sure = self._is_lost = False
-        self._is_learning = False
+        self._is_learning = self._is_alone = False
 
     @property
     def is_learning(self) -> bool:
@@ -105,7 +106,8 @@ class PassOrder:
 
         `path` is a place in the store that nobody else knows. The first rank deletes the last one.
         """
-        if is_first and self._path and dist.get_backend() != "fake":
+        self._is_alone = _is_simulated()
+        if is_first and self._path and not self._is_alone:
             store, ends = default_store(), (f"{each}/{n}" for each in _PER_DETOUR for n in (0, 1))
             for end in (*ends, "odd", "arrived"):
                 store.delete_key(f"{self._path}/{end}")
@@ -155,7 +157,7 @@ class PassOrder:
         verdict, which all wait for. Two detours in a row use different keys, and the last rank at
         one deletes those of the one before, which nothing reads any more: the store does not grow.
         """
-        if not may_ask or dist.get_backend() == "fake":  # which has no other ranks
+        if not may_ask or self._is_alone:
             return
         own, store = dist.get_rank(), default_store()
         mine = [found, dict(settings or {})]
@@ -241,7 +243,8 @@ class ModelPasses:
         self._number = self._num_steps = self._num_new_steps = 0
         # How many of the new steps each optimizer has done, also those that have done none.
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._new: list[Optimizer] = []
+        # The hyperparameters of new optimizers, as they were at their first step.
+        self._settings: dict[str, set[str]] = {}
 
     @property
     def num_steps(self) -> int:
@@ -251,7 +254,7 @@ class ModelPasses:
     def count_step(self, optimizer: Optimizer) -> None:
         """An optimizer has written shards of this model."""
         if optimizer not in self._steps:
-            self._new.append(optimizer)
+            _note_settings(optimizer, self._settings)
         done = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         self._num_new_steps = max(self._num_new_steps, done)
 
@@ -274,11 +277,12 @@ class ModelPasses:
             self._number = 0
         number = self._number if takes_grad else 0
         found = Pass(self._model, kind, name, takes_grad, number, num_steps)
-        previous = self._order.enter(found, settings_of(self._new))
+        settings = {name: " and ".join(sorted(each)) for name, each in self._settings.items()}
+        previous = self._order.enter(found, settings)
         self._take_steps()
         if takes_grad:
             self._number = min(number + 1, _MAX_NUMBER)
-        self._new.clear()
+        self._settings.clear()
         self._entered = previous, found
         known = self._known.get(self._entered) or self._latest.get(self._what[:2])
         is_free = known is None or self._order.is_learning
@@ -352,18 +356,15 @@ def _named(doing: Collective) -> str:
     return f"{unit.name}: {what}" + (f" ({size[0]} bytes of {size[1]} tensors)" if size else "")
 
 
-def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """The classes of optimizers, and their hyperparameters by class, group and name."""
-    found: dict[str, set[str]] = {"class": set()} if optimizers else {}
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        found["class"].add(kind)
-        for index, group in enumerate(optimizer.param_groups):
-            for name, value in group.items():
-                values = value if isinstance(value, (list, tuple)) else (value,)
-                if name != "params" and all(isinstance(each, _SCALARS) for each in values):
-                    found.setdefault(f"{kind}, group {index}, {name}", set()).add(repr(value))
-    return {name: " and ".join(sorted(values)) for name, values in found.items()}
+def _note_settings(optimizer: Optimizer, found: dict[str, set[str]]) -> None:
+    """Add the class of an optimizer and its hyperparameters, by group and name."""
+    kind = type(optimizer).__name__
+    found.setdefault("class", set()).add(kind)
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            if name != "params" and all(isinstance(each, _SCALARS) for each in values):
+                found.setdefault(f"{kind}, group {index}, {name}", set()).add(repr(value))
 
 
 def difference(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, str, str]:
@@ -371,6 +372,14 @@ def difference(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, s
     names = dict.fromkeys((*one, *other))
     name = next(each for each in names if one.get(each) != other.get(each))
     return name, one.get(name, "nothing"), other.get(name, "nothing")
+
+
+def _is_simulated() -> bool:
+    """Whether this process plays all ranks, so that nobody would answer."""
+    store: Any = default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, HashStore) or dist.get_backend() == "fake"
 
 
 def _disagreement(mine: list[Any], other: list[Any], expected: str) -> DisagreementError:
