@@ -55,7 +55,7 @@ def check_silence(result: Result, names: Sequence[str], at_once: int) -> None:
     rows = [
         [
             name.replace("_", " "),
-            " ".join(each.problem for each in found if each.name == name) or "nothing",
+            " ".join(each.problem for each in found if each.name == name).strip() or "nothing",
         ]
         for name in names
     ]
