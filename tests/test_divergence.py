@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from measuring import Result
+from variants import OURS
+
 ROOT = Path(__file__).parent.parent
 # One for each way in which ranks notice: in the order of passes, inside of one, by the settings of
 # the optimizer, in a collective of the program, and in a step that one of them did not finish.
@@ -47,3 +50,14 @@ def test_every_way_to_differ_is_told_with_both_apis_and_transports() -> None:
 @pytest.mark.exhaustive
 def test_no_correct_program_hears_a_word() -> None:
     run("--correct")
+
+
+@pytest.mark.exhaustive
+def test_faults_of_every_kind_are_named(tmp_path: Path) -> None:
+    program, path = ROOT / "benchmarks" / "bench_faults.py", tmp_path / "faults.json"
+    small = ["--phases", "forward", "--at-once", "3", "--timeout", "10", "--json", str(path)]
+    subprocess.run([sys.executable, str(program), *small], check=True, cwd=ROOT)
+    (table,) = Result.read(path).tables
+    for row in table.rows:
+        for cell in row[table.columns.index(OURS) :]:
+            assert str(cell).endswith("s, named"), row
