@@ -19,7 +19,7 @@ TESTS ?= tests
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo test test-clients check bench clean
+.PHONY: env demo test test-all test-clients check bench clean
 
 env: $(STAMP)
 
@@ -41,6 +41,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
+
+# Also what takes minutes: every program of tests/divergence.py. `TESTS` as above.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest --exhaustive --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
 # Frameworks on fullshard beside torch's FSDP, in an environment of its own. A file starts its
 # programs once, so the tests of a file stay together.

@@ -30,11 +30,17 @@ ALLOWED_SKIP_REASONS: dict[str, str] = {
 _forbidden_skips: list[str] = []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run tests that take minutes, too")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put long tests first for each worker, so that none of them runs alone at the end.
 
-    xdist splits the tests into equal parts, in their order.
+    xdist splits the tests into equal parts, in their order. Exhaustive tests run if asked for.
     """
+    if not config.getoption("--exhaustive"):
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
     size = len(items) // num_workers
     long = [item for item in items if item.get_closest_marker("long")]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard._torch import to_local
-from fullshard.comm.agreement import Agreement
 from tests.stream_order import emulated_streams
 from tests.test_fuzz_programs import Program, Sides, num_programs, programs
 from tests.test_large_gradients import small_buckets
@@ -55,7 +53,6 @@ def check(program: Program) -> None:
     with ExitStack() as stack:
         enter = stack.enter_context
         order = enter(emulated_streams(num_ranks))
-        enter(patch.object(Agreement, "compare_detour", lambda *_: None))
         if program.has_large_units:
             enter(small_buckets())
         Played(rank, program, Path()).run()

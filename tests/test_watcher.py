@@ -27,7 +27,6 @@ from fullshard.comm.places import (
     Place,
     are_deadlocked,
     late_rank,
-    rank_apart,
     rank_to_give_up,
     table,
     write_places,
@@ -266,13 +265,37 @@ dist.destroy_process_group()
 """
 
 
-PROGRAMS = {"raises.py": PROGRAM, "ends.py": ENDED}
+OUTLIVED = """
+import os, time, torch, torch.distributed as dist
+from fullshard import fully_shard
+from fullshard.comm import watcher
+dist.init_process_group("gloo")
+model = fully_shard(torch.nn.Linear(4, 4))
+model(torch.ones(1, 4)).sum().backward()
+watching = watcher.current()
+dist.barrier()
+if dist.get_rank() == 1:
+    while watching._lost_since is None or time.monotonic() - watching._lost_since < 4:
+        watching._stopped.wait(0.1)
+os._exit(0)  # on rank 0, the store ends with it
+"""
+
+
+PROGRAMS = {"raises.py": PROGRAM, "ends.py": ENDED, "outlived.py": OUTLIVED}
 
 
 def test_a_rank_that_has_destroyed_its_group_and_ended_has_not_failed(
     ended: dict[str, tuple[list[int], list[str]]],
 ) -> None:
     assert ended["ends.py"] == ([0, 0], ["", ""])
+
+
+def test_a_rank_that_outlives_the_store_says_so_once(
+    ended: dict[str, tuple[list[int], list[str]]],
+) -> None:
+    codes, said = ended["outlived.py"]
+    assert codes == [0, 0]
+    assert said[1].count("Exception raised from") <= 1, said[1]
 
 
 def waits(at: Place, seconds: float) -> Place:
@@ -326,6 +349,8 @@ def test_what_the_places_of_all_ranks_say() -> None:
     assert late_rank([waits(limited, 90), BACKWARD]) == (1, ANY)
     behind = replace(BACKWARD, num_collectives=21)
     assert late_rank([waits(limited, 90), BACKWARD, behind]) == (2, ANY)
+    fewest = Place(9, 9, "forward", num_collectives=3)  # of another model
+    assert late_rank([waits(limited, 90), behind, fewest]) == (2, ANY)
     assert late_rank([waits(limited, 50), BACKWARD]) is None
     assert late_rank([waits(limited, 90), waits(BACKWARD, 1)]) is None  # which may be a deadlock
     assert late_rank([waits(FORWARD, 90), BACKWARD]) is None
@@ -333,11 +358,10 @@ def test_what_the_places_of_all_ranks_say() -> None:
     assert rank_to_give_up([FORWARD, LEFT]) is None  # nobody waits for it
     assert rank_to_give_up([waits(FORWARD, 9), FORWARD, LEFT]) == 2
 
-    ahead = Place(5, 5, "backward", "blocks.1", 21)
-    assert rank_apart([FORWARD, BACKWARD, FORWARD]) is None
-    assert rank_apart([FORWARD, ahead, BACKWARD]) == 1
-    assert rank_apart([FORWARD, ahead, Place(4, 6, "forward")]) is None  # another forward
-    assert rank_apart([FORWARD, ahead, LEFT]) is None
+    # Both are about to do something that the other is not, at the same place.
+    saving = replace(waits(FORWARD, 90), doing="save")
+    assert not are_deadlocked([saving, replace(saving, waited_s=70)], 60)
+    assert are_deadlocked([saving, waits(FORWARD, 70)], 60)
 
 
 def test_the_table_of_a_run_is_printed_from_outside(tmp_path: Path) -> None:

@@ -285,6 +285,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
             sharded += [([each.with_own_grad], (*groups, *each.tp_groups)) for each in slices]
         others = [param for param in self.parameters() if param not in managed]
         request = require_hooks(self).request
+        require_hooks(self).enter_call("clip_grad_norm_")
         total = clip_grads(sharded, others, max_norm, norm_type, request.device)
         return total.cpu() if isinstance(request.offload, CPUOffloadPolicy) else total
 

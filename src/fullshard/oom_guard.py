@@ -21,7 +21,7 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 from torch.optim import Optimizer
 
 from fullshard._torch import post_accumulate_grad_hooks
-from fullshard.comm import collectives, watcher
+from fullshard.comm import collectives, order, watcher
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.collectives import CustomCollectives, Issued, all_reduce
 from fullshard.errors import FullshardError, LifecycleError
@@ -93,12 +93,13 @@ class oom_guard:  # noqa: N801 (used like a function)
         self._history = _histories.setdefault(self._model, _History())
         collectives.issued = []
         watcher.on_failure = self._can_finish
+        order.may_ask = not self._is_known
         return self
 
     def __exit__(self, _: object, error: BaseException | None, frames: object) -> bool:
         can_finish = error is None or self._can_finish(error)
         issued, collectives.issued = collectives.issued or [], None
-        watcher.on_failure = None
+        watcher.on_failure, order.may_ask = None, True
         if error is not None and not is_out_of_memory(error):
             return False
         memory = {} if error is None else self._memory(error)
@@ -141,12 +142,16 @@ class oom_guard:  # noqa: N801 (used like a function)
             expected = "a whole step is expected that one rank can finish and all can drop"
             raise LifecycleError(f"oom_guard: {expected}, found {found}.")
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether the collectives of the block are known, on all ranks alike."""
+        history = self._history
+        return history.is_confirmed and history.expected(self._micro_batches) is not None
+
     def _can_finish(self, error: BaseException) -> bool:
         """Whether this rank can finish the block after an error."""
-        if not is_out_of_memory(error):
-            return False
         issued, expected = collectives.issued or [], self._history.expected(self._micro_batches)
-        if not self._history.is_confirmed or expected is None:
+        if not is_out_of_memory(error) or not self._history.is_confirmed or expected is None:
             return False
         self._rest = expected[len(issued) :]
         return expected[: len(issued)] == issued

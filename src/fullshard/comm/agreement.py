@@ -4,72 +4,82 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import chain, zip_longest
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fullshard._torch import all_gather_single, default_store
+from fullshard._torch import all_gather_single
 from fullshard.comm import watcher
 from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.comm.order import ModelPasses, difference, order_of
 from fullshard.errors import DisagreementError
-
-# Keys of the store of which two detours in a row use different ones: what the first rank does, and
-# whether all do the same.
-_PER_DETOUR = ("said", "verdict")
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """What a unit holds, for ranks to compare, and its name, for messages only."""
+    """What a unit holds and its settings, for ranks to compare; its name is for messages only."""
 
     name: str = field(compare=False, repr=False)
     held: str
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 class Agreement:
     """Compares values between all ranks of a mesh.
 
-    Comparing plans or steps is a collective over both axes: each rank learns the value of every
-    other, so a difference is raised on all of them alike. Comparing detours is not: the ranks that
-    take none do not notice.
+    A comparison is a collective over both axes: each rank learns the value of every other, so a
+    difference is raised on all of them alike.
     """
 
     def __init__(self, mesh_info: MeshInfo, device: torch.device) -> None:
         self._axes = [a for a in (mesh_info.shard, mesh_info.replicate) if not a.is_single]
-        self._num_ranks = mesh_info.num_ranks
+        self._mesh_info = mesh_info
         self._device = device
-        self._path = ""
-        self._num_detours = 0
 
     def compare_plans(self, plans: Sequence[UnitPlan]) -> None:
         """Compare what units hold; raise where that differs."""
         digest = hashlib.sha256(repr(list(plans)).encode()).digest()
         rows = self.exchange(int.from_bytes(digest[:7], "big"), secrets.randbits(62))
-        # A place in the store that these ranks know and nobody else does: the first rank's draw.
-        self._path = f"fullshard/detours/{min(rows)[2]:x}"
-        self._num_detours = 0
         if len({row[1] for row in rows}) == 1:
+            # The first rank draws a place in the store that nobody else knows.
+            first, _, draw = min(rows)
+            self._order = order_of(self._mesh_info)
+            is_first = first == dist.get_rank()
+            self._model = self._order.begin(f"fullshard/detours/{draw:x}", is_first=is_first)
             return
-        known = [(dist.get_rank(), list(plans))]
+        known = [(dist.get_rank(), socket.gethostname(), list(plans))]
         for axis in self._axes:
-            received: list[list[tuple[int, list[UnitPlan]]]] = [[]] * axis.size
+            received: list[list[tuple[int, str, list[UnitPlan]]]] = [[]] * axis.size
             dist.all_gather_object(received, known, group=axis.group)
-            known = [pair for part in received for pair in part]
-        (usual_rank, usual), (rank, odd) = _usual_and_odd(known)
+            known = [each for part in received for each in part]
+        hosts = {rank: f"rank {rank} ({host})" for rank, host, _ in known}
+        found = _usual_and_odd([(rank, plans) for rank, _, plans in known])
+        (usual_rank, usual), (rank, odd) = found
         mine, theirs = next(pair for pair in zip_longest(usual, odd) if pair[0] != pair[1])
+        name = (theirs or mine).name or "root"
+        if mine is not None and theirs is not None and mine.held == theirs.held:
+            key, value, other = difference(theirs.settings, mine.settings)
+            raise DisagreementError(
+                f"{name}: all ranks must have the same settings, found {key} {value} on "
+                f"{hosts[rank]}, but {other} on {hosts[usual_rank]}; set the same on every rank."
+            )
         raise DisagreementError(
-            f"{(theirs or mine).name or 'root'}: all ranks must shard the same units, found "
-            f"{_described(theirs)} on rank {rank}, but {_described(mine)} on rank {usual_rank}; "
-            "build the same model, and call fully_shard on the same modules, on every rank."
+            f"{name}: all ranks must shard the same units, found {_described(theirs)} on "
+            f"{hosts[rank]}, but {_described(mine)} on {hosts[usual_rank]}; build the same model, "
+            "and call fully_shard on the same modules, on every rank."
         )
+
+    def passes(self) -> ModelPasses:
+        """The passes of the model whose plans were compared."""
+        return ModelPasses(self._order, self._model)
 
     def compare_step(self, number: int, describe: Callable[[int], str]) -> None:
         """Compare the number of the next thing to do; `describe` turns a number into words."""
@@ -81,54 +91,6 @@ class Agreement:
             f"{describe(odd)}: all ranks must run units in the same order, found rank {rank} about "
             f"to do this while rank {usual_rank} is about to do '{describe(usual)}'; make the "
             "model take the same path on every rank."
-        )
-
-    def compare_detour(self, found: str, expected: str) -> None:
-        """Before this rank leaves the order of the last pass, check that all ranks leave it alike.
-
-        Costs nothing while ranks do what they did before. Only ranks that do not communicate, and
-        through the store: a collective would match another one of the ranks that do.
-
-        The first rank to arrive says what it does, the others compare. The last one writes the
-        verdict, which all wait for. Two detours in a row use different keys, and the last rank at
-        one deletes those of the one before, which nothing reads any more: the store does not grow.
-        """
-        store, own = default_store(), dist.get_rank()
-        said, verdict = (f"{self._path}/{each}/{self._num_detours % 2}" for each in _PER_DETOUR)
-        odd, arrived = f"{self._path}/odd", f"{self._path}/arrived"
-        self._num_detours += 1
-        first_rank, first = store.compare_set(said, "", f"{own} {found}").decode().split(" ", 1)
-        if first != found:
-            store.set(odd, f"{own} {found}")
-        if store.add(arrived, 1) == self._num_detours * self._num_ranks:
-            difference = store.get(odd).decode() if store.check([odd]) else ""
-            # All this before the verdict: after it, the others may be at the next detour.
-            for each in _PER_DETOUR:
-                store.delete_key(f"{self._path}/{each}/{self._num_detours % 2}")
-            store.delete_key(odd)
-            store.set(verdict, difference)
-        patience_s = watcher.patience_s()
-        try:
-            store.wait([verdict], timedelta(seconds=patience_s))
-        except dist.DistStoreError:
-            num_here = store.add(arrived, -1) - (self._num_detours - 1) * self._num_ranks + 1
-            self._num_detours -= 1  # as if it had not happened: the others know nothing of it
-            store.delete_key(said)
-            others = (
-                f"only {num_here} of {self._num_ranks} ranks do, and the others what they did "
-                f"before, or nothing, for {patience_s:g} s"
-            )
-        else:
-            odd_rank, _, other = store.get(verdict).decode().partition(" ")
-            if first != found:
-                odd_rank, other = first_rank, first
-            if not other:
-                return
-            others = f"rank {odd_rank} does {other}"
-        raise DisagreementError(
-            f"{found}: all ranks must run units in the same order, found rank {own} about to do "
-            f"this where it did '{expected}' before, while {others}; make the model take the same "
-            "path on every rank."
         )
 
     def exchange(self, *numbers: int) -> list[list[int]]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import atexit
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from operator import methodcaller
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,12 +31,16 @@ from fullshard._torch import (
     backend_name,
     backend_of,
     devices_of,
+    is_registered,
+    lifetime_of,
     reduce_scatter_coalesced,
     reduce_scatter_single,
+    timeout_of,
 )
 from fullshard.api import AllGather, ReduceScatter
 from fullshard.comm import shm, watcher
 from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.comm.order import enter_call
 from fullshard.device import simulation
 from fullshard.errors import UnsupportedError
 from fullshard.layout import Plain, Wire
@@ -306,7 +312,7 @@ class ShmCollectives(GlooCollectives):
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         link = shm.link_of(group)
         if link is None:
-            return super().all_gather(outs, ins, group)
+            return super().all_gather(outs, ins, _channel_of(group))
         return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), None)])
 
     def reduce_scatter(
@@ -314,7 +320,7 @@ class ShmCollectives(GlooCollectives):
     ) -> CollectiveWork:
         link = shm.link_of(group)
         if link is None:
-            return super().reduce_scatter(outs, ins, group, average=average, wire=wire)
+            return super().reduce_scatter(outs, ins, _channel_of(group), average=average, wire=wire)
         wire = wire or Plain(ins[0].dtype)
         return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), wire)])
 
@@ -328,7 +334,7 @@ class ShmCollectives(GlooCollectives):
     ) -> CollectiveWork:
         link = shm.link_of(group)
         if link is None:
-            return super().all_to_all(out, inp, out_numel, in_numel, group)
+            return super().all_to_all(out, inp, out_numel, in_numel, _channel_of(group))
         sizes = _in_bytes(out, out_numel), _in_bytes(inp, in_numel)
         return CollectiveWork([_issue(shm.HostExchange, link, out, inp, *sizes)])
 
@@ -393,6 +399,28 @@ def _is_gloo(group: Group, device: torch.device) -> bool:
     return has_backend and backend_name(group, device) == "gloo"
 
 
+# Groups of our own in the place of gloo groups that programs use, too. gloo ends a process that
+# receives more than it expects: our collectives never meet those of the program, and order.py sees
+# to it that they do not meet each other.
+_channels: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
+
+
+def _channel_of(group: Group) -> Group:
+    """The group to use in the place of a gloo group; the first call is a collective."""
+    if group not in _channels and is_registered(group):
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
+        _channels[group] = made
+        weakref.finalize(lifetime_of(group), _destroy, weakref.ref(made)).atexit = False
+    return _channels.get(group, group)
+
+
+def _destroy(group: weakref.ref[Group]) -> None:
+    found = group()
+    if found is not None and is_registered(found):
+        dist.destroy_process_group(found)
+
+
 def wait_of(group: Group, device: torch.device) -> Callable[[Any], None]:
     """How to wait for a work of a group: on gloo the program waits, elsewhere the device does."""
     return watcher.wait_for if _is_gloo(group, device) else methodcaller("wait")
@@ -402,10 +430,12 @@ def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The segments of all ranks of an axis, one after another; waits for them."""
     if axis.group is None or axis.is_single:
         return segment
+    enter_call(axis.group, f"all-gather of {segment.nbytes} bytes")
+    group = _channels.get(axis.group, axis.group)
     out = segment.new_empty(axis.size * segment.numel())
     # As bytes: not every backend knows every dtype.
-    work = all_gather_single(axis.group, _bytes(out), _bytes(segment))
-    CollectiveWork([work], wait=wait_of(axis.group, out.device)).wait()
+    work = all_gather_single(group, _bytes(out), _bytes(segment))
+    CollectiveWork([work], wait=wait_of(group, out.device)).wait()
     return out
 
 
@@ -424,6 +454,7 @@ def all_reduce(tensor: torch.Tensor, group: Group, *, average: bool) -> None:
 
 def all_reduce_any(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> None:
     """Reduce a tensor in place by any operation; waits for it."""
+    group = _channels.get(group, group)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     options.asyncOp = False

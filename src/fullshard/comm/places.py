@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +28,7 @@ _PACKAGES = str(_TORCH), str(Path(__file__).parent.parent), "<"
 _COLLECTIVES = tuple(
     str(_TORCH / "distributed" / name) for name in ("distributed_c10d.py", "_functional_coll")
 )
-_MAX_DEPTH = 4
+_MAX_DEPTH = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,8 @@ class Place:
     """Where a rank is, and for how long it has waited there for other ranks.
 
     `line` is the program's line; `ended` says why the rank will not get any further. `limit_s` is
-    how long it may wait there: the timeout of the process group.
+    how long it may wait there: the timeout of the process group. `doing` says what it waits to do:
+    a collective of the program, or what it does in the place of what it did before.
     """
 
     step: int = 0
@@ -49,17 +49,19 @@ class Place:
     line: str = ""
     ended: str = ""
     limit_s: float = inf
+    doing: str = ""
 
     @property
     def spot(self) -> tuple[object, ...]:
         """The part of a place that ranks which wait for each other have in common."""
-        return self.forward, self.phase, self.unit, self.num_collectives
+        return self.forward, self.phase, self.unit, self.num_collectives, self.doing
 
     def __str__(self) -> str:
         where = f"{self.phase} of {self.unit}" if self.unit else self.phase
         text = f"step {self.step}, {where}, after {self.num_collectives} collectives"
         if self.ended:
             return f"{text}: {self.ended}"
+        text = f"{text}, about to do '{self.doing}'" if self.doing else text
         text = f"{text}, {self.line}" if self.line else text
         return f"{text}, waiting for {self.waited_s:.0f} s" if self.waited_s else text
 
@@ -73,14 +75,14 @@ class Watched(Protocol):
 class OwnPlace:
     """Follows where this rank is, from another thread than the program's.
 
-    `watched` are the schedulers of this process. `num_steps` is how many steps optimizers have
-    done. `waiting_since` is set by code that waits for others on the host; a wait of the device, or
-    in a collective of the program's own, is recognized from outside: the rank stays where it is.
+    `watched` are the schedulers of this process. `waiting_since` and `doing` are set by code that
+    waits for others on the host; a wait of the device, or in a collective of the program's own, is
+    recognized from outside: the rank stays where it is.
     """
 
     def __init__(self) -> None:
         self.watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self.num_steps = 0
+        self.doing = ""
         self.ended = ""
         self.waiting_since: float | None = None
         self._program = threading.main_thread().ident or 0
@@ -92,32 +94,30 @@ class OwnPlace:
         places = [watched.place() for watched in list(self.watched)]
         active = [place for place in places if place.phase != "idle"]
         found = (active or places or [Place()])[-1]
-        line, is_in_torch = self._line()
-        is_behind, ended = found.waited_s > 0 or is_in_torch, self.ended
+        line, called = self._line()
+        is_behind, ended = found.waited_s > 0 or bool(called), self.ended
         is_left = found.phase == "backward" and not _is_in_autograd()
         self._num_left = self._num_left + 1 if is_left else 0
         if self._num_left > 1 and not ended:
             ended = "it left a backward before its end"
-        limit_s = inf if is_in_torch else found.limit_s  # not the limit of the program's own groups
-        found = replace(
-            found, step=self.num_steps, waited_s=0.0, line=line, ended=ended, limit_s=limit_s
-        )
+        limit_s = inf if called else found.limit_s  # not the limit of the program's own groups
+        doing = self.doing or called
+        found = replace(found, waited_s=0.0, line=line, ended=ended, limit_s=limit_s, doing=doing)
         now = time.monotonic()
         if found != self._seen or not is_behind:
             self._seen, self._seen_since = found, now
         return replace(found, waited_s=round(now - (self.waiting_since or self._seen_since), 1))
 
-    def _line(self) -> tuple[str, bool]:
-        """The line that the program is at, and whether it waits there in a collective."""
-        paths: list[str] = []
-        for frame in _frames(sys._current_frames().get(self._program)):
-            path = frame.f_code.co_filename
+    def _line(self) -> tuple[str, str]:
+        """The line that the program is at, and the collective that it waits in there, if any."""
+        called: list[str] = []
+        for depth, frame in enumerate(_frames(sys._current_frames().get(self._program))):
+            path, name = frame.f_code.co_filename, frame.f_code.co_name
             if not path.startswith(_PACKAGES):
-                is_waiting = any(each.startswith(_COLLECTIVES) for each in paths)
-                return f"{Path(path).name}:{frame.f_lineno} in {frame.f_code.co_name}", is_waiting
-            if len(paths) < _MAX_DEPTH:
-                paths.append(path)
-        return "", False
+                return f"{Path(path).name}:{frame.f_lineno} in {name}", (called or [""])[-1]
+            if depth < _MAX_DEPTH and path.startswith(_COLLECTIVES) and name != "wrapper":
+                called.append(name)
+        return "", ""
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -171,12 +171,12 @@ def rank_to_give_up(places: Sequence[Place]) -> int | None:
 
 
 def late_rank(places: Sequence[Place]) -> tuple[int, Place] | None:
-    """The rank furthest behind that does not wait, while another has waited beyond its limit."""
+    """The rank with the fewest collectives that does not wait, if another is beyond its limit."""
     limit_s = min((each.limit_s for each in places if each.waited_s > each.limit_s), default=None)
     busy = [rank for rank, place in enumerate(places) if not place.waited_s]
     if limit_s is None or not busy:
         return None
-    late = min(busy, key=lambda rank: (places[rank].forward, places[rank].num_collectives))
+    late = min(busy, key=lambda rank: (places[rank].num_collectives, places[rank].forward))
     ended = f"{places[late].line}, while others wait for longer than the timeout of {limit_s:g} s"
     return late, replace(places[late], ended=ended)
 
@@ -185,13 +185,3 @@ def are_deadlocked(places: Sequence[Place], patience_s: float) -> bool:
     """Whether every rank waits, and not all for the same collective."""
     do_wait = all(place.waited_s >= patience_s for place in places)
     return do_wait and len({place.spot for place in places}) > 1
-
-
-def rank_apart(places: Sequence[Place]) -> int | None:
-    """A rank that is in the same forward as all others, but has done another number of steps."""
-    if any(place.phase not in ("forward", "backward") or place.ended for place in places):
-        return None
-    if len({place.forward for place in places}) != 1:
-        return None
-    usual = Counter(place.step for place in places).most_common(1)[0][0]
-    return next((rank for rank, place in enumerate(places) if place.step != usual), None)

@@ -44,7 +44,6 @@ from fullshard.comm.places import (
     Watched,
     are_deadlocked,
     late_rank,
-    rank_apart,
     rank_to_give_up,
     table,
     write_places,
@@ -103,7 +102,7 @@ class Watcher:
         self._num_stopped: dict[int, int] = {}
         self._lost_since: float | None = None
         self._is_complete = False
-        self._has_verdict = False
+        self._has_verdict = self._has_raised = False
         self._told: set[str] = set()
         threading.Thread(target=self._run, name="watcher", daemon=True).start()
 
@@ -120,17 +119,21 @@ class Watcher:
         self.check()
 
     def stop_waiting(self) -> None:
-        self.own.waiting_since = None
+        self.own.waiting_since, self.own.doing = None, ""
 
     def report(self, error: BaseException) -> None:
         """Tell all ranks that the program of this one has failed."""
-        if self.failure is not None:
-            if str(self.failure) != str(error):
-                error.add_note(str(self.failure))
-            return
-        if not self.own.ended:
-            self.own.ended = f"it raised {_described(error)}"
-        self._give_up(self.rank, self.own.look())
+        self._has_raised = True
+        if self.failure is None:
+            if not self.own.ended:
+                self.own.ended = f"it raised {_described(error)}"
+            self._give_up(self.rank, self.own.look())
+        self._explain(error)
+
+    def _explain(self, error: BaseException) -> None:
+        """Add to an error what the ranks were told, if that was something else."""
+        if self.failure is not None and str(self.failure) != str(error):
+            error.add_note(str(self.failure))
 
     def leave(self) -> None:
         """Tell others not to wait for this process: it ends, or its process group does."""
@@ -139,7 +142,8 @@ class Watcher:
             with suppress(Exception), self._lock:
                 self._write(self.own.look())
         deadline = time.monotonic() + SHORT_PATIENCE_S
-        while self._has_verdict and time.monotonic() < deadline:  # this process may host the store
+        # This process may host the store.
+        while self._has_verdict and self._store is not None and time.monotonic() < deadline:
             with suppress(Exception):
                 if self._num_heard() >= self.size - 1:
                     break
@@ -184,7 +188,9 @@ class Watcher:
             try:
                 self._look()
                 self._lost_since = None
-            except Exception:  # the store is gone, or does not answer
+            except Exception as error:  # the store is gone, or does not answer
+                if isinstance(error, dist.DistNetworkError):
+                    self._store = None  # c10d would print a stack trace with every attempt
                 self._on_lost_store()
         if self._stopped.is_set():
             self.leave()
@@ -256,7 +262,7 @@ class Watcher:
             places = [Place(**json.loads(text)) for text in self._store.multi_get(keys)]
         if FILE in os.environ:
             write_places(Path(os.environ[FILE]), places)
-        lost, apart, patience = rank_to_give_up(places), rank_apart(places), patience_s()
+        lost, patience = rank_to_give_up(places), patience_s()
         if lost is not None:
             self._give_up(lost, places[lost])
         elif (late := late_rank(places)) is not None:
@@ -271,11 +277,6 @@ class Watcher:
             )
         elif max(place.waited_s for place in places) >= patience:
             self._warn_once(f"ranks have waited for others for {patience:g} s:\n{table(places)}")
-        elif apart is not None:
-            self._warn_once(
-                f"rank {apart} has done another number of optimizer steps than the others in the "
-                f"same forward; it may have repeated or left out one:\n{table(places)}"
-            )
 
     def _warn_once(self, text: str) -> None:
         kind = text.partition(":")[0]
@@ -315,14 +316,15 @@ class Watcher:
     def _deliver(self, verdict: str) -> None:
         self._has_verdict = True
         name, text = json.loads(verdict)
-        is_own = bool(self.own.ended) and text.startswith(f"rank {self.rank}:")
+        is_own = self._has_raised and text.startswith(f"rank {self.rank}:")
         if is_own or self.failure is not None:
             return  # this rank raises its own error
         kind = DisagreementError if name == DisagreementError.__name__ else RankFailedError
         self.failure = kind(text)
         with suppress(Exception):
             self._num_heard(more=1)
-        if self.rank == 0:
+        # A wait in a collective of the program's own is not ended by raising this.
+        if self.rank == 0 or (self.own.look().doing and not self.own.doing):
             _log.error("fullshard: %s", text)
         # All at once: an abort waits for the device, which may wait for another group's collective.
         aborts = [threading.Thread(target=self._abort, args=(each,)) for each in all_groups()]
@@ -413,12 +415,6 @@ def note_failure(text: str, error: BaseException | None = None) -> None:
         _current.note_failure(text if error is None else f"{text} with {_described(error)}")
 
 
-def count_step() -> None:
-    """An optimizer has done a step."""
-    if _current is not None:
-        _current.own.num_steps += 1
-
-
 def wait_for(work: Any) -> None:
     """Wait for a collective on the host, as long as there is hope."""
     watcher = current()
@@ -447,16 +443,18 @@ def raise_explained(error: BaseException) -> NoReturn:
 
 
 @contextmanager
-def waiting() -> Iterator[Callable[[], None]]:
+def waiting(doing: str = "") -> Iterator[Callable[[], None]]:
     """Wait for other ranks in the block, which calls the given function again and again.
 
-    An error in the block is explained by that of another rank, if there is one.
+    An error in the block is explained by that of another rank, if there is one. `doing` says what
+    this rank waits to do, if that is not what all ranks are about to do.
     """
     watcher, since = current(), time.monotonic()
     if watcher is None:
         yield lambda: None
         return
     try:
+        watcher.own.doing = doing
         yield lambda: watcher.keep_waiting(since)
     except RuntimeError as error:
         raise_explained(error)

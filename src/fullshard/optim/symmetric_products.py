@@ -33,7 +33,7 @@ def _lower_tiles(
     left = x + matrix * x_batch + at_i[:, None] * x_row + at_k[None, :] * x_col
     right = x + matrix * x_batch + at_j[None, :] * x_row + at_k[:, None] * x_col
     total = tl.zeros((TILE, TILE), tl.float32)
-    for k in range(0, tl.cdiv(depth, DEPTH)):
+    for k in range(tl.cdiv(depth, DEPTH)):
         if IS_EVEN:
             total = tl.dot(tl.load(left), tl.load(right), total)
         else:

@@ -7,6 +7,9 @@ the root.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -31,7 +34,12 @@ from fullshard.runtime.hooks import (
     hooks_of,
 )
 from fullshard.runtime.names import clean_name
-from fullshard.runtime.replaced import record_replacement, replacement_of, repoint_living_optimizers
+from fullshard.runtime.replaced import (
+    record_passes,
+    record_replacement,
+    replacement_of,
+    repoint_living_optimizers,
+)
 from fullshard.runtime.ties import join_late_ties, lending_tops, settle_ties
 from fullshard.unit.context import CommContext
 from fullshard.unit.flat_param import FlatParams, FlatParamSlice, OrigParamSlice, ParamForm
@@ -318,13 +326,37 @@ def make_scheduler(top: ModuleHooks) -> Scheduler:
     agreement = None
     if mesh_info.num_ranks > 1 and simulation() is None:
         agreement = Agreement(mesh_info, comm_ctx.device.torch_device)
-        held = [(u, ", uneven inside" * hooks.is_scope) for hooks in members for u in hooks.units]
-        agreement.compare_plans([UnitPlan(u.name, u.describe() + uneven) for u, uneven in held])
+        agreement.compare_plans([_versions(), *(p for hooks in members for p in _plans(hooks))])
     repoint_living_optimizers()
     scheduler = Scheduler(members, comm_ctx, agreement)
+    if scheduler.passes is not None:
+        record_passes(scheduler.passes, (param for unit in units for param in unit.params))
     for hooks in members:
         hooks.scheduler = scheduler
     return scheduler
+
+
+@cache
+def _versions() -> UnitPlan:
+    """What the process runs, to be compared as if it were a unit."""
+    found = {"torch": torch.__version__.partition("+")[0]}
+    with suppress(PackageNotFoundError):  # run from its source
+        found["fullshard"] = version("fullshard")
+    return UnitPlan("versions", "", found)
+
+
+def _plans(hooks: ModuleHooks) -> Iterator[UnitPlan]:
+    """What ranks compare of the units of one call."""
+    request = hooks.request
+    settings = {
+        "forward prefetch": str([each.name for each in hooks.forward_prefetch]),
+        "backward prefetch": str([each.name for each in hooks.backward_prefetch]),
+        "prefetches_forward": str(request.prefetches_forward),
+        "backward_prefetch": str(request.backward_prefetch),
+        "uneven": str(hooks.is_scope),
+    }
+    for unit in hooks.units:
+        yield UnitPlan(unit.name, unit.describe(), {**settings, **unit.describe_settings()})
 
 
 def share(comm_ctx: CommContext, units: Sequence[Unit]) -> None:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from typing import Any, NoReturn, cast
 
@@ -227,6 +227,7 @@ class ModuleHooks:
         for unit in units:
             unit.on_grads_ready = self._grads_ready
             unit.on_read = self._read_again
+            unit.grads.before_reduce = partial(self._before_reduce, unit)
         for module in self.modules:
             # Not setattr: a compiled module hands attributes on to the one that it wraps.
             module.__dict__[_ATTRIBUTE] = self
@@ -508,6 +509,12 @@ class ModuleHooks:
             unit.comm_ctx.free_now(unit)  # before its gradient is cast
         scheduler.reduce_scatter(unit, self)
 
+    def _before_reduce(self, unit: Unit, num_bytes: int) -> None:
+        """The gradients of a unit are about to be reduced."""
+        passes = None if self.scheduler is None else self.scheduler.passes
+        if passes is not None and not self.is_agreed:
+            passes.follow(("reduce", unit, num_bytes, unit.num_trainable))
+
     def _leave(self, calls: Iterable[ModuleCall]) -> None:
         """Nothing more is computed in backward for these calls."""
         for call in calls:
@@ -575,6 +582,14 @@ class ModuleHooks:
                 f"{phase}; call it before the forward or after the backward of the module."
             )
 
+    def enter_call(self, kind: str) -> None:
+        """Compare a call that issues collectives, outside of forward and backward."""
+        passes = None if self.scheduler is None else self.scheduler.passes
+        if passes is not None:
+            passes.begin(kind, self.name)
+            passes.enter()
+            passes.end()
+
     def unshard(self, async_op: bool) -> UnshardHandle | None:
         """All-gather the parameters, outside of forward and backward or ahead of them."""
         scheduler = self.scheduler
@@ -587,11 +602,19 @@ class ModuleHooks:
                 "backward, found its gradients reduced in the backward that is still running; the "
                 "optimizer would make what is gathered now stale. Call it after backward."
             )
+        is_idle = scheduler is not None and scheduler.phase == "idle"
+        passes = None if scheduler is None or self.is_uneven else scheduler.passes
+        if passes is not None and is_idle:
+            passes.begin("unshard", self.name)
         for unit in self.reads:
             unit.refresh()
             if not unit.is_unsharded:
                 unit.comm_ctx.all_gathers_follow_compute()
+                if passes is not None:
+                    passes.follow(("gather", unit))
                 unit.unshard()
+        if passes is not None and is_idle:
+            passes.end()
         handle = UnshardHandle(self.reads)
         if not async_op:
             handle.wait()
@@ -679,6 +702,7 @@ class Scheduler:
         self._is_unfinalized = False
         self._thread = threading.get_ident()
         self._agreement = agreement
+        self.passes = None if agreement is None else agreement.passes()
         self._unchecked = {"forward", "backward"} if agreement is not None else set()
         self._orders: dict[nn.Module, list[ModuleHooks]] = {}
         self._order: list[ModuleHooks] = []
@@ -733,7 +757,8 @@ class Scheduler:
         meshes = {unit.mesh_info for unit in self.units}
         limit_s = min((mesh.timeout_s for mesh in meshes), default=inf)
         where = (self._num_forwards, phase, unit, self.comm_ctx.num_collectives)
-        return Place(0, *where, waited_s=is_behind, limit_s=limit_s)
+        num_steps = 0 if self.passes is None else self.passes.num_steps
+        return Place(num_steps, *where, waited_s=is_behind, limit_s=limit_s)
 
     # Forward
 
@@ -744,6 +769,9 @@ class Scheduler:
         self.end_failed_backward()
         self._num_forwards += 1
         self.owner = owner
+        if self.passes is not None:
+            name = require_hooks(owner).name
+            self.passes.begin("forward", name, takes_grad=torch.is_grad_enabled())
         self.started, self.finished = [], []
         self._order = self._orders.get(owner, [])
         self.comm_ctx.all_gathers_follow_compute(self.post_optim_event)
@@ -778,7 +806,8 @@ class Scheduler:
                 f"forward, which had '{before}' here.",
                 stacklevel=2,
             )
-        self._agreement.compare_detour(found, before)
+        assert self.passes is not None
+        self.passes.leave(found, before)
 
     def _expected_next(self) -> ModuleHooks | None:
         num_started = len(self.started)
@@ -810,6 +839,8 @@ class Scheduler:
                 watcher.check()
                 if self._unchecked:
                     self._agree(f"gather in {self.phase}", member)
+                if self.passes is not None:
+                    self.passes.follow(("gather", unit))
                 try:
                     unit.unshard()
                 except dist.DistError as error:
@@ -834,6 +865,8 @@ class Scheduler:
         for unit in self.units:
             unit.enter_forward()  # those that it did not reach
         self._end_checks("forward")
+        if self.passes is not None:
+            self.passes.end()
         assert self.owner is not None
         self._orders[self.owner] = self.started
         self.owner = None
@@ -847,6 +880,8 @@ class Scheduler:
         if not self.is_in_backward:
             self.is_in_backward = True
             self._is_unfinalized = self.finalizes_manually
+            if self.passes is not None and self.owner is None:
+                self.passes.begin_backward()
             queue_backward_callback(self.end_backward)
 
     def prefetch_backward(self, call: ModuleCall) -> None:
@@ -903,6 +938,8 @@ class Scheduler:
         watcher.check()
         self.reduction = None
         self._end_checks("backward")
+        if self.passes is not None and self.owner is None:
+            self.passes.end()
         self.comm_ctx.finish_reduce_scatters()
         self.comm_ctx.free_pending()
         for unit in self.units:
@@ -980,6 +1017,8 @@ class Scheduler:
             member.reset()
         self.reduction, self._is_unfinalized = None, False
         self.comm_ctx.abort_reduce_scatters()
+        if self.passes is not None:
+            self.passes.abort()
         for unit in self.units:
             unit.abort()
 
@@ -993,6 +1032,8 @@ class Scheduler:
     def give_up_step(self) -> None:
         """Abort a step that some ranks have not done, and reset the counts that places compare."""
         self.abort()
+        if self.passes is not None:
+            self.passes.forget()
         self._num_forwards = self.comm_ctx.num_collectives = 0
 
     def fail_forward(self, error: BaseException) -> None:
@@ -1014,6 +1055,8 @@ class Scheduler:
         """Until the first step of a phase is over, check that all ranks are about to do this."""
         if self.phase in self._unchecked:
             assert self._agreement is not None
+            assert self.passes is not None
+            self.passes.enter()
             number = _CHECKED_OPS.index(op) * len(self.members) + self.members.index(member)
             self._agreement.compare_step(number, self._describe)
 

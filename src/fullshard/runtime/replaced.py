@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard._torch import copy_hooks, local_tensor
 from fullshard.comm import watcher
+from fullshard.comm.order import ModelPasses
 from fullshard.comm.placement import as_dtensor, with_dtype
 from fullshard.errors import LifecycleError
 from fullshard.unit.flat_param import FlatParamSlice
@@ -33,6 +35,15 @@ from fullshard.unit.param import DTensorParam, ShardedParam
 # From originals to (sharded parameter, rank of its shard). Not attributes of the tensors: an
 # original that is a non-leaf or a subclass may refuse them.
 _originals = WeakIdKeyDictionary()
+# What optimizers hold, without references to it, which would keep torch from swapping tensors; the
+# passes of the models; and those that an optimizer writes to, with the lengths of its groups.
+_held: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+_passes: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[ModelPasses]]
+_passes = weakref.WeakKeyDictionary()
+_followed: weakref.WeakKeyDictionary[
+    Optimizer, tuple[tuple[int, ...], list[weakref.ref[ModelPasses]]]
+]
+_followed = weakref.WeakKeyDictionary()
 _by_shard: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
@@ -85,10 +96,31 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Count versions so that units see changed shards: foreach and fused DTensor updates do not."""
-    watcher.count_step()
+    for passes in _passes_of(optimizer):
+        passes.count_step(optimizer)
     for group in optimizer.param_groups:
         changed = [param for param in group["params"] if isinstance(param, DTensor)]
         torch.autograd.graph.increment_version(changed)
+
+
+def record_passes(passes: ModelPasses, params: Iterable[ShardedParam]) -> None:
+    """Let optimizers of these parameters count their steps for a model."""
+    for each in params:
+        _held[id(each.param)] = each
+        _passes[each] = weakref.ref(passes)
+    _followed.clear()
+
+
+def _passes_of(optimizer: Optimizer) -> list[ModelPasses]:
+    """The models that an optimizer writes to; looked up again when its parameters change."""
+    lengths = tuple(len(group["params"]) for group in optimizer.param_groups)
+    known = _followed.get(optimizer)
+    if known is None or known[0] != lengths:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        owners = [(param, _held.get(id(param))) for param in params]
+        found = {_passes[own]: None for param, own in owners if own and own.param is param}
+        known = _followed[optimizer] = lengths, list(found)
+    return [passes for passes in (each() for each in known[1]) if passes is not None]
 
 
 def repoint(optimizer: Optimizer, *, with_gradients: bool = False) -> None:

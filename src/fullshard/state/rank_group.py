@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fullshard._torch import lifetime_of, timeout_of
 from fullshard.comm import watcher
 from fullshard.comm.collectives import pause_at_exit
+from fullshard.comm.order import enter_call
 from fullshard.comm.processes import machine_id
 from fullshard.errors import CheckpointError, FullshardError
 
@@ -80,6 +81,7 @@ class RankGroup:
         lifetime = lifetime_of(dist.group.WORLD)
         if lifetime not in _groups:
             pause_at_exit()
+            enter_call(dist.group.WORLD, "first save or load")
             new_group = partial(dist.new_group, None, timeout_of(dist.group.WORLD), "gloo")
             _groups[lifetime] = (new_group(), new_group())
         group = _groups[lifetime][in_background]

@@ -13,7 +13,7 @@ packed there, too, piece by piece (rule 9).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -635,6 +635,7 @@ class UnitGrads:
 
     def __init__(self, mesh_info: MeshInfo, store: Store, device: Device) -> None:
         self.was_reduced = False
+        self.before_reduce: Callable[[int], None] = lambda _: None
         self.mesh_info = mesh_info
         self.store = store
         self._device = device
@@ -739,6 +740,7 @@ class UnitGrads:
         if not lanes:
             return
         num_bytes = sum(bucket.plan.num_bytes for lane in lanes for bucket in lane.buckets)
+        self.before_reduce(num_bytes)
         if is_large:
             comm_ctx.make_room_for(num_bytes)
         else:

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -191,7 +191,7 @@ class Unit:
     is_summoned: bool = False
     _is_listening: bool = False
     _is_entered: bool = True
-    _num_trainable: int = 0
+    num_trainable: int = 0
     _is_training_followed: bool = False
     _all_gather: UnitAllGather | None = None
     _registration: Registration | None = None
@@ -238,7 +238,7 @@ class Unit:
     @property
     def has_frozen(self) -> bool:
         """Whether some of the full parameters, as registered, take no gradient."""
-        return self._num_trainable < len(self.params)
+        return self.num_trainable < len(self.params)
 
     def replan(self) -> None:
         """Plan from the shards as they are now, and move them into new shard buffers."""
@@ -482,7 +482,7 @@ class Unit:
             registration.register_fulls()
             self._references = self._full_references()
         if not self._is_training_followed:
-            self._num_trainable = registration.follow_requires_grad()
+            self.num_trainable = registration.follow_requires_grad()
             self._is_training_followed = True
             self._hook_fulls()
         registration.register_fulls()
@@ -522,7 +522,7 @@ class Unit:
         """
         held, held_memory, _ = self._full_references()
         before, before_memory, _ = self._references
-        return held > before + self._num_trainable or held_memory > before_memory
+        return held > before + self.num_trainable or held_memory > before_memory
 
     def release(self) -> None:
         """Register a stand-in for the full parameter of a large unit, and free it unless held.
@@ -642,7 +642,7 @@ class Unit:
 
     def grad_arrived(self, param: ShardedParam) -> None:
         self._arrived.add(param)
-        if len(self._arrived) == self._num_trainable:
+        if len(self._arrived) == self.num_trainable:
             self.on_grads_ready(self)
 
     @property
@@ -691,9 +691,15 @@ class Unit:
             f"{'' if p.is_trainable else ' frozen'}"
             for p in self.params
         )
-        precision = "" if self.policy == MixedPrecisionPolicy() else f" in {self.policy}"
         num_buckets = sum(len(lane.buckets) for lane in self.layout.lanes)
-        return f"[{held}] over {self.mesh_info!r}{precision} in {num_buckets} buckets"
+        return f"[{held}] over {self.mesh_info!r} in {num_buckets} buckets"
+
+    def describe_settings(self) -> dict[str, str]:
+        """The settings that must be the same on all ranks."""
+        found: dict[str, Any] = {"store": type(self.store).__name__}
+        for each in (self.policy, self.settings):
+            found.update((entry.name, getattr(each, entry.name)) for entry in fields(each))
+        return {name: getattr(value, "__qualname__", str(value)) for name, value in found.items()}
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.params)} parameters, {type(self.state).__name__})"
