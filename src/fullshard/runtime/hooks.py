@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from typing import Any, NoReturn, cast
 
@@ -225,9 +225,7 @@ class ModuleHooks:
         self._num_lookups: dict[Unit, int] = {}
         self.handles: list[RemovableHandle] = []
         for unit in units:
-            unit.on_grads_ready = self._grads_ready
-            unit.on_read = self._read_again
-            unit.grads.before_reduce = partial(self._before_reduce, unit)
+            unit.owner = self
         for module in self.modules:
             # Not setattr: a compiled module hands attributes on to the one that it wraps.
             module.__dict__[_ATTRIBUTE] = self
@@ -388,7 +386,7 @@ class ModuleHooks:
             ):
                 unit.release()
 
-    def _read_again(self, unit: Unit) -> None:
+    def read_again(self, unit: Unit) -> None:
         """Gather a released parameter again for a reader that the graph did not show."""
         if not unit.is_unsharded:
             self.readers[unit] = Readers.HIDDEN
@@ -489,7 +487,7 @@ class ModuleHooks:
             self.finish_backward([call])
 
     @untraced
-    def _grads_ready(self, unit: Unit) -> None:
+    def grads_ready(self, unit: Unit) -> None:
         """All gradients of a unit have arrived."""
         scheduler = self.ensure_scheduler()
         scheduler.enter_backward()
@@ -509,7 +507,7 @@ class ModuleHooks:
             unit.comm_ctx.free_now(unit)  # before its gradient is cast
         scheduler.reduce_scatter(unit, self)
 
-    def _before_reduce(self, unit: Unit, num_bytes: int) -> None:
+    def before_reduce(self, unit: Unit, num_bytes: int) -> None:
         """The gradients of a unit are about to be reduced."""
         passes = None if self.scheduler is None else self.scheduler.passes
         if passes is not None and not self.is_agreed:
@@ -1101,8 +1099,7 @@ def units_below(module: nn.Module) -> list[Unit]:
 
 def hooks_of_unit(unit: Unit) -> ModuleHooks | None:
     """The hooks that a unit belongs to."""
-    found = getattr(unit.on_grads_ready, "__self__", None)
-    return found if isinstance(found, ModuleHooks) else None
+    return unit.owner if isinstance(unit.owner, ModuleHooks) else None
 
 
 def hooks_managing(module: nn.Module) -> ModuleHooks | None:

@@ -1,7 +1,7 @@
 """From full gradients to the gradients of shards, in four stages.
 
 - **take** the gradients that autograd left on the full parameters, or that were kept from before
-  (`UnitGrads.reduce`);
+  (`UnitGrads.take`);
 - **pack** them into buckets, unless a gradient is its bucket as it is (`Reduction._packed`);
 - **reduce** the buckets over the shard axis, then over the replicas (`Reduction._reduce`);
 - **deliver** the sums as gradients of the shards: assigned, added, kept, or on the host
@@ -13,7 +13,7 @@ packed there, too, piece by piece (rule 9).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -635,7 +635,6 @@ class UnitGrads:
 
     def __init__(self, mesh_info: MeshInfo, store: Store, device: Device) -> None:
         self.was_reduced = False
-        self.before_reduce: Callable[[int], None] = lambda _: None
         self.mesh_info = mesh_info
         self.store = store
         self._device = device
@@ -714,16 +713,10 @@ class UnitGrads:
 
     # Reduction
 
-    def reduce(
-        self,
-        unit: str,
-        comm: UnitComm,
-        settings: UnitSettings,
-        comm_ctx: CommContext,
-        *,
-        is_large: bool,
-    ) -> None:
-        """Take the full gradients and start reducing them."""
+    def take(
+        self, unit: str, comm: UnitComm, settings: UnitSettings, comm_ctx: CommContext
+    ) -> Reduction | None:
+        """Take the full gradients and what was kept; None if there is nothing to reduce."""
         if self._shown:
             self._drop_zeroed([p for lane in self._lanes for b in lane.buckets for p in b.params])
             self._hide()
@@ -738,18 +731,9 @@ class UnitGrads:
                 scaling = Scaling.of(comm, settings, self.mesh_info.num_ranks, dtype)
                 lanes.append(LaneReduction(plan, present, scaling))
         if not lanes:
-            return
+            return None
         num_bytes = sum(bucket.plan.num_bytes for lane in lanes for bucket in lane.buckets)
-        self.before_reduce(num_bytes)
-        if is_large:
-            comm_ctx.make_room_for(num_bytes)
-        else:
-            comm_ctx.limit_reduce_scatters(settings.reduce_scatter_max_input_buffers)
-        in_flight = Reduction(unit, lanes, comm, settings, comm_ctx, self, num_bytes)
-        in_flight.start()
-        comm_ctx.add_reduce_scatter(in_flight)
-        if in_flight.is_partial and not comm_ctx.device.has_streams:
-            comm_ctx.limit_reduce_scatters(1)  # the next backward has to find these sums
+        return Reduction(unit, lanes, comm, settings, comm_ctx, self, num_bytes)
 
     def _take(self, param: ShardedParam) -> Grad:
         full = param.full

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from fullshard.unit.context import AddressRanges, CommContext
 from fullshard.unit.extensions import Extension
 from fullshard.unit.flat_param import FlatParams, OrigParamSlice
 from fullshard.unit.param import ShardBuffers, ShardedParam
-from fullshard.unit.reduction import GradLane, UnitGrads
+from fullshard.unit.reduction import GradLane, Reduction, UnitGrads
 from fullshard.unit.released import ReleasedParam
 from fullshard.unit.settings import UnitComm, UnitSettings
 from fullshard.unit.store import Store
@@ -163,6 +163,19 @@ class Registration:
             registry[name] = shard
 
 
+class UnitOwner(Protocol):
+    """Whom a unit tells what happens to it: the hooks of its modules."""
+
+    def grads_ready(self, unit: Unit) -> None:
+        """All gradients that a listening unit waits for have arrived."""
+
+    def read_again(self, unit: Unit) -> None:
+        """A parameter is read that was released."""
+
+    def before_reduce(self, unit: Unit, num_bytes: int) -> None:
+        """Gradients are about to be reduced."""
+
+
 @dataclass(eq=False)
 class Unit:
     """The parameters of one wrapper, or of one `fully_shard` call that share a mesh.
@@ -171,9 +184,8 @@ class Unit:
     says when. `flat` exists for the parameters of a wrapper. `stands_alone` says that it was made
     for a single large parameter (rule 15), and `is_unread` that the next backward does not read
     it. `is_held` says that a state dict may hold the shards, `is_summoned` that
-    `summon_full_params` shows the full parameters. A unit that listens calls `on_grads_ready` once
-    every trainable parameter has its gradient; `_arrived` are those that have. `on_read` is called
-    if a released parameter is read after all.
+    `summon_full_params` shows the full parameters. A unit that listens tells its `owner` once
+    every trainable parameter has its gradient; `_arrived` are those that have.
     """
 
     name: str
@@ -184,6 +196,7 @@ class Unit:
     comm_ctx: CommContext
     settings: UnitSettings
     flat: FlatParams | None = None
+    owner: UnitOwner | None = None
     stands_alone: bool = False
     is_unread: bool = False
     state: State = SHARDED
@@ -201,8 +214,6 @@ class Unit:
         default = collectives_for(axis.group, device.torch_device)
         self.comm = UnitComm(default, default, axis)
         self.grads = UnitGrads(self.mesh_info, self.store, device)
-        self.on_grads_ready: Callable[[Unit], None] = lambda *_: None
-        self.on_read: Callable[[Unit], None] = lambda *_: None
         self._arrived: set[ShardedParam] = set()
         self._versions: list[tuple[int, int]] = []
         self._references = (0, 0, 0)
@@ -529,15 +540,15 @@ class Unit:
 
         Autograd's and Python's references tell: a graph that looked it up has one for its gradient.
         """
-        if not self.is_unsharded:
+        owner, registration = self.owner, self._registration
+        if not self.is_unsharded or owner is None:
             return
-        registration = self._registration
         assert registration is not None
         held, _, held_in_python = self._full_references()
         before, _, before_in_python = self._references
         in_graph = python_references_of_graph() if held > before else 0
         is_free = not self.is_saved and held_in_python <= before_in_python + in_graph
-        registration.register(ReleasedParam.of(self.params[0], partial(self.on_read, self)))
+        registration.register(ReleasedParam.of(self.params[0], partial(owner.read_again, self)))
         if is_free:
             self.comm_ctx.free_later(self, self._free)
             self.comm_ctx.free_now(self)
@@ -643,7 +654,8 @@ class Unit:
     def grad_arrived(self, param: ShardedParam) -> None:
         self._arrived.add(param)
         if len(self._arrived) == self.num_trainable:
-            self.on_grads_ready(self)
+            assert self.owner is not None
+            self.owner.grads_ready(self)
 
     @property
     def has_full_grads(self) -> bool:
@@ -674,8 +686,22 @@ class Unit:
                 comm, settings, comm_ctx = self.comm, self.settings, self.comm_ctx
                 if with_zeros:  # other ranks may have gradients that this one lacks
                     settings = replace(settings, reduce_scatter_unused_params=True)
-                is_large = self.is_large
-                self.grads.reduce(self.name, comm, settings, comm_ctx, is_large=is_large)
+                reduction = self.grads.take(self.name, comm, settings, comm_ctx)
+                if reduction is not None:
+                    self._start(reduction)
+
+    def _start(self, reduction: Reduction) -> None:
+        comm_ctx = self.comm_ctx
+        if self.owner is not None:
+            self.owner.before_reduce(self, reduction.num_bytes)
+        if self.is_large:
+            comm_ctx.make_room_for(reduction.num_bytes)
+        else:
+            comm_ctx.limit_reduce_scatters(self.settings.reduce_scatter_max_input_buffers)
+        reduction.start()
+        comm_ctx.add_reduce_scatter(reduction)
+        if reduction.is_partial and not comm_ctx.device.has_streams:
+            comm_ctx.limit_reduce_scatters(1)  # the next backward has to find these sums
 
     def set(self, **changes: Any) -> None:
         self.settings = replace(self.settings, **changes)
