@@ -407,7 +407,7 @@ _channels: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
 
 def _channel_of(group: Group) -> Group:
     """The group to use in the place of a gloo group; the first call is a collective."""
-    if group not in _channels and is_registered(group):
+    if group not in _channels and is_registered(group) and group not in shm.exhausted:
         ranks = dist.get_process_group_ranks(group)
         made = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
         _channels[group] = made

@@ -617,6 +617,10 @@ def _array(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
 _links: weakref.WeakKeyDictionary[dist.ProcessGroup, Link | None] = weakref.WeakKeyDictionary()
 
 
+# Groups of which a rank has run out of descriptors or memory: no further groups are made for them.
+exhausted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
 def known_link(group: dist.ProcessGroup | None) -> Link | None:
     """The link between the ranks of a group, if `link_of` has found one."""
     return None if group is None else _links.get(group)
@@ -668,6 +672,8 @@ def _connect(group: dist.ProcessGroup) -> Link | None:
         return link
     _log.debug("process group %s: no shared memory: %s", group.group_name, obstacle)
     errors = [(r, card[1]) for r, card in zip(ranks, said, strict=True) if card[1] in _EXHAUSTED]
+    if errors:
+        exhausted.add(group)
     for rank, error in errors[:1]:
         warnings.warn(
             f"process group {group.group_name}: ranks of one host exchange data through shared "
