@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fullshard.framework_attributes import lazy_init, module_state_of
+from fullshard.framework_attributes import lazy_init, module_state_of, wrapper_state_of
 
 _OURS = {
     "torch.distributed.fsdp": "fullshard",
@@ -36,7 +36,7 @@ _OURS = {
 }
 _OF_WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch.distributed.fsdp._runtime_utils._lazy_init": lazy_init,
-    "torch.distributed.fsdp._common_utils._get_module_fsdp_state": module_state_of,
+    "torch.distributed.fsdp._common_utils._get_module_fsdp_state": wrapper_state_of,
     "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state": module_state_of,
 }
 """Private functions that frameworks call with a wrapper or a sharded module."""

@@ -145,12 +145,17 @@ def lazy_init(theirs: Callable[..., Any], state: Any, root: nn.Module) -> Any:
     return state
 
 
-def module_state_of(theirs: Callable[..., Any], module: nn.Module) -> Any:
-    """A wrapper itself, or the state of a module that `fully_shard` was called on."""
+def wrapper_state_of(theirs: Callable[..., Any], module: nn.Module) -> Any:
+    """A wrapper itself. A module that `fully_shard` was called on is none."""
     hooks = hooks_of(module)
     if hooks is None:
         return theirs(module)
-    return state_of(module) or module
+    return None if hooks.request.form is ParamForm.DTENSOR else module
+
+
+def module_state_of(theirs: Callable[..., Any], module: nn.Module) -> Any:
+    """The state of a module that `fully_shard` was called on; a wrapper itself."""
+    return theirs(module) if hooks_of(module) is None else state_of(module) or module
 
 
 # What `fully_shard` leaves at a module
