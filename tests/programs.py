@@ -54,7 +54,9 @@ def outcome_of_forks(before: str, *programs: str) -> str:
         "    assert os.wait()[1] == 0\n"
     )
     command = [sys.executable, "-c", source, json.dumps(programs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # A launch that was refused in this process has left its variable.
+    env = {name: value for name, value in os.environ.items() if name != "FULLSHARD_LAUNCHER"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -49,6 +49,12 @@ def name_launcher() -> dict[str, str]:
     return {_LAUNCHER: os.environ[_LAUNCHER]}
 
 
+def forget_launcher() -> None:
+    """Processes that this one starts from now on are no ranks of a launch."""
+    for name in (_LAUNCHER, _STATUS_FOLDER):
+        os.environ.pop(name, None)
+
+
 def end_with_parent(parent: int | None = None) -> None:
     """On Linux, let the kernel kill this process as soon as its parent ends, however that ends.
 

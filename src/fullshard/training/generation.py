@@ -33,6 +33,7 @@ from fullshard.training.config import ShardingSection, TrainConfig
 from fullshard.training.control import (
     StatusFolder,
     end_with_parent,
+    forget_launcher,
     name_launcher,
     wants_tracebacks,
 )
@@ -193,6 +194,8 @@ def _on_ranks(request: GenerateRequest, folder: Path) -> str:
             f"rank {rank}: all ranks must finish, found an exit with status {failure.exitcode}; "
             "its output is above."
         ) from None
+    finally:
+        forget_launcher()
     text: str = json.loads((folder / _TEXT).read_text())
     return text
 

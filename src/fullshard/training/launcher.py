@@ -46,6 +46,7 @@ from fullshard.training.control import (
     Process,
     StatusFolder,
     end_with_parent,
+    forget_launcher,
     kill,
     name_launcher,
 )
@@ -255,6 +256,7 @@ class Launch:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            forget_launcher()
         return self._exit_status()
 
     def _caught(self) -> None:
