@@ -10,6 +10,7 @@ from torch import nn
 
 from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, capture, fully_shard
 from fullshard.optim import Muon
+from fullshard.optim.symmetric_products import product
 from fullshard.testing import Rank, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
 from tests.gpu.transformer import Block, Transformer, shard_blocks
@@ -88,3 +89,19 @@ def test_a_step_that_the_device_skips_changes_nothing(rank: Rank) -> None:
     after = step(1.0, 0.0)
     assert all(each.isfinite().all() for each in after)
     assert not any(map(torch.equal, after, before))
+
+
+@pytest.mark.parametrize("is_tall", [False, True])
+@pytest.mark.parametrize("shape", [(2, 256, 128), (3, 800, 840), (1, 1024, 100)])
+def test_products_by_halves_are_the_whole_products(shape: tuple[int, ...], is_tall: bool) -> None:
+    torch.manual_seed(0)
+    num, rows, depth = shape
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    batch = torch.randn(num, rows, depth, **options)
+    if is_tall:
+        batch = torch.randn(num, depth, rows, **options).mT
+    gram, whole = product(batch), torch.bmm(batch, batch.mT)
+    torch.testing.assert_close(gram, whole)
+    assert torch.equal(gram, gram.mT)
+    found = product(gram, gram, alpha=0.5, beta=-1.5)
+    torch.testing.assert_close(found, torch.baddbmm(gram, gram, gram, beta=-1.5, alpha=0.5))
