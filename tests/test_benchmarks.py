@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import bench_checkpoint
 import bench_collectives
+import bench_copies
 import bench_gpu
 import bench_host_time
 import bench_memory
@@ -107,6 +108,12 @@ def test_memory_is_counted(tmp_path):
     forward = {row[0]: row[1] for row in copied.rows}
     assert forward[BASE] > 1
     assert forward[WRAPPER] == 0
+
+
+def test_copies_are_compared_with_one_copy(tmp_path: Path) -> None:
+    small = ("--device", "cpu", "--worlds", "3", "--width", "16")
+    (table,) = measured(bench_copies, tmp_path, *small).tables
+    assert len(table.rows) == 4 * 4
 
 
 def test_collectives_are_measured(tmp_path):
