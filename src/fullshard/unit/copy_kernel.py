@@ -183,16 +183,14 @@ def _launch(
         kernel[launch.num_tiles, 1, 1](*args)
 
 
-def _word(dtype: torch.dtype) -> Any:
-    """What elements are copied as when nothing is cast."""
-    return _WORDS[dtype.itemsize]
-
-
 class UnpackKernel:
-    """Copies gathered buckets into the full buffer, each with one launch."""
+    """Copies gathered buckets into the full buffer, each with one launch.
 
-    def __init__(self, full: ResizableBuffer, comm_ctx: CommContext) -> None:
-        self._full, self._comm_ctx = full, comm_ctx
+    `otherwise` copies what a capture is the first to ask for, and dtypes without a word.
+    """
+
+    def __init__(self, full: ResizableBuffer, comm_ctx: CommContext, otherwise: Any) -> None:
+        self._full, self._comm_ctx, self._otherwise = full, comm_ctx, otherwise
         self._buckets: list[tuple[list[_Launch], torch.Tensor, tuple[Any, ...]]] = []
 
     def add(self, bucket: Bucket, gathered: torch.Tensor) -> None:
@@ -204,13 +202,17 @@ class UnpackKernel:
             copy._replace(tensor=0, first=copy.first + starts[copy.tensor])
             for copy in bucket.table.filling
         )
+        word = _WORDS.get(itemsize)
         launches = self._comm_ctx.once(
             (copies, vector), lambda: _Launch.all_of(copies, vector, self._comm_ctx)
         )
-        word = _word(gathered.dtype)
-        self._buckets.append((launches, gathered, (word, word, False, False, vector)))
+        if word is None or launches is None:
+            self._otherwise.add(bucket, gathered)
+        else:
+            self._buckets.append((launches, gathered, (word, word, False, False, vector)))
 
     def run(self) -> None:
+        self._otherwise.run()
         full = self._full.address_range[0]
         for launches, gathered, options in self._buckets:
             for launch in launches:
@@ -218,10 +220,14 @@ class UnpackKernel:
 
 
 class PackKernel:
-    """Copies tensors into a bucket, with a cast and a division, in one launch."""
+    """Copies tensors into a bucket, with a cast and a division, in one launch.
 
-    def __init__(self, table: CopyTable, comm_ctx: CommContext) -> None:
-        self._table, self._comm_ctx = table, comm_ctx
+    `otherwise` packs what a capture is the first to ask for, and dtypes that no kernel casts.
+    """
+
+    def __init__(self, table: CopyTable, comm_ctx: CommContext, otherwise: Any) -> None:
+        self._table, self._comm_ctx, self._otherwise = table, comm_ctx, otherwise
+        self._launches: dict[int, list[_Launch]] = {}  # by the elements of a vector
 
     def pack(
         self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor, divisor: float = 1.0
@@ -231,20 +237,32 @@ class PackKernel:
             tensors = [None if each is None else each.to(bucket.dtype) for each in tensors]
             dtypes = {bucket.dtype}
         (dtype,) = dtypes
+        is_cast = dtype != bucket.dtype or divisor != 1.0
+        types = _FLOATS if is_cast else {dtype: _WORDS.get(dtype.itemsize)}
+        to_type, from_type = types.get(bucket.dtype), types.get(dtype)
+        vector = VECTOR_BYTES // min(dtype.itemsize, bucket.itemsize)
+        launches = self._launches_for(vector)
+        if to_type is None or from_type is None or launches is None:
+            self._otherwise.pack(tensors, bucket, divisor)
+            return
         held = [None if each is None else each.contiguous() for each in tensors]
         addresses = [0 if each is None else each.data_ptr() for each in held]
-        is_cast = dtype != bucket.dtype or divisor != 1.0
-        types = _FLOATS if is_cast else {dtype: _word(dtype)}
-        vector = VECTOR_BYTES // min(dtype.itemsize, bucket.itemsize)
-        launches: list[_Launch] = self._comm_ctx.once(
-            (self._table, vector),
-            lambda: _Launch.all_of(self._table.copies, vector, self._comm_ctx),
-        )
         to = bucket.data_ptr()
         if any(address % VECTOR_BYTES for address in (*addresses, to)):
             vector = 1
-        options = types[bucket.dtype], types[dtype], True, divisor != 1.0, vector
+        options = to_type, from_type, True, divisor != 1.0, vector
         for launch in launches:
             part = addresses[launch.tensors]
             present = sum(1 << index for index, address in enumerate(part) if address)
             _launch(launch, to, [address or to for address in part], present, divisor, options)
+
+    def _launches_for(self, vector: int) -> list[_Launch] | None:
+        if vector not in self._launches:
+            table, comm_ctx = self._table, self._comm_ctx
+            made = comm_ctx.once(
+                (table, vector), lambda: _Launch.all_of(table.copies, vector, comm_ctx)
+            )
+            if made is None:
+                return None
+            self._launches[vector] = made
+        return self._launches[vector]

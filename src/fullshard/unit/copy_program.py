@@ -44,7 +44,8 @@ def unpacker(full: ResizableBuffer, comm_ctx: CommContext) -> Unpacker:
     kernel, simulated = _kernel(comm_ctx), simulation()
     if simulated is not None:
         return SimulatedCopies(simulated)
-    return UnpackViews(full) if kernel is None else kernel.UnpackKernel(full, comm_ctx)
+    views = UnpackViews(full)
+    return views if kernel is None else kernel.UnpackKernel(full, comm_ctx, views)
 
 
 def packer(table: CopyTable, wire: Wire, num_ranks: int, comm_ctx: CommContext) -> Packer:
@@ -52,11 +53,9 @@ def packer(table: CopyTable, wire: Wire, num_ranks: int, comm_ctx: CommContext) 
     kernel, simulated = _kernel(comm_ctx), simulation()
     if simulated is not None:
         return SimulatedCopies(simulated)
-    program: Packer
-    if kernel is None:
-        program = PackViews(table, num_ranks)
-    else:
-        program = kernel.PackKernel(table, comm_ctx)
+    program: Packer = PackViews(table, num_ranks)
+    if kernel is not None:
+        program = kernel.PackKernel(table, comm_ctx, program)
     return program if wire.is_plain else PackEncoded(program, table, wire, num_ranks)
 
 
