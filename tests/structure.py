@@ -51,7 +51,7 @@ SEEN_BY_NOBODY = {"testing"}
 # They use the package as any user does: they may import what the package itself offers.
 SEES_PUBLIC_NAMES = {"cli", "testing"}
 # The limit on lines counts engine, APIs, state, optim, plan and trace. It is lowered with every
-# cut; the aim is 12,000.
+# cut; the aim is 17,500, and 19,500 with what is new.
 NOT_CORE = {"report", "models", "training", "testing", "dropin", "dropin_site", "cli", "__main__"}
 MAX_CORE_LINES = 24_239
 # It replaces names of torch, so it has to name them.

@@ -12,7 +12,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from fullshard.device import Device
@@ -20,6 +22,7 @@ from fullshard.layout import Wire
 from fullshard.runtime.hooks import units_below
 from fullshard.testing import Rank, on_ranks
 from fullshard.unit.store import HostStore, Store
+from tests.test_wire import new_group
 
 WIDTH = 24
 
@@ -99,30 +102,30 @@ def losses(model: nn.Module, rank: Rank, steps: int = 20) -> list[float]:
     return found
 
 
-def made(rank: Rank, policy: MixedPrecisionPolicy, *, is_wrapped: bool) -> nn.Module:
+def made(group: dist.ProcessGroup, policy: MixedPrecisionPolicy, *, is_wrapped: bool) -> nn.Module:
     torch.manual_seed(0)
     model: Any = Net()
     if is_wrapped:
         model = FullyShardedDataParallel(
-            model, use_orig_params=True, mixed_precision=MixedPrecision()
+            model, group, use_orig_params=True, mixed_precision=MixedPrecision()
         )
         for unit in units_below(model):
             unit.policy = policy
             unit.replan()
         return model
-    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"), mp_policy=policy)
     return model
 
 
-@pytest.mark.parametrize("shared_memory", ["1", "0"])
+@pytest.mark.parametrize("over_gloo", [False, True])
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @on_ranks(2)
 def test_a_wire_with_scales_trains_nearly_like_the_plain_one(
-    rank: Rank, is_wrapped: bool, shared_memory: str
+    rank: Rank, is_wrapped: bool, over_gloo: bool
 ) -> None:
-    with patch.dict("os.environ", {"FULLSHARD_SHARED_MEMORY": shared_memory}):
-        plain = made(rank, MixedPrecisionPolicy(), is_wrapped=is_wrapped)
-        coarse = made(rank, Quantized(), is_wrapped=is_wrapped)
+    with new_group(over_gloo=over_gloo) as group:
+        plain = made(group, MixedPrecisionPolicy(), is_wrapped=is_wrapped)
+        coarse = made(group, Quantized(), is_wrapped=is_wrapped)
         expected, found = losses(plain, rank), losses(coarse, rank)
     assert expected[-1] < expected[0] / 2
     assert found != expected
@@ -131,7 +134,7 @@ def test_a_wire_with_scales_trains_nearly_like_the_plain_one(
 
 @on_ranks(2)
 def test_shards_in_files_train_like_those_in_memory(rank: Rank, tmp_path: Path) -> None:
-    expected = losses(made(rank, MixedPrecisionPolicy(), is_wrapped=False), rank)
+    expected = losses(made(rank.mesh().get_group(), MixedPrecisionPolicy(), is_wrapped=False), rank)
     folder = tmp_path / str(rank.rank)
     folder.mkdir()
     FileStore.folder = folder
@@ -143,7 +146,7 @@ def test_shards_in_files_train_like_those_in_memory(rank: Rank, tmp_path: Path) 
         patch.object(Store, "of", classmethod(of)),
         patch("fullshard.runtime.build.device_for", lambda _: Device(torch.device("cpu", 0))),
     ):
-        model = made(rank, MixedPrecisionPolicy(), is_wrapped=False)
+        model = made(rank.mesh().get_group(), MixedPrecisionPolicy(), is_wrapped=False)
         assert losses(model, rank) == expected
     assert not units_below(model)[0].store.is_on_device
     assert sum(path.stat().st_size for path in folder.iterdir()) > 0
