@@ -4,6 +4,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import fullshard.comm.order as order_module
 from fullshard import DisagreementError, FullyShardedDataParallel, LifecycleError, fully_shard
-from fullshard._torch import StridedShard, default_store, timeout_of
+from fullshard._torch import StridedShard, default_store, local_group, timeout_of
 from fullshard.comm.agreement import Agreement, UnitPlan
 from fullshard.comm.collectives import CollectiveWork
 from fullshard.comm.mesh import _mesh_infos, mesh_info_of
@@ -32,6 +33,27 @@ from fullshard.state import save, save_async
 from fullshard.testing import Rank, RankPool, on_ranks
 
 CPU = torch.device("cpu")
+
+
+# Groups
+
+
+@on_ranks(2)
+def test_a_group_of_the_same_ranks_never_has_a_name_again(rank: Rank) -> None:
+    if rank.rank == 0:
+        alone = dist.new_group([0], use_local_synchronization=True)
+    names = []
+    for _ in range(3):
+        made = local_group([1, 0], timedelta(seconds=20), "gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total, group=made)
+        assert total.item() == 2
+        assert dist.get_process_group_ranks(made) == [1, 0]
+        names.append(made.group_name)
+        dist.destroy_process_group(made)
+    assert len(set(names)) == 3
+    if rank.rank == 0:
+        dist.destroy_process_group(alone)
 
 
 # In flight

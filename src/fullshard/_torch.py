@@ -13,15 +13,18 @@ torch.distributed itself has the public names `ReduceOp`, `AllreduceOptions`, `A
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -147,8 +150,8 @@ _require(DTensor, "_local_tensor", "_spec")
 _require(DeviceMesh, "_concatenate", "_flatten")
 _require(ShardedTensor, "_init_from_local_shards_and_global_metadata")
 _require(dist.ProcessGroup, "_get_backend", "_device_types", "_register_backend")
-_require(_c10d, "_world")
-_require(_c10d._world, "pg_map")
+_require(_c10d, "_world", "_get_default_group", "_new_process_group_helper")
+_require(_c10d._world, "pg_map", "pg_group_ranks")
 
 
 # Tensors. `attrgetter` is called without a Python frame.
@@ -414,6 +417,45 @@ def lifetime_of(group: dist.ProcessGroup) -> object:
     """
     registered = _c10d._world.pg_map.get(group)
     return group if registered is None else registered[1]
+
+
+def local_group(
+    ranks: list[int], timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A new group that only its own ranks make, in the order in which these ranks make them.
+
+    `dist.new_group(use_local_synchronization=True)` names a group by its ranks and by how many
+    groups its process has. Ranks that have other numbers of groups never find each other, and once
+    a group was destroyed, its name comes again: gloo then may connect to the addresses that the
+    destroyed group has left in the store.
+    """
+    world = _c10d._get_default_group()
+    if hasattr(world, "new_group"):  # of a process group in Python
+        made = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        return cast(dist.ProcessGroup, made)
+    made_before = _local_groups.setdefault(lifetime_of(world), Counter())
+    key = hashlib.sha256(repr(ranks).encode()).hexdigest()[:20]
+    made_before[key] += 1
+    name: Any = f"fullshard/{key}/{made_before[key]}"
+    default_backend, store = _c10d._world.pg_map[world]
+    group: dist.ProcessGroup
+    group, _ = _c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend or default_backend),
+        store,
+        name,
+        timeout=timeout,
+        device_id=world.bound_device_id,
+    )
+    _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+# How many groups of the same ranks have been made, by the lifetime of the default group.
+_local_groups: weakref.WeakKeyDictionary[object, Counter[str]]
+_local_groups = weakref.WeakKeyDictionary()
 
 
 def finished_work() -> dist.Work:

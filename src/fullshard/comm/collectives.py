@@ -33,6 +33,7 @@ from fullshard._torch import (
     devices_of,
     is_registered,
     lifetime_of,
+    local_group,
     reduce_scatter_coalesced,
     reduce_scatter_single,
     timeout_of,
@@ -409,8 +410,7 @@ def _channel_of(group: Group) -> Group:
     """The group to use in the place of a gloo group; the first call is a collective."""
     if group not in _channels and is_registered(group) and group not in shm.exhausted:
         ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
-        _channels[group] = made
+        made = _channels[group] = local_group(ranks, timeout_of(group), "gloo")
         weakref.finalize(lifetime_of(group), _destroy, weakref.ref(made)).atexit = False
     return _channels.get(group, group)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard._torch import flatten_mesh, is_registered, lifetime_of, timeout_of
+from fullshard._torch import flatten_mesh, is_registered, lifetime_of, local_group, timeout_of
 from fullshard.api import DataParallelMeshDims, ShardingStrategy
 from fullshard.device import simulation
 from fullshard.errors import ConfigError, LifecycleError, TopologyError
@@ -121,9 +121,7 @@ class MeshInfo:
             first = self.shard.rank // size * size
             ranks = self.shard.global_ranks()[first : first + size]
             # Synchronized locally: other slices of the mesh may use other sizes, or none.
-            timeout = timeout_of(self.shard.group)
-            group = dist.new_group(ranks, timeout, use_local_synchronization=True)
-            self._subgroups[size] = Axis(group)
+            self._subgroups[size] = Axis(local_group(ranks, timeout_of(self.shard.group)))
         return self._subgroups[size]
 
     def __repr__(self) -> str:  # the same on all ranks
