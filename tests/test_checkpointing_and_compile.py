@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from fullshard import fully_shard
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
-from fullshard.unit.unit import Sharded
+from fullshard.unit.state import Absent, Leaving
 
 WIDTH = 6
 FullyShard = Callable[..., Any]
@@ -46,8 +46,8 @@ def assert_same(
     for module in trained.sharded.modules():
         hooks = hooks_of(module)
         for unit in hooks.units if hooks is not None else ():
-            assert isinstance(unit.state, Sharded), unit
-            assert unit._all_gather._full_buffer._storage.size() == 0, unit
+            assert isinstance(unit.state, (Absent, Leaving)), unit
+            assert unit.arrangement.all_gather._full_buffer._storage.size() == 0, unit
     assert all(isinstance(p, DTensor) for p in trained.sharded.parameters())
     if torch_too:
         theirs = functools.partial(shard, functools.partial(torch_fully_shard, mesh=rank.mesh()))
@@ -192,7 +192,9 @@ def test_checkpointed_blocks_are_not_all_unsharded_at_once_in_backward(rank: Ran
 
     def look(*_: Any) -> None:
         units = [hooks_of(block).units[0] for block in model.blocks]
-        held.append(sum(unit._all_gather._full_buffer._storage.size() > 0 for unit in units))
+        held.append(
+            sum(unit.arrangement.all_gather._full_buffer._storage.size() > 0 for unit in units)
+        )
 
     for step in range(2):
         output = model(make_batch(torch.Generator().manual_seed(step)))

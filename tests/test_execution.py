@@ -20,7 +20,8 @@ from torch.optim import AdamW, Optimizer
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
-from fullshard.unit.unit import Sharded, Unit
+from fullshard.unit.state import Absent, Leaving
+from fullshard.unit.unit import Unit
 from tests.counted import CountedGather, CountedReduce
 from tests.wrapped import (
     APIS,
@@ -836,7 +837,7 @@ def test_what_a_unit_only_passes_on_does_not_gather_it_a_second_time(rank: Rank)
         was = unit.unshard
 
         def counted(unit: Unit = unit, was: Callable[[], None] = was) -> None:
-            if isinstance(unit.state, Sharded) and held_bytes(unit) == 0:
+            if isinstance(unit.state, (Absent, Leaving)) and held_bytes(unit) == 0:
                 gathers.append(unit.name)
             was()
 
@@ -873,7 +874,7 @@ def test_inner_units_hold_no_memory_after_an_evaluation(rank: Rank) -> None:
         with torch.no_grad():
             model(torch.randn(4, WIDTH))
         for block in model.blocks:
-            assert isinstance(hooks_of(block).units[0].state, Sharded)
+            assert isinstance(hooks_of(block).units[0].state, (Absent, Leaving))
             assert held_bytes(hooks_of(block).units[0]) == 0
 
 

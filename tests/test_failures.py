@@ -21,7 +21,8 @@ from fullshard import (
 from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
-from fullshard.unit.unit import Sharded, Unit
+from fullshard.unit.state import Absent, Leaving
+from fullshard.unit.unit import Unit
 
 WIDTH = 6
 
@@ -126,7 +127,8 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def held_bytes(model: nn.Module) -> int:
-    gatherers = [unit._all_gather for unit in units_of(model) if unit._all_gather is not None]
+    made = [unit.arrangement.all_gather for unit in units_of(model)]
+    gatherers = [each for each in made if each is not None]
     return sum(g._full_buffer._storage.size() + g._staging._storage.size() for g in gatherers)
 
 
@@ -134,7 +136,7 @@ def assert_everything_sharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
     for unit in units_of(model):
-        assert isinstance(unit.state, Sharded), unit
+        assert isinstance(unit.state, (Absent, Leaving)), unit
     assert held_bytes(model) == 0
 
 
@@ -285,7 +287,7 @@ def test_a_model_may_catch_the_error_of_an_inner_unit_and_go_on(rank: Rank) -> N
                 pair.step(number)
         with fuse.lit(f"block {index} forward"), torch.no_grad():
             pair.model(batch_of(rank.rank, 5))
-        assert all(isinstance(unit.state, Sharded) for unit in units_of(pair.model))
+        assert all(isinstance(unit.state, (Absent, Leaving)) for unit in units_of(pair.model))
         pair.step(2)
 
 

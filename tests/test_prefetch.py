@@ -13,7 +13,8 @@ from fullshard import UnshardHandle, fully_shard
 from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
-from fullshard.unit.unit import Sharded, Unit, Unsharded, Unsharding
+from fullshard.unit.state import Absent, Arriving, Leaving, Present
+from fullshard.unit.unit import Unit
 from tests.counted import CountedGather
 from tests.wrapped import held_bytes
 
@@ -169,8 +170,8 @@ def test_the_next_units_gather_is_under_way_when_a_unit_runs(rank: Rank) -> None
     for block in model.blocks:
         block.register_forward_pre_hook(look)
     model(batch())
-    assert seen[:-1] == [(Unsharded, Unsharding)] * 4
-    assert seen[-1] == (Unsharded, Sharded)
+    assert seen[:-1] == [(Present, Arriving)] * 4
+    assert seen[-1] == (Present, Absent)
 
 
 @on_ranks(2)
@@ -184,7 +185,7 @@ def test_a_forward_that_takes_another_way_gathers_nothing_for_nobody(rank: Rank)
         train(model)
         assert indices(log, "forward") == ["0", "3", "1"]
         for block in model.blocks:
-            assert isinstance(unit_of(block).state, Sharded)
+            assert isinstance(unit_of(block).state, Absent)
             assert not is_filled(block)
     # By now this is the expected order, in which nothing is gathered in vain.
     log.clear()
@@ -278,8 +279,8 @@ def test_what_was_prefetched_in_vain_is_let_go_at_the_end_of_forward(rank: Rank)
     )
     with torch.no_grad():
         model(batch())
-    assert seen == [Unsharding]
-    assert isinstance(unit_of(model.blocks[3]).state, Sharded)
+    assert seen == [Arriving]
+    assert isinstance(unit_of(model.blocks[3]).state, Absent)
     assert not any(is_filled(block) for block in model.blocks)
 
 
@@ -362,10 +363,10 @@ def test_an_asynchronous_unshard_returns_a_handle(rank: Rank) -> None:
     shard = block.linear.weight
     handle = block.unshard(async_op=True)
     assert isinstance(handle, UnshardHandle)
-    assert isinstance(unit_of(block).state, Unsharding)
+    assert isinstance(unit_of(block).state, Arriving)
     assert block.linear.weight is shard
     handle.wait()
-    assert isinstance(unit_of(block).state, Unsharded)
+    assert isinstance(unit_of(block).state, Present)
     whole = block.linear.weight
     assert not isinstance(whole, DTensor)
     handle.wait()  # a second time: nothing happens
@@ -390,7 +391,7 @@ def test_a_synchronous_unshard_returns_nothing(rank: Rank) -> None:
     handle = block.unshard(async_op=True)  # there already
     assert handle is not None
     handle.wait()
-    assert isinstance(unit_of(block).state, Unsharded)
+    assert isinstance(unit_of(block).state, Present)
 
 
 @on_ranks(2)
@@ -405,7 +406,7 @@ def test_forward_waits_for_an_unshard_that_nobody_waited_for(rank: Rank) -> None
     assert indices(log, "gather") == [*"01234", "root"], "none is gathered twice"
     for handle in handles:
         handle.wait()  # after the unit was resharded: nothing happens
-    assert all(isinstance(unit_of(block).state, Sharded) for block in model.blocks)
+    assert all(isinstance(unit_of(block).state, (Absent, Leaving)) for block in model.blocks)
     again = model(batch())
     torch.testing.assert_close(found, again)
 
@@ -416,6 +417,6 @@ def test_a_handle_that_is_dropped_holds_nothing_up(rank: Rank) -> None:
     block = model.blocks[0]
     block.unshard(async_op=True)
     block.reshard()
-    assert isinstance(unit_of(block).state, Sharded)
+    assert isinstance(unit_of(block).state, Absent)
     assert not is_filled(block)
     train(model)

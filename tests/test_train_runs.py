@@ -195,7 +195,7 @@ def test_selective_recomputation_resharding_and_prefetch_change_no_losses(rank: 
         lambda *_: seen.append([type(hooks_of(each).units[0].state).__name__ for each in blocks])
     )
     architecture.logits(model, tokens)
-    resharded, gathering = ["ReshardedToSubgroup"] * 2, {"Unsharding", "Unsharded"}
+    resharded, gathering = ["Kept"] * 2, {"Arriving", "Present"}
     assert seen[0][:2] == resharded
     assert gathering.issuperset(seen[0][2:4])  # it was gathered while the one before the last ran
     with pytest.MonkeyPatch.context() as patch:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -32,7 +33,7 @@ from fullshard.comm.places import (
     write_places,
 )
 from fullshard.errors import DisagreementError
-from fullshard.state import save
+from fullshard.state import save, save_async
 from fullshard.state.rank_group import RankGroup
 from fullshard.testing import Rank, RankPool
 from fullshard.testing.failures import RanksFailed
@@ -79,6 +80,18 @@ def fail(kind: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL if kind == "is killed" else signal.SIGSTOP)
 
 
+def fail_in_background(kind: str) -> None:
+    """Fail as soon as another thread than the program's has something to tell the other ranks."""
+    actual = RankGroup.all_gather
+
+    def all_gather(self: RankGroup, value: Any) -> list[Any]:
+        if self.in_background:
+            fail(kind)
+        return actual(self, value)
+
+    RankGroup.all_gather = all_gather  # type: ignore[method-assign]
+
+
 def train(rank: Rank, kind: str, phase: str, api: str) -> None:
     """Take several steps; in one of them, one rank fails in a phase."""
     os.environ[watcher.SWITCH] = "1"
@@ -110,6 +123,10 @@ def take_steps(rank: Rank, kind: str, phase: str, api: str) -> None:
             fail(kind)
         if phase == "saving" and step == BAD_STEP:
             save("never", model)
+        if phase == "writing" and step == BAD_STEP:
+            if is_bad:
+                fail_in_background(kind)
+            save_async("never", model).wait()
         optimizer.step()
 
 
@@ -129,6 +146,8 @@ FAULTS = [
     ("raises", "forward", "wrapper", "forward of 1 with ZeroDivisionError: planned .*in fail"),
     ("raises", "backward", "fully_shard", "it left a backward before its end"),
     ("is stopped", "saving", "fully_shard", "its process is stopped"),
+    ("is stopped", "writing", "fully_shard", "its process is stopped"),
+    ("is killed", "writing", "wrapper", "its process is gone"),
     ("raises", "optimizer", "fully_shard", "others wait for longer than the timeout of 10 s"),
 ]
 
@@ -188,6 +207,7 @@ for step in range(100_000):
 FORKED = """
 import gc, json, os, sys
 from pathlib import Path
+from typing import Any
 import torch, fullshard
 
 torch.optim.SGD([torch.zeros(1)], 0.1)  # loads many modules

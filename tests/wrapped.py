@@ -26,7 +26,8 @@ from fullshard.comm.placement import full_tensor
 from fullshard.runtime.hooks import hooks_of
 from fullshard.runtime.names import clean_name
 from fullshard.testing import Rank
-from fullshard.unit.unit import Sharded, Unit
+from fullshard.unit.state import Absent, Leaving
+from fullshard.unit.unit import Unit
 
 WIDTH = 6
 
@@ -404,7 +405,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 def held_bytes(unit: Unit) -> int:
     """Memory for full parameters that a unit holds."""
-    gatherer = unit._all_gather
+    gatherer = unit.arrangement.all_gather
     if gatherer is None:
         return 0
     return gatherer._full_buffer._storage.size() + gatherer._staging._storage.size()
@@ -415,7 +416,7 @@ def assert_all_sharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
     for unit in units_of(model):
-        assert isinstance(unit.state, Sharded), unit
+        assert isinstance(unit.state, (Absent, Leaving)), unit
         assert held_bytes(unit) == 0, unit
 
 

@@ -83,12 +83,13 @@ if TYPE_CHECKING:
     from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
     from fullshard.oom_guard import OutOfMemoryError, oom_guard
     from fullshard.optim.by_unit import by_unit
-    from fullshard.runtime.hooks import GradientReductionHandle, UnshardHandle
+    from fullshard.runtime.hooks import UnshardHandle
+    from fullshard.runtime.step import GradientReductionHandle
     from fullshard.unit.flat_param import FlatParameter
 else:
     _MODULES = ("errors", "api", "comm.watcher", "unit.flat_param", "runtime.hooks", "fully_shard")
     _MODULES += ("fully_sharded_data_parallel", "optim.by_unit", "auto_shard", "captured_step")
-    _MODULES += ("oom_guard", "elastic")
+    _MODULES += ("runtime.step", "oom_guard", "elastic")
 
     def __getattr__(name: str) -> Any:
         if name in __all__:

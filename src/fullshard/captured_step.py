@@ -28,7 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.comm import watcher
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.runtime.hooks import ModuleHooks, Scheduler, hooks_of
+from fullshard.runtime.hooks import ModuleHooks, hooks_of
+from fullshard.runtime.step import Scheduler
 from fullshard.runtime.trees import map_tensors
 from fullshard.trace import seam
 
@@ -260,7 +261,7 @@ class CapturedStep(Generic[P, R]):
             for unit in scheduler.units:
                 if not unit.store.is_on_device:
                     return UnsupportedError(f"the parameters of {unit.name} on the host")
-            if any(member.scope is not None for member in scheduler.members):
+            if any(member.turnstile.defers for member in scheduler.members):
                 return UnsupportedError("uneven units, which the host learns of in each step")
         entry.inputs = [torch.empty_like(tensor, device="cuda") for tensor in tensors]
         static = iter(entry.inputs)

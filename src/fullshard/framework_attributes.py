@@ -26,7 +26,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.api import CPUOffloadPolicy, OptimStateDictConfig, StateDictConfig, StateDictType
-from fullshard.runtime.hooks import ModuleCall, ModuleHooks, hooks_of, require_hooks
+from fullshard.runtime.calls import ModuleCall
+from fullshard.runtime.hooks import ModuleHooks, hooks_of, require_hooks
 from fullshard.runtime.names import clean_name
 from fullshard.state.module_state import own_settings
 from fullshard.state.shards import wrappers_of
@@ -245,7 +246,7 @@ class FSDPParamGroup:
         scheduler = hooks.ensure_scheduler()
         scheduler.is_in_backward = True  # until the final callback
         if unit.has_full_grads or unit.owes_kept_grads:
-            scheduler.reduce_scatter(unit, hooks)
+            hooks.turnstile.reduce(hooks, unit, scheduler.phase)
 
 
 class HookHandles(tuple[RemovableHandle, ...]):

@@ -35,17 +35,16 @@ from fullshard.framework_attributes import FSDPState, state_of
 from fullshard.optim.by_unit import watch_optimizers
 from fullshard.runtime.build import build_hooks, reshard_of, share
 from fullshard.runtime.hooks import (
-    GradientReductionHandle,
     ModuleHooks,
-    Scheduler,
-    ShardedModule,
     ShardRequest,
     UnshardHandle,
     hooks_of,
     require_hooks,
     units_below,
 )
-from fullshard.unit.reduction import require_no_wire_dtype
+from fullshard.runtime.sharded_module import ShardedModule
+from fullshard.runtime.step import GradientReductionHandle, Scheduler
+from fullshard.unit.grad_lane import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings
 from fullshard.unit.unit import Unit
 

@@ -35,7 +35,6 @@ from fullshard.fully_shard import settings_scope
 from fullshard.optim.clip import Groups, clip_grads
 from fullshard.runtime.build import build_hooks, join, managed_modules
 from fullshard.runtime.hooks import (
-    ShardedModule,
     ShardRequest,
     UnshardHandle,
     hooks_of,
@@ -44,12 +43,13 @@ from fullshard.runtime.hooks import (
 )
 from fullshard.runtime.names import WRAPPED, clean_name
 from fullshard.runtime.replaced import replacement_of
+from fullshard.runtime.sharded_module import ShardedModule
 from fullshard.runtime.trees import map_tensors
 from fullshard.state import module_state, optim_state, summon
 from fullshard.state.shards import wrappers_of
 from fullshard.torch_helpers import follow_import
 from fullshard.unit.flat_param import FlatParameter, FlatSlice, ParamForm
-from fullshard.unit.reduction import require_no_wire_dtype
+from fullshard.unit.grad_lane import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings
 from fullshard.wrap import Chosen, CustomPolicy, ModuleWrapPolicy, choose, wrap_chosen
 

@@ -27,7 +27,6 @@ from fullshard.errors import ConfigError, LifecycleError, TopologyError
 from fullshard.layout import CostModel
 from fullshard.runtime.hooks import (
     ModuleHooks,
-    Scheduler,
     ShardRequest,
     hooks_below,
     hooks_managing,
@@ -40,7 +39,9 @@ from fullshard.runtime.replaced import (
     replacement_of,
     repoint_living_optimizers,
 )
+from fullshard.runtime.step import Scheduler
 from fullshard.runtime.ties import join_late_ties, lending_tops, settle_ties
+from fullshard.runtime.turnstile import CheckedTurnstile, Turnstile
 from fullshard.unit.context import CommContext
 from fullshard.unit.flat_param import FlatParams, FlatParamSlice, OrigParamSlice, ParamForm
 from fullshard.unit.param import DTensorParam, ParamLocation, ShardedParam
@@ -145,7 +146,7 @@ def _make_units(request: ShardRequest, found: _Found) -> list[Unit]:
         alone = [[param] for param in large]
         for each in alone if large and not rest else [rest, *alone]:
             unit = Unit(name, each, mesh_info, policy, store, comm_ctx, settings, flat)
-            unit.stands_alone = each is not rest
+            unit.set(stands_alone=each is not rest)
             units.append(unit)
     for unit in units:
         # A parameter's own mesh has its own size.
@@ -268,7 +269,7 @@ def _keep_state_sharded(hooks: ModuleHooks, module: nn.Module) -> None:
         for unit in hooks.reads:
             unit.reshard_now()
             unit.refresh(plan_training=hooks.scheduler is None)
-            unit.is_held = True
+            unit.arrangement.is_held = True
 
     def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for unit in hooks.reads:
@@ -323,14 +324,14 @@ def make_scheduler(top: ModuleHooks) -> Scheduler:
     for unit in units:
         unit.refresh(plan_training=True)
         unit.require_ready()
-    agreement = None
+    turnstile = Turnstile()
     if mesh_info.num_ranks > 1 and simulation() is None:
         agreement = Agreement(mesh_info, comm_ctx.device.torch_device)
         agreement.compare_plans([_versions(), *(p for hooks in members for p in _plans(hooks))])
+        turnstile = checked = CheckedTurnstile(members, agreement)
+        record_passes(checked.passes, (param for unit in units for param in unit.params))
     repoint_living_optimizers()
-    scheduler = Scheduler(members, comm_ctx, agreement)
-    if scheduler.passes is not None:
-        record_passes(scheduler.passes, (param for unit in units for param in unit.params))
+    scheduler = Scheduler(members, comm_ctx, turnstile)
     for hooks in members:
         hooks.scheduler = scheduler
     return scheduler
@@ -353,7 +354,7 @@ def _plans(hooks: ModuleHooks) -> Iterator[UnitPlan]:
         "backward prefetch": str([each.name for each in hooks.backward_prefetch]),
         "prefetches_forward": str(request.prefetches_forward),
         "backward_prefetch": str(request.backward_prefetch),
-        "uneven": str(hooks.is_scope),
+        "uneven": str(hooks.is_uneven),
     }
     for unit in hooks.units:
         yield UnitPlan(unit.name, unit.describe(), {**settings, **unit.describe_settings()})

@@ -68,7 +68,7 @@ def lending_tops(top: ModuleHooks) -> list[ModuleHooks]:
             if found is not None:
                 owners += [hooks_managing(location.module) for location in found.locations]
     others = dict.fromkeys(each for each in owners if each is not None and each not in below)
-    return [each if each.scheduler is None else each.scheduler.root for each in others]
+    return [each.root for each in others]
 
 
 def join_late_ties(hooks_list: Sequence[ModuleHooks]) -> None:

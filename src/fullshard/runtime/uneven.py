@@ -18,7 +18,8 @@ all nodes made inside have run when `_Enter` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ import torch.distributed as dist
 from fullshard.comm import watcher
 from fullshard.comm.collectives import all_reduce
 from fullshard.comm.mesh import Axis
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, LifecycleError
 from fullshard.runtime.trees import map_tensors
+from fullshard.runtime.turnstile import Member, Turnstile, start_reduction
 from fullshard.unit.unit import Unit
 
 
@@ -58,26 +60,93 @@ class _Leave(torch.autograd.Function):
         return None, *grads
 
 
-class UnevenScope:
-    """The uneven units of one scope, grouped by module, and the scope's own units.
+def make_scopes(members: Sequence[Member], usual: Turnstile) -> Iterator[UnevenScope]:
+    """Give all members their turnstiles: scopes to the outermost ones that are set uneven."""
+    for member in members:
+        member.turnstile = usual
+    for member in members:
+        if not member.is_uneven or member.turnstile is not usual:
+            continue
+        for each in (member, *member.inner):
+            if each.lenders or each.turnstile is not usual:
+                found = "tied parameters" if each.lenders else "it inside of two such modules"
+                raise ConfigError(
+                    f"{each.name}: an uneven unit must have its parameters for itself, found "
+                    f"{found}; leave them to the unit that set_uneven is called on."
+                )
+        yield UnevenScope(member, usual)
+
+
+class _Inside(Turnstile):
+    """The turnstile of a module in a scope: ranks gather in rounds while the scope is open."""
+
+    is_predictable = False
+    defers = True
+
+    def __init__(self, scope: UnevenScope, usual: Turnstile) -> None:
+        self._scope, self._usual = scope, usual
+
+    @property
+    def is_even(self) -> bool:  # type: ignore[override]
+        return not self._scope.is_open
+
+    def gather(self, member: Member, units: Sequence[Unit], phase: str) -> None:
+        if not self._scope.is_open:
+            self._usual.gather(member, units, phase)
+        elif not all(unit.is_unsharded for unit in units):
+            self._scope.round(member.units)
+
+    def reduce(self, member: Member, unit: Unit, phase: str) -> None:
+        if not unit.settings.requires_gradient_sync:
+            start_reduction(unit)
+
+    def before_reduce(self, unit: Unit, num_bytes: int) -> None:
+        pass
+
+    def reach(self, member: Member, *, was_even: bool) -> None:
+        if not was_even and not self._scope.is_open:
+            raise _outside(member.name)
+
+    def require_taken(self, unit: Unit) -> None:
+        if unit.settings.requires_gradient_sync:
+            raise _outside(unit.name)
+
+
+def _outside(unit: str) -> LifecycleError:
+    return LifecycleError(
+        f"{unit}: a gradient must reach an uneven unit through the outputs of the module that "
+        "set_uneven was called on, found one that came another way; return what the loss needs "
+        "from that module, or call set_uneven on one around it."
+    )
+
+
+class UnevenScope(Turnstile):
+    """The turnstile of a module that was set uneven, and the units inside, grouped by module.
 
     `is_open` says that the scope runs, in forward or backward; `is_reduced` that the gradients of
-    the backward under way have been reduced. `entered` has, for each call under way, the tensor
+    the backward under way have been reduced. `_entered` has, for each call under way, the tensor
     through which outputs depend on inputs. Calls do not hold it: hooks of the same graph hold them.
     """
 
-    def __init__(self, name: str, groups: Sequence[list[Unit]], own: Sequence[Unit]) -> None:
+    defers = encloses = True
+
+    def __init__(self, member: Member, usual: Turnstile) -> None:
         self.is_open = False
         self.is_reduced = False
-        self._groups = list(groups)
-        self._units = [*(unit for group in groups for unit in group), *own]
-        self.entered: list[torch.Tensor | None] = []
+        self._member, self._usual = member, usual
+        self._groups = groups = [each.units for each in member.inner]
+        self._units = [*(unit for group in groups for unit in group), *member.units]
+        self._entered: list[torch.Tensor | None] = []
         meshes = list(dict.fromkeys(unit.mesh_info for unit in self._units))
         if not groups or len(meshes) != 1:
             raise ConfigError(
-                f"{name}: set_uneven needs units inside of the module, on the same mesh, found "
-                f"{len(groups)} on {len(meshes)}; shard what ranks may skip as the module itself."
+                f"{member.name}: set_uneven needs units inside of the module, on the same mesh, "
+                f"found {len(groups)} on {len(meshes)}; shard what ranks may skip as the module "
+                "itself."
             )
+        member.turnstile = self
+        for each in member.inner:
+            each.turnstile = _Inside(self, usual)
         self._mesh_info = meshes[0]
         with torch.inference_mode(False), self._units[0].comm_ctx.device.torch_device:
             # Made once: memory of a stream's pool may still be read by another stream (rule 2).
@@ -102,9 +171,36 @@ class UnevenScope:
             watcher.raise_explained(error)
         return any(asked)
 
+    def gather(self, member: Member, units: Sequence[Unit], phase: str) -> None:
+        self._usual.gather(member, units, phase)  # all ranks run the module itself
+
     # Gradients
 
-    def units_to_reduce(self) -> list[Unit]:
+    def reduce(self, member: Member, unit: Unit, phase: str) -> None:
+        if not unit.settings.requires_gradient_sync:
+            start_reduction(unit)
+
+    def before_reduce(self, unit: Unit, num_bytes: int) -> None:
+        pass
+
+    def require_taken(self, unit: Unit) -> None:
+        if unit.settings.requires_gradient_sync:
+            raise _outside(unit.name)
+
+    def settle(self) -> None:
+        """Reduce the gradients of uneven units, once no rank needs any of these units."""
+        self.finish()
+        for unit in self._units_to_reduce():
+            start_reduction(unit, with_zeros=True)
+        self.is_open = self._member.is_in_forward  # a backward inside of its forward has ended
+
+    def end_backward(self) -> None:
+        """Reduce what the backward has left open."""
+        if self.is_open or not self.is_reduced:
+            self.settle()
+        self.is_reduced = False
+
+    def _units_to_reduce(self) -> list[Unit]:
         """The units for which any rank has gradients; a collective if any are to be reduced."""
         self.is_reduced = True
         if not any(unit.settings.requires_gradient_sync for unit in self._units):
@@ -129,26 +225,32 @@ class UnevenScope:
 
     # Both ends, for autograd
 
-    def enter(self, hook: Callable[[torch.Tensor], None], given: Any) -> Any:
+    def enter(self, hook: Callable[[torch.Tensor], None], given: Any) -> tuple[Any, int]:
         """Alias the inputs of a call, so that `hook` runs once nothing inside is left to do."""
+        self.is_open = True
         if not torch.is_grad_enabled():
-            self.entered.append(None)
-            return given
+            self._entered.append(None)
+            return given, 0
         # A tensor that takes a gradient, even if no input does.
         token = torch.zeros(0, device=self._counts.device, requires_grad=True)
         token.register_hook(hook)
         inputs: dict[torch.Tensor, torch.Tensor] = {}
         map_tensors(lambda t: inputs.setdefault(t, t) if t.requires_grad else t, given)
         entered, *aliases = _Enter.apply(token, *inputs)  # type: ignore[no-untyped-call]
-        self.entered.append(entered)
+        self._entered.append(entered)
         inputs = dict(zip(inputs, aliases, strict=True))
-        return map_tensors(lambda t: inputs.get(t, t), given)
+        return map_tensors(lambda t: inputs.get(t, t), given), 1
 
     def leave(self, output: Any) -> Any:
         """Alias the outputs of a call, so that all take a gradient and pass it on to the inputs."""
-        entered = self.entered.pop()
-        if entered is None:
-            return output
+        entered = self._entered.pop()
+        if entered is not None:
+            output = self._alias(entered, output)
+        if not self._member.is_computing:
+            self.finish()
+        return output
+
+    def _alias(self, entered: torch.Tensor, output: Any) -> Any:
         outputs: dict[torch.Tensor, torch.Tensor] = {}
         map_tensors(lambda t: outputs.setdefault(t, t) if t.is_floating_point() else t, output)
         if outputs:
@@ -156,7 +258,17 @@ class UnevenScope:
             outputs = dict(zip(outputs, aliases, strict=True))
         return map_tensors(lambda t: outputs.get(t, t), output)
 
-    def reset(self) -> None:
+    def reach(self, member: Member, *, was_even: bool) -> None:
+        self.is_open = True
+
+    def fail(self, num_open: int, error: BaseException) -> None:
+        del self._entered[num_open:]
+        if not self._member.is_computing and not isinstance(error, dist.DistError):
+            # A recomputation that ends early, or a failure that the program may catch.
+            with suppress(Exception):
+                self.finish()
+
+    def abort(self) -> None:
         """Forget everything of a failed step."""
         self.is_open = self.is_reduced = False
-        self.entered.clear()
+        self._entered.clear()

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard._torch import to_local
-from fullshard.runtime.hooks import FULL_BYTES, units_below
+from fullshard.runtime.hooks import units_below
+from fullshard.runtime.step import FULL_BYTES
 from fullshard.trace.recording import Clock
 from fullshard.trace.seam import Activity
 from fullshard.trace.timeline import PROCESS_KIND, Timeline, UnitFacts
@@ -61,7 +62,7 @@ def memory_by_kind(
 
 def _facts(unit: Unit) -> UnitFacts:
     gather_bytes = padding_bytes = num_buckets = 0
-    for layout in (unit.layout, unit.extension_layout):
+    for layout in (unit.layout, unit.arrangement.extension_layout):
         num_bytes = sum(
             layout.num_ranks * bucket.segment_numel * lane.dtypes.computed.itemsize
             for lane in layout.lanes

@@ -57,28 +57,37 @@ class ReductionInFlight(Protocol):
     def abort(self) -> None: ...
 
 
+class LeavingMemory(Protocol):
+    """A unit whose memory is to be freed (`Leaving`), as the comm context sees it."""
+
+    def let_go(self) -> tuple[AddressRanges, Any]:
+        """Free it; return what was freed, and the event of the compute that used it."""
+
+
 class CommContext:
     """What is in flight on the streams of one scheduler, in the order of issue.
 
-    `_pending_frees` has full buffers to free once another all-gather is issued (rule 3), by owner,
-    with the event of the compute that used them. `_freed` has the address ranges that were freed,
-    and these events: the allocator may give such a range to the next all-gather at once, which must
-    wait for the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are
-    the owners of all-gathers that nothing has waited for yet. `_is_capturing` says that what is
-    issued now becomes part of a CUDA graph. `num_collectives` counts issued collectives: it
-    says where a rank is. `_made` has what units share in device memory.
+    `_leaving` are the units whose full buffers are freed once another all-gather is issued (rule
+    3). `_freed` has the address ranges that were freed, and the events of the compute that used
+    them: the allocator may give such a range to the next all-gather at once, which must wait for
+    the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are the owners
+    of all-gathers that nothing has waited for yet. `_is_capturing` says that what is issued now
+    becomes part of a CUDA graph. `num_collectives` counts issued collectives: it says where a rank
+    is. `forward` stands for the forward under way, or the last one. `_made` has what units share in
+    device memory.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._freed: deque[tuple[int, int, Any]] = deque()
-        self._pending_frees: dict[object, tuple[Any, Callable[[], AddressRanges]]] = {}
+        self._leaving: dict[LeavingMemory, None] = {}
         self._unused_all_gathers: set[object] = set()
         self._reduce_scatters: deque[ReductionInFlight] = deque()
         self._held: HeldResults | None = None
         self._is_capturing = False
         self._made: dict[Hashable, Any] = {}
         self.num_collectives = 0
+        self.forward = object()
 
     @property
     def is_behind(self) -> bool:
@@ -116,7 +125,7 @@ class CommContext:
     def all_gather_issued(self, owner: object) -> None:
         self._unused_all_gathers.add(owner)
         self.num_collectives += 1
-        self.free_pending()
+        self.free_leaving()
 
     def all_gather_used(self, owner: object) -> None:
         self._unused_all_gathers.discard(owner)
@@ -150,24 +159,25 @@ class CommContext:
 
     # Full buffers to free (rule 3)
 
-    def free_later(self, owner: object, free: Callable[[], AddressRanges]) -> None:
+    def leave(self, unit: LeavingMemory) -> None:
         """Free memory once another all-gather is issued, or at once if one is under way."""
-        self._pending_frees[owner] = (self.device.record(), free)
+        self._leaving[unit] = None
         if self._unused_all_gathers:
-            self.free_pending()
+            self.free_leaving()
 
-    def is_free_pending(self, owner: object) -> bool:
-        return owner in self._pending_frees
+    def stay(self, unit: LeavingMemory) -> None:
+        """Do not free the memory of a unit that was leaving."""
+        del self._leaving[unit]
 
-    def cancel_free(self, owner: object) -> bool:
-        """Keep the memory of one owner; return whether it was to be freed."""
-        return self._pending_frees.pop(owner, None) is not None
+    def free_now(self, unit: LeavingMemory) -> None:
+        """Free the memory of a unit, if it is leaving."""
+        if unit in self._leaving:
+            del self._leaving[unit]
+            self._note_freed(*unit.let_go())
 
-    def free_now(self, owner: object) -> None:
-        """Free the memory of one owner, if that is pending."""
-        if owner in self._pending_frees:
-            event, free = self._pending_frees.pop(owner)
-            self._note_freed(free(), event)
+    def free_leaving(self) -> None:
+        for unit in list(self._leaving):
+            self.free_now(unit)
 
     def free_after_compute(self, buffer: ResizableBuffer) -> None:
         """Free memory of the all-gather stream that compute has just been told to read."""
@@ -178,10 +188,6 @@ class CommContext:
     def _note_freed(self, address_ranges: AddressRanges, event: Any) -> None:
         if event is not None:
             self._freed += [(start, end, event) for start, end in address_ranges if end > start]
-
-    def free_pending(self) -> None:
-        for owner in list(self._pending_frees):
-            self.free_now(owner)
 
     # Reduce-scatters
 

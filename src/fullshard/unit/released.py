@@ -1,14 +1,20 @@
-"""The stand-in for a full parameter that is freed while its module still computes (rule 15)."""
+"""A full parameter that is freed while its module still computes (rule 15), and its stand-in."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard._torch import tree_map_only
+from fullshard._torch import (
+    python_references_of_graph,
+    storage_references,
+    tensor_references,
+    tree_map_only,
+)
 from fullshard.unit.param import ShardedParam
 
 _Tensor = torch.Tensor
@@ -62,3 +68,36 @@ class ReleasedParam(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ReleasedParam({tuple(self.shape)}, {self.dtype}, gathered when it is read)"
+
+
+class FullReferences:
+    """Who refers to a full parameter, counted against those that did before anything read it."""
+
+    def __init__(self, fulls: list[nn.Parameter]) -> None:
+        self._fulls = fulls  # not the parameter, which arguments of functions refer to, too
+        self._before = self._count()
+
+    def _count(self) -> tuple[int, int, int]:
+        """References in C++, to the memory, and in Python."""
+        full = self._fulls[0]
+        memory = storage_references(full.untyped_storage())
+        return tensor_references(full), memory, sys.getrefcount(full)
+
+    def is_saved(self, num_trainable: int) -> bool:
+        """Whether autograd, or anyone else, holds the parameter to read it.
+
+        If it is trained, its `AccumulateGrad` holds it once, to write to `grad`.
+        """
+        (before, before_memory, _), (held, held_memory, _) = self._before, self._count()
+        return held > before + num_trainable or held_memory > before_memory
+
+    def is_held(self, num_trainable: int) -> bool:
+        """Whether it is saved, or a Python program holds it.
+
+        A graph that looked the parameter up has a reference in Python, for its gradient.
+        """
+        if self.is_saved(num_trainable):
+            return True
+        (before, _, before_in_python), (held, _, held_in_python) = self._before, self._count()
+        in_graph = python_references_of_graph() if held > before else 0
+        return held_in_python > before_in_python + in_graph

@@ -18,7 +18,8 @@ class UnitSettings:
     """How a unit behaves; replaced as a whole, so that a scope can restore what it found.
 
     `reshard_after_forward` None means True, except for the root when a backward may follow. An
-    int is the number of ranks that the unit is sharded over between forward and backward.
+    int is the number of ranks that the unit is sharded over between forward and backward. A unit
+    that `stands_alone` was made for a single large parameter (rule 15).
     """
 
     reshard_after_forward: bool | int | None = None
@@ -32,6 +33,7 @@ class UnitSettings:
     unshard_in_backward: bool = True
     keep_unsharded_storage: bool = False
     keep_low_precision_grads: bool = False
+    stands_alone: bool = False
 
 
 @dataclass(slots=True)

@@ -2,165 +2,38 @@
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from fullshard._torch import (
     current_transform,
     disable_torch_function,
     outside_transforms,
-    python_references_of_graph,
     shard_versions,
-    storage_key,
-    storage_references,
-    tensor_references,
-    to_local,
 )
 from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
-from fullshard.device import has_no_memory, type_of
+from fullshard.device import has_no_memory
 from fullshard.errors import LifecycleError, MisuseError, UnsupportedError
-from fullshard.layout import CostModel, DtypePlan, ParamSpec, UnitLayout, plan_unit
+from fullshard.layout import UnitLayout
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
-from fullshard.unit.all_gather import ExtensionAllGather, InFlightAllGather, UnitAllGather
+from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather
+from fullshard.unit.arrangement import Arrangement
 from fullshard.unit.context import AddressRanges, CommContext
-from fullshard.unit.extensions import Extension
-from fullshard.unit.flat_param import FlatParams, OrigParamSlice
+from fullshard.unit.flat_param import FlatParams
 from fullshard.unit.param import ShardBuffers, ShardedParam
-from fullshard.unit.reduction import GradLane, Reduction, UnitGrads
+from fullshard.unit.reduction import Reduction, UnitGrads
+from fullshard.unit.registration import GradArrivals, Registration, Shown
 from fullshard.unit.released import ReleasedParam
 from fullshard.unit.settings import UnitComm, UnitSettings
+from fullshard.unit.state import ABSENT, Absent, Arriving, Kept, Leaving, Present, State, Version
 from fullshard.unit.store import Store
-
-# The states of a unit; each carries what exists only in it.
-
-
-@dataclass(frozen=True, slots=True)
-class Sharded:
-    """Shards are registered; the full buffer is free, or about to be."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReshardedToSubgroup:
-    """Shards are registered; the full buffer is split over a subgroup of the ranks."""
-
-    kept: torch.Tensor
-    axis: Axis
-    event: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Unsharding:
-    """Shards are registered; the all-gather is under way."""
-
-    all_gather: InFlightAllGather
-
-
-@dataclass(frozen=True, slots=True)
-class Unsharded:
-    """Full parameters are registered and may be read on the current stream."""
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """Stand-ins for the full parameters are registered; the full buffer is free, unless it is held.
-
-    Whether a large unit is released does not depend on this rank alone; whether it is free does.
-    """
-
-    is_free: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Shards are registered; the full parameters are kept for a backward."""
-
-
-State = Sharded | ReshardedToSubgroup | Unsharding | Unsharded | Released | Kept
-
-SHARDED = Sharded()
-UNSHARDED = Unsharded()
-KEPT = Kept()
-
-
-class Registration:
-    """Registers the shards of a unit at their modules, or its full parameters.
-
-    Everything that does not change from step to step is looked up once (rule 7): code that changes
-    where parameters are registered, or as what, makes a new `Registration`.
-    """
-
-    def __init__(self, params: Sequence[ShardedParam]) -> None:
-        self.fulls: list[nn.Parameter] = [param.full for param in params if param.full is not None]
-        self._held = [param.param for param in params]
-        self._trainable: list[bool] = []
-        self._originals = [
-            (param, param.full, storage_key(to_local(param.full).untyped_storage()))
-            for param in params
-            if isinstance(param, OrigParamSlice) and param.full is not None
-        ]
-        self._places = [
-            (location.registry, location.name, param.shard, full)
-            for param, full in zip(params, self.fulls, strict=True)
-            for location in param.locations
-        ]
-
-    def follow_requires_grad(self) -> int:
-        """Set `requires_grad` of full parameters as on the shards; return how many require it."""
-        with disable_torch_function():
-            self._trainable = trainable = [param.requires_grad for param in self._held]
-        if trainable != [full.requires_grad for full in self.fulls]:
-            for full, is_trainable in zip(self.fulls, trainable, strict=True):
-                full.requires_grad_(is_trainable)
-        return sum(trainable)
-
-    def has_shards(self) -> bool:
-        """Whether every module sees the shard that was registered there."""
-        return all(registry.get(name) is shard for registry, name, shard, _ in self._places)
-
-    def find_replaced(self, *, is_unsharded: bool) -> ShardedParam | None:
-        """A wrapper's original parameter that a user replaced since it was registered."""
-        for param, full, memory in self._originals:
-            expected = full if is_unsharded else param.shard
-            is_same = all(location.get() is expected for location in param.locations)
-            if is_unsharded:
-                # Its storage is resized, and stays the same.
-                is_same &= storage_key(to_local(full).untyped_storage()) == memory
-            else:
-                is_same &= expected.numel() == param.local.numel()
-            if not is_same:
-                return param
-        return None
-
-    def register_fulls(self) -> None:
-        for registry, name, _, full in self._places:
-            registry[name] = full
-
-    def register(self, released: ReleasedParam) -> None:
-        """Register the stand-in for the only full parameter."""
-        for registry, name, *_ in self._places:
-            registry[name] = released
-
-    def register_shards(self) -> None:
-        """Register the shards; take over the `requires_grad` that users set on full parameters."""
-        trainable = [full.requires_grad for full in self.fulls]
-        if trainable != self._trainable:
-            for param, before, after in zip(self._held, self._trainable, trainable, strict=True):
-                if before != after:
-                    param.requires_grad_(after)
-            self._trainable = trainable
-        for registry, name, shard, _ in self._places:
-            registry[name] = shard
 
 
 class UnitOwner(Protocol):
@@ -180,12 +53,11 @@ class UnitOwner(Protocol):
 class Unit:
     """The parameters of one wrapper, or of one `fully_shard` call that share a mesh.
 
-    Owns shard buffers, full buffer and gradients, and changes `state` when told to; `hooks.py`
-    says when. `flat` exists for the parameters of a wrapper. `stands_alone` says that it was made
-    for a single large parameter (rule 15), and `is_unread` that the next backward does not read
-    it. `is_held` says that a state dict may hold the shards, `is_summoned` that
-    `summon_full_params` shows the full parameters. A unit that listens tells its `owner` once
-    every trainable parameter has its gradient; `_arrived` are those that have.
+    Does what it is told to, and `hooks.py` says when. `arrangement` has the shards, `state` says
+    what is in memory besides, and `registration` what modules see; there is none before the first
+    unshard. `version` is that of the shards when they were last looked at, and `forward` the one
+    that last did so (`CommContext.forward`). `is_summoned` says that `summon_full_params` shows the
+    full parameters. `flat` exists for the parameters of a wrapper.
     """
 
     name: str
@@ -197,90 +69,95 @@ class Unit:
     settings: UnitSettings
     flat: FlatParams | None = None
     owner: UnitOwner | None = None
-    stands_alone: bool = False
-    is_unread: bool = False
-    state: State = SHARDED
-    is_held: bool = False
+    state: State = ABSENT
+    registration: Registration | None = None
     is_summoned: bool = False
-    _is_listening: bool = False
-    _is_entered: bool = True
-    num_trainable: int = 0
-    _is_training_followed: bool = False
-    _all_gather: UnitAllGather | None = None
-    _registration: Registration | None = None
+    version: Version = field(default_factory=list)
+    forward: object = None
+    arrangement: Arrangement = field(init=False)
+    comm: UnitComm = field(init=False)
+    grads: UnitGrads = field(init=False)
+    arrivals: GradArrivals = field(init=False)
 
     def __post_init__(self) -> None:
         device, axis = self.comm_ctx.device, self.mesh_info.shard
         default = collectives_for(axis.group, device.torch_device)
         self.comm = UnitComm(default, default, axis)
         self.grads = UnitGrads(self.mesh_info, self.store, device)
-        self._arrived: set[ShardedParam] = set()
-        self._versions: list[tuple[int, int]] = []
-        self._references = (0, 0, 0)
-        self.replan()
+        self.arrivals = GradArrivals(self._grads_arrived)
+        self.forward = self.comm_ctx.forward
+        self._arrange()
 
-    # Plan and shard buffers
-
-    @property
-    def is_unsharded(self) -> bool:
-        return self.state is UNSHARDED
+    # What users and other rooms ask
 
     @property
-    def is_kept(self) -> bool:
-        return self.state is KEPT
-
-    @property
-    def is_released(self) -> bool:
-        return isinstance(self.state, Released)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it is a single large parameter, also after ties were settled."""
-        return self.stands_alone and len(self.params) == 1
+    def layout(self) -> UnitLayout:
+        """Of the parameters that the unit gathers itself."""
+        return self.arrangement.layout
 
     @property
     def shard_buffers(self) -> ShardBuffers:
         """This rank's shards; raises if parameters are on meta."""
-        if self._shard_buffers is None:
+        if self.arrangement.shard_buffers is None:
             self.require_ready()
-        assert self._shard_buffers is not None
-        return self._shard_buffers
+        assert self.arrangement.shard_buffers is not None
+        return self.arrangement.shard_buffers
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether modules see the full parameters."""
+        return self.registration is not None and self.registration.shown is Shown.FULLS
+
+    @property
+    def is_released(self) -> bool:
+        """Whether modules see a stand-in for the full parameter, whose memory may be free.
+
+        Whether a unit is released does not depend on this rank alone; whether it is free does.
+        """
+        return self.registration is not None and self.registration.shown is Shown.STAND_IN
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a single large parameter (rule 15), also after ties were settled."""
+        return self.settings.stands_alone and len(self.params) == 1
+
+    @property
+    def num_trainable(self) -> int:
+        """How many of the full parameters, as registered, take a gradient."""
+        return 0 if self.registration is None else self.registration.num_trainable
 
     @property
     def has_frozen(self) -> bool:
         """Whether some of the full parameters, as registered, take no gradient."""
         return self.num_trainable < len(self.params)
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether autograd, or anyone else, holds the full parameter of a large unit to read it."""
+        references = None if self.registration is None else self.registration.references
+        return references is not None and references.is_saved(self.num_trainable)
+
+    @property
+    def full_bytes(self) -> int:
+        """The memory of the full parameters, while there are any."""
+        gather = None if isinstance(self.state, (Absent, Kept)) else self.arrangement.all_gather
+        return 0 if gather is None else gather.full_bytes
+
+    # Plan and shard buffers
+
     def replan(self) -> None:
         """Plan from the shards as they are now, and move them into new shard buffers."""
         self.reshard_now()
-        self._all_gather = self._registration = None
-        for param in self.params if self.flat is None else ():
-            extension = Extension.of(param.name, param.current_local)
-            if (extension is None) != (param.extension is None):
-                param.extension = extension
-        plain = self._plain = [p for p in self.params if p.extension is None]
-        self._extended = [p for p in self.params if p.extension is not None]
-        if self.flat is not None:
-            self.flat.detach()
-        self.layout = self._plan(plain)
-        if self.flat is not None:
-            self.flat.follow_layout(self.layout, plain)
-        self.extension_layout = self._plan(self._extended)
-        for param in self._extended:
-            param.set_local(param.current_local)
-        self._shard_buffers: ShardBuffers | None = None
-        for param in self.params:
-            param.full = None
-        if not any(has_no_memory(param.current_local) for param in plain):
-            with torch.no_grad(), _outside_modes():
-                rank = self.mesh_info.shard.rank
-                shards = ShardBuffers(self.layout, plain, self.store, rank)
-                self._shard_buffers = shards
-                if self.flat is not None:
-                    self.flat.attach(self.layout, plain, shards)
-        self._planned = self._planned_by()
-        self.grads.follow_lanes([*self._grad_lanes()])
+        self._arrange()
+
+    def _arrange(self) -> None:
+        self.registration = None
+        device = self.comm_ctx.device.torch_device
+        with torch.no_grad(), _outside_modes():
+            self.arrangement = Arrangement(
+                self.params, self.flat, self.mesh_info, self.policy, self.store, device
+            )
+        self.grads.follow_lanes([*self.arrangement.grad_lanes()])
 
     def make_whole(self) -> None:
         """Make flat parameters whole, before parameters come or go (a collective)."""
@@ -289,45 +166,10 @@ class Unit:
             self.flat.detach()
             self.flat.make_whole()
 
-    def _plan(self, params: Sequence[ShardedParam]) -> UnitLayout:
-        axis, policy, specs = self.mesh_info.shard, self.policy, []
-        is_flat = self.flat is not None
-        trained = [
-            param.grad_dtype or self._param_dtype(param) or param.dtype
-            for param in self.params
-            if param.is_trainable
-        ]
-        reduce_dtype = DtypePlan.unit_reduce_dtype(policy.reduce_dtype, trained, is_flat=is_flat)
-        wires = policy.gather_wire, policy.reduce_wire
-        if axis.is_single:
-            wires = None, None  # one rank sends nothing
-        for param in params:
-            plan = DtypePlan.of(param.dtype, self._param_dtype(param), reduce_dtype, *wires)
-            if param.grad_dtype != param.dtype:
-                plan = replace(plan, grad=param.grad_dtype)
-            param.dtypes = plan
-            specs.append(ParamSpec(param.name, param.split, param.dtypes, param.is_trainable))
-        cost = CostModel.of_device(type_of(self.comm_ctx.device.torch_device))
-        return plan_unit(specs, axis.size, cost, is_flat=is_flat)
-
-    def _param_dtype(self, param: ShardedParam) -> torch.dtype | None:
-        return None if param.keeps_dtype else self.policy.param_dtype
-
-    def _planned_by(self) -> list[tuple[bool, torch.dtype | None, bool]]:
-        """What users may change that the plan depends on, beside the shards' memory."""
-        return [
-            (p.is_trainable, p.grad_dtype, hasattr(p.current_local, "fsdp_pre_all_gather"))
-            for p in self.params
-        ]
-
-    def begin_forward(self) -> None:
-        """Note that a forward begins, which may reach this unit."""
-        self._is_entered = self.is_unread = False
-
     def enter_forward(self) -> None:
         """Get ready, once, for the forward that has begun. By then, compute is under way."""
-        if not self._is_entered:
-            self._is_entered = True
+        if self.forward is not self.comm_ctx.forward:
+            self.forward = self.comm_ctx.forward
             self.refresh()
             self.grads.release_unused_buffers()
 
@@ -340,28 +182,38 @@ class Unit:
         """
         if self.is_summoned:
             return
-        if self.is_unsharded:
-            self.require_not_replaced()
-        self._is_training_followed = False
-        versions = self._shard_versions()
-        if self._versions != versions:
+        registration = self.registration
+        if registration is not None:
+            if registration.shown is Shown.FULLS:
+                self.require_not_replaced()
+            registration.is_followed = False
+        if not self._holds_current():
             self.reshard_now()  # also memory that the last forward kept for a backward
-        elif self.state not in (SHARDED, KEPT):
+        elif isinstance(self.state, Arriving) or self.is_unsharded or self.is_released:
             return
-        self._versions = versions
-        is_current = self._follow_registered()
-        if self.flat is not None and self._shard_buffers is not None:
-            is_current = is_current and self.flat.are_current(self._shard_buffers)
-        if plan_training and not self.is_held:
-            is_current = is_current and self._planned_by() == self._planned
+        is_current = self._follow_registered() and self.arrangement.has_shards()
+        if plan_training and not self.arrangement.is_held:
+            is_current = is_current and self.arrangement.is_planned_alike()
         if not is_current:
             self.replan()
             self.comm_ctx.all_gathers_follow_compute()  # compute has just written the new shards
-            self._versions = self._shard_versions()
+            self._look()
+
+    def _holds_current(self) -> bool:
+        """Look at the shards; return whether memory does not hold an older version of them."""
+        self._look()
+        return isinstance(self.state, Absent) or self.state.version is self.version
+
+    def _look(self) -> None:
+        """Read the version of the shards. What is gathered after that is as new, or newer."""
+        with disable_torch_function():
+            found = list(map(shard_versions, self.params))
+        if found != self.version:
+            self.version = found
 
     def _follow_registered(self) -> bool:
         """Take over shards that a user registered; return whether all lie in their buffers."""
-        registration = self._registration
+        registration = self.registration
         is_registered = registration is not None and registration.has_shards()
         if is_registered and all(param.is_in_buffer() for param in self.params):
             return True
@@ -370,16 +222,8 @@ class Unit:
             before = param.shard
             is_current = param.follow_registered() and is_current
             if param.shard is not before:
-                self._registration = None
+                self.registration = None
         return is_current
-
-    def _shard_versions(self) -> list[tuple[int, int]]:
-        """Versions, which change whenever an optimizer, or anyone else, writes to a shard.
-
-        They are read when a forward reaches the unit: what it gathers is as new as that, or newer.
-        """
-        with disable_torch_function():
-            return list(map(shard_versions, self.params))
 
     def require_ready(self) -> None:
         """Raise unless every shard has memory on the right device."""
@@ -410,94 +254,78 @@ class Unit:
             )
 
     def _find_replaced(self) -> ShardedParam | None:
-        if self._registration is None:
-            return None
-        return self._registration.find_replaced(is_unsharded=self.is_unsharded)
+        return None if self.registration is None else self.registration.find_replaced()
 
     # Unshard and reshard
 
     def unshard(self) -> None:
-        """Issue the all-gather, unless the unit is unsharded or about to be, or summoned."""
-        if self.is_summoned:
+        """Have the full parameters arrive, unless they are there or about to be, or summoned."""
+        if self.is_summoned or self.is_unsharded:
             return
         if self.is_released:
             self.reshard_now()  # held memory would let this rank skip the all-gather
-        state, comm_ctx = self.state, self.comm_ctx
-        if isinstance(state, (Unsharding, Unsharded)):
+        if isinstance(self.state, Arriving):
             return
-        if state is KEPT:
-            self._register_fulls()
+        if not isinstance(self.state, Absent) and not self._holds_current():
+            self.reshard_now()
+        if isinstance(self.state, (Leaving, Present)):
+            if isinstance(self.state, Leaving):
+                self.comm_ctx.stay(self)
+            self.state = Present(self.state.version)
+            self._show_fulls()
             return
-        if comm_ctx.is_free_pending(self) or isinstance(state, ReshardedToSubgroup):
-            if self._versions != self._shard_versions():
-                comm_ctx.free_now(self)
-                state = SHARDED  # the shards have changed since the subgroup kept its parts
-            elif comm_ctx.cancel_free(self):
-                self._register_fulls()
-                return
-        if self._shard_buffers is None:
+        if self.arrangement.shard_buffers is None:
             self.require_ready()
+        comm_ctx = self.comm_ctx
         with _outside_modes(), comm_ctx.device.on(comm_ctx.streams.all_gather):
             if seam.observers:
                 seam.begin(Activity.GATHER, self.name)
-            in_flight = self._issue_all_gather(state)
+            in_flight = self._issue_all_gather(self.state)
             if seam.observers:
-                assert self._all_gather is not None
                 seam.hold(self.name, self._all_gather.full_bytes)
                 futures = (future for work in in_flight.works for future in work.futures)
                 seam.end_after(futures, Activity.GATHER, self.name)
-        self.state = Unsharding(in_flight)
+        self.state = Arriving(in_flight, self.version)
         comm_ctx.all_gather_issued(self)
 
+    @property
+    def _all_gather(self) -> UnitAllGather:
+        made = self.arrangement.all_gather
+        return self.arrangement.make_all_gather(self.comm_ctx) if made is None else made
+
     def _issue_all_gather(self, state: State) -> InFlightAllGather:
-        comm_ctx = self.comm_ctx
-        gather = self._all_gather
-        if gather is None:
-            extensions = ExtensionAllGather(self._extended, self.mesh_info, self.policy)
-            gather = self._all_gather = UnitAllGather(
-                self.layout,
-                self.shard_buffers,
-                self._plain,
-                self.mesh_info.shard,
-                self.store,
-                comm_ctx,
-                extensions,
-            )
-        if isinstance(state, ReshardedToSubgroup):
+        comm, comm_ctx = self.comm, self.comm_ctx
+        if isinstance(state, Kept):
             comm_ctx.device.wait(state.event)
-            return gather.start_from_subgroup(state.kept, state.axis, self.comm.default, comm_ctx)
-        return gather.start(self.comm.current, comm_ctx)
+            gather = self._all_gather
+            return gather.start_from_subgroup(state.part, state.axis, comm.default, comm_ctx)
+        return self._all_gather.start(comm.current, comm_ctx)
 
     def wait(self) -> None:
         """Finish the all-gather that is under way and register the full parameters."""
         state = self.state
-        if not isinstance(state, Unsharding):
+        if not isinstance(state, Arriving):
             return
-        assert self._all_gather is not None
         self.comm_ctx.all_gather_used(self)
         if seam.observers:
             seam.begin(Activity.AWAIT_GATHER, self.name)
         with _outside_modes():
             self._all_gather.finish(state.all_gather, self.comm_ctx)
-        if self._extended:
-            self._registration = None  # full parameters may have been made anew
+        if self.arrangement.extended:
+            self.registration = None  # full parameters may have been made anew
         if seam.observers:
             seam.end(Activity.AWAIT_GATHER, self.name)
-        self._register_fulls()
+        self.state = Present(state.version)
+        self._show_fulls()
 
-    def _register_fulls(self) -> None:
-        registration = self._registration
+    def _show_fulls(self) -> None:
+        registration = self.registration
         if registration is None:
-            registration = self._registration = Registration(self.params)
-            self._is_training_followed = False
-            registration.register_fulls()
-            self._references = self._full_references()
-        if not self._is_training_followed:
-            self.num_trainable = registration.follow_requires_grad()
-            self._is_training_followed = True
-            self._hook_fulls()
-        registration.register_fulls()
-        self.state = UNSHARDED
+            registration = self.registration = Registration(self.params, is_large=self.is_large)
+        if not registration.is_followed:
+            registration.follow_requires_grad()
+            self.arrivals.hook(self.params)
+        registration.show_fulls()
 
     def join_all_gather(self, *, is_wanted: bool) -> None:
         """Take part in the all-gather, whatever the unit's state is: some rank needs it."""
@@ -512,155 +340,117 @@ class Unit:
         self.comm_ctx.all_gathers_follow_compute()
         with _outside_modes():
             with self.comm_ctx.device.on(self.comm_ctx.streams.all_gather):
-                in_flight = self._issue_all_gather(SHARDED)
-            assert self._all_gather is not None
+                in_flight = self._issue_all_gather(ABSENT)
             self._all_gather.finish(in_flight, self.comm_ctx)
         self.comm_ctx.num_collectives += 1
-
-    def _full_references(self) -> tuple[int, int, int]:
-        """References to a large unit's full parameter: in C++, to its memory, and in Python."""
-        full = self.params[0].full if self.is_large else None
-        if full is None:
-            return 0, 0, 0
-        memory = storage_references(full.untyped_storage())
-        return tensor_references(full), memory, sys.getrefcount(full)
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether autograd, or anyone else, holds the full parameter of a large unit to read it.
-
-        If it is trained, its `AccumulateGrad` holds it once, to write to `grad`.
-        """
-        held, held_memory, _ = self._full_references()
-        before, before_memory, _ = self._references
-        return held > before + self.num_trainable or held_memory > before_memory
 
     def release(self) -> None:
         """Register a stand-in for the full parameter of a large unit, and free it unless held.
 
-        Autograd's and Python's references tell: a graph that looked it up has one for its gradient.
+        Autograd's and Python's references tell.
         """
-        owner, registration = self.owner, self._registration
+        owner, registration, state = self.owner, self.registration, self.state
         if not self.is_unsharded or owner is None:
             return
         assert registration is not None
-        held, _, held_in_python = self._full_references()
-        before, _, before_in_python = self._references
-        in_graph = python_references_of_graph() if held > before else 0
-        is_free = not self.is_saved and held_in_python <= before_in_python + in_graph
-        registration.register(ReleasedParam.of(self.params[0], partial(owner.read_again, self)))
-        if is_free:
-            self.comm_ctx.free_later(self, self._free)
+        assert registration.references is not None
+        is_held = registration.references.is_held(registration.num_trainable)
+        registration.show_stand_in(
+            ReleasedParam.of(self.params[0], partial(owner.read_again, self))
+        )
+        if not is_held and isinstance(state, Present):
+            self._leave(state.version)
             self.comm_ctx.free_now(self)
-        self.state = Released(is_free)
-
-    @property
-    def full_bytes(self) -> int:
-        """The memory of the full parameters, while there are any."""
-        gather = None if self.state in (SHARDED, Released(is_free=True)) else self._all_gather
-        return 0 if gather is None else gather.full_bytes
 
     def reshard(self, subgroup: Axis | None = None) -> None:
         """Register the shards; memory is freed once another all-gather is issued (rule 3)."""
-        if self.state is SHARDED or isinstance(self.state, ReshardedToSubgroup):
-            return
         self.wait()
-        assert self._registration is not None  # made when the full parameters were registered
-        self._registration.register_shards()
-        is_free = isinstance(self.state, Released) and self.state.is_free
-        self.state = SHARDED
-        if is_free:
-            return
-        if subgroup is not None:
+        if self.registration is not None and self.registration.shown is not Shown.SHARDS:
+            self.registration.show_shards()
+        if isinstance(self.state, Present):
+            self._leave(self.state.version, subgroup)
+
+    def _leave(self, version: Version, subgroup: Axis | None = None) -> None:
+        """Let the memory of the full parameters leave, except for a part that a subgroup keeps."""
+        then: Absent | Kept = ABSENT
+        if subgroup is None:
+            event = self.comm_ctx.device.record()
+        else:
             self.require_plain_params()
-            assert self._all_gather is not None
             with _outside_modes():
-                kept = self._all_gather.part_for_subgroup(subgroup)
-            self.state = ReshardedToSubgroup(kept, subgroup, self.comm_ctx.device.record())
-        self.comm_ctx.free_later(self, self._free)
+                part = self._all_gather.part_for_subgroup(subgroup)
+            event = self.comm_ctx.device.record()
+            then = Kept(version, part, subgroup, event)
+        self.state = Leaving(version, event, then)
+        self.comm_ctx.leave(self)
 
     def keep(self) -> None:
         """Register the shards of an unsharded unit, and keep the full parameters for a backward."""
-        if self.is_unsharded and self._registration is not None:
-            self._registration.register_shards()
-            self.state = KEPT
+        if self.is_unsharded and self.registration is not None:
+            self.registration.show_shards()
 
     def reshard_now(self) -> None:
         """Register the shards and free all memory."""
         self.reshard()
-        self.state = SHARDED
         self.comm_ctx.free_now(self)
+        self.state = ABSENT
+
+    def let_go(self) -> tuple[AddressRanges, Any]:
+        state, gather = self.state, self.arrangement.all_gather
+        assert isinstance(state, Leaving)
+        self.state = state.then
+        if gather is None:
+            return [], state.event
+        if seam.observers:
+            seam.hold(self.name, 0)
+        return gather.free(keep_storage=self.settings.keep_unsharded_storage), state.event
 
     def forget_full(self) -> None:
         """Drop the full parameters and the memory of gradients; the next step makes them anew."""
         self.reshard_now()
-        self._all_gather = self._registration = None
-        for param in self.params:
-            param.full = None
+        self.registration = None
+        self.arrangement.forget_full()
         self.grads.forget_buffers()
 
     def abort(self) -> None:
         """Shard the unit and drop what a failed step left; never raises (rule 11)."""
         state = self.state
-        if isinstance(state, Unsharding):
+        if isinstance(state, Arriving):
             state.all_gather.abort()
             self.comm_ctx.all_gather_used(self)
-            self.state = SHARDED  # shards are still registered
-            self.comm_ctx.free_later(self, self._free)
+            self._leave(state.version)  # shards are still registered
         if self._find_replaced() is not None:
             self.forget_full()
         self.reshard_now()
         self.grads.reset(self.params)
-        self._arrived.clear()
-
-    def _free(self) -> AddressRanges:
-        if self._all_gather is None:
-            return []
-        if seam.observers:
-            seam.hold(self.name, 0)
-        return self._all_gather.free(keep_storage=self.settings.keep_unsharded_storage)
+        self.arrivals.forget()
 
     def require_plain_params(self) -> None:
         """Raise unless the full parameters can be resharded to a subgroup."""
-        if self._extended:
+        if self.arrangement.extended:
             raise UnsupportedError(
                 f"{self.name}: resharding to fewer ranks needs plain parameters, found "
-                f"'{self._extended[0].name}' with its own gather; pass reshard_after_forward=True."
+                f"'{self.arrangement.extended[0].name}' with its own gather; pass "
+                "reshard_after_forward=True."
             )
 
     # Gradients
 
     def listen(self) -> None:
         """Count every gradient from now on: nothing else tells when the last one is there."""
-        if not self._is_listening:
-            self._is_listening = True
-            self._hook_fulls()
+        if not self.arrivals.is_listening:
+            self.arrivals.is_listening = True
+            self.arrivals.hook(self.params)
 
-    def _hook_fulls(self) -> None:
-        """Hook full parameters that are new, or newly trainable, once the unit listens.
-
-        Most units need no hooks: when the gradients of their inputs are there, so are those of
-        their parameters. A unit whose inputs take no gradient has nothing else to go by.
-        """
-        for param in self.params if self._is_listening else ():
-            full = param.full
-            if full is not None and full.requires_grad and not param.is_hooked:
-                # Weak references: the garbage collector does not see through a tensor's hooks.
-                full.register_post_accumulate_grad_hook(
-                    _arrival_hook(weakref.ref(self), weakref.ref(param))
-                )
-                param.is_hooked = True
-
-    def grad_arrived(self, param: ShardedParam) -> None:
-        self._arrived.add(param)
-        if len(self._arrived) == self.num_trainable:
+    def _grads_arrived(self, number: int) -> None:
+        if number == self.num_trainable:
             assert self.owner is not None
             self.owner.grads_ready(self)
 
     @property
     def has_full_grads(self) -> bool:
         """Whether there are full gradients that were not taken yet."""
-        registration = self._registration
+        registration = self.registration
         return registration is not None and any(f.grad is not None for f in registration.fulls)
 
     @property
@@ -668,17 +458,9 @@ class Unit:
         """Whether an earlier step kept gradients that are to be reduced now."""
         return self.grads.were_kept(self.params, self.settings)
 
-    def _grad_lanes(self) -> Iterator[GradLane]:
-        rank = self.mesh_info.shard.rank
-        flat = dict(enumerate(self.flat.holders)) if self.flat is not None else {}
-        for index, lane in enumerate(self.layout.lanes):
-            yield GradLane(self.layout, lane, self._plain, rank, flat.get(index))
-        for lane in self.extension_layout.lanes:
-            yield GradLane(self.extension_layout, lane, self._extended, rank)
-
     def reduce_scatter(self, *, with_zeros: bool = False) -> None:
         """Take the full gradients and start reducing them, or accumulate them without a sync."""
-        self._arrived.clear()
+        self.arrivals.forget()
         with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT, _outside_modes():
             if not self.settings.requires_gradient_sync:
                 self.grads.accumulate(self.params, is_flat=self.flat is not None)
@@ -729,17 +511,6 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.params)} parameters, {type(self.state).__name__})"
-
-
-def _arrival_hook(
-    unit_ref: weakref.ref[Unit], param_ref: weakref.ref[ShardedParam]
-) -> Callable[[torch.Tensor], None]:
-    def arrived(_: torch.Tensor) -> None:
-        unit, param = unit_ref(), param_ref()
-        if unit is not None and param is not None:
-            unit.grad_arrived(param)
-
-    return arrived
 
 
 _NO_CONTEXT = nullcontext()
