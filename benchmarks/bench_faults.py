@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import watcher
-from fullshard.comm.places import Place
+from fullshard.resilience import watcher
+from fullshard.resilience.places import Place
 from fullshard.testing import Rank, RankPool
 from fullshard.testing.failures import RanksFailed
 from measuring import Result, Table, parser_for, result_for, without_known_warnings

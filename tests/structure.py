@@ -34,7 +34,7 @@ LEVELS = [
         "report",
         "models",
     ),
-    ("auto_shard", "captured_step", "elastic", "oom_guard"),
+    ("auto_shard", "captured_step", "resilience"),
     ("plan",),
     ("training",),
     ("testing", "__init__"),

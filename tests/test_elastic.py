@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore
 
-from fullshard.elastic import Ballot, Member, ReplicaGroup
+from fullshard.resilience.elastic import Ballot, Member, ReplicaGroup
 from tests.elastic_replicas import Scenario, build, loss_of, optimizer_of
 
 NUM_REPLICAS, NUM_SHARDS, NUM_STEPS = 3, 2, 12

@@ -1,11 +1,17 @@
 """`structure.py`, which `make check` runs, notices what breaks the structure of the package."""
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.structure import (
     MAX_FUNCTION_LINES,
+    SOURCE,
     borrowed_private_names,
     long_functions,
     private_torch_names,
@@ -23,6 +29,7 @@ from tests.structure import (
         ("fullshard.runtime.scheduler", "from fullshard import fully_shard"),
         ("fullshard.trace.timeline", "from fullshard.unit.param import ShardedParam"),
         ("fullshard.trace.seam", "from fullshard.runtime.scheduler import Scheduler"),
+        ("fullshard.runtime.scheduler", "from fullshard.resilience import watcher"),
         ("fullshard.state.shards", "from fullshard.testing import Rank"),
         ("fullshard.state.shards", "from fullshard.fully_shard import FSDPModule"),
         ("fullshard.__init__", "from fullshard.cli import main"),
@@ -95,3 +102,44 @@ def test_a_long_function_is_noticed_without_its_docstring() -> None:
     assert list(long_functions(ast.parse("def f():\n" + docstring + body), "m")) != []
     short = "    x = 1\n" * (MAX_FUNCTION_LINES - 1)
     assert list(long_functions(ast.parse("def f():\n" + docstring + short), "m")) == []
+
+
+WITHOUT_ROOMS = """
+import torch, torch.distributed as dist
+from fullshard import FullyShardedDataParallel, fully_shard
+dist.init_process_group("gloo")
+for shard in fully_shard, FullyShardedDataParallel:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    model = shard(model)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+    if dist.get_rank() == 0:
+        print(loss.item())
+dist.destroy_process_group()
+"""
+# What the engine must work without.
+ROOMS = ("resilience", "captured_step.py")
+
+
+def test_the_engine_trains_without_the_rooms_that_listen_to_it(tmp_path: Path) -> None:
+    shutil.copytree(SOURCE, tmp_path / "fullshard", ignore=shutil.ignore_patterns(*ROOMS))
+    assert not any((tmp_path / "fullshard" / room).exists() for room in ROOMS)
+    program = tmp_path / "trains.py"
+    program.write_text(WITHOUT_ROOMS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", str(program)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line) for line in done.stdout.splitlines()]
+    assert len(losses) == 2
+    assert losses[0] == pytest.approx(losses[1])

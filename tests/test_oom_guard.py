@@ -19,8 +19,9 @@ from fullshard import (
     oom_guard,
 )
 from fullshard._torch import to_local
-from fullshard.comm import shm, watcher
+from fullshard.comm import shm
 from fullshard.errors import LifecycleError
+from fullshard.resilience import watcher
 from fullshard.testing import Rank, RankPool, RanksFailed, pool
 from fullshard.wrap import ModuleWrapPolicy
 

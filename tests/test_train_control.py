@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.comm.processes import start_of
-from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.resilience.watcher import RankFailedError
 from fullshard.state.rank_group import OtherRankError
 from fullshard.training.control import Process, StatusFolder, StopRequest, end_with_parent
 from fullshard.training.output import RunFolder

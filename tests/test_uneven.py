@@ -27,7 +27,7 @@ from fullshard import (
     explain,
     fully_shard,
 )
-from fullshard.comm import watcher
+from fullshard.resilience import watcher
 from fullshard.state.checkpoint import load, save
 from fullshard.testing import (
     Rank,

@@ -23,8 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import FullyShardedDataParallel, RankFailedError, fully_shard
 from fullshard.cli.commands import fullshard
-from fullshard.comm import watcher
-from fullshard.comm.places import (
+from fullshard.comm import guard
+from fullshard.errors import DisagreementError
+from fullshard.resilience import watcher
+from fullshard.resilience.places import (
     Place,
     are_deadlocked,
     late_rank,
@@ -32,7 +34,6 @@ from fullshard.comm.places import (
     table,
     write_places,
 )
-from fullshard.errors import DisagreementError
 from fullshard.state import save, save_async
 from fullshard.state.rank_group import RankGroup
 from fullshard.testing import Rank, RankPool
@@ -95,7 +96,7 @@ def fail_in_background(kind: str) -> None:
 def train(rank: Rank, kind: str, phase: str, api: str) -> None:
     """Take several steps; in one of them, one rank fails in a phase."""
     os.environ[watcher.SWITCH] = "1"
-    os.environ[watcher.PATIENCE] = "4"
+    os.environ[guard.PATIENCE] = "4"
     pids = [0] * rank.size
     dist.all_gather_object(pids, os.getpid())
     try:
@@ -258,7 +259,7 @@ def test_a_program_that_raises_is_named_with_its_last_lines(
     assert codes == [1, 1]
     assert said[1].rstrip().endswith("ZeroDivisionError: planned")
     last = said[0].rstrip().splitlines()[-1]
-    assert "fullshard.comm.watcher.RankFailedError: rank 1: " in last
+    assert "fullshard.resilience.watcher.RankFailedError: rank 1: " in last
     assert "step 3, idle" in last
     assert "it raised ZeroDivisionError: planned" in last
     assert "raises.py:11 in <module>" in last
@@ -267,11 +268,11 @@ def test_a_program_that_raises_is_named_with_its_last_lines(
 ENDED = """
 import torch, torch.distributed as dist
 from fullshard import fully_shard
-from fullshard.comm import watcher
+from fullshard.comm import guard
 dist.init_process_group("gloo")
 model = fully_shard(torch.nn.Linear(4, 4))
 model(torch.ones(1, 4)).sum().backward()
-watching = watcher.current()
+watching = guard.current()
 dist.barrier()
 while not watching._is_complete:
     watching._stopped.wait(0.1)
@@ -280,7 +281,7 @@ if dist.get_rank() == 0:
     while watching._neighbours:  # until it has seen that the process of rank 1 is gone
         watching._stopped.wait(0.1)
     watching._look()
-    watcher.check()
+    guard.check()
 dist.destroy_process_group()
 """
 
@@ -288,11 +289,11 @@ dist.destroy_process_group()
 OUTLIVED = """
 import os, time, torch, torch.distributed as dist
 from fullshard import fully_shard
-from fullshard.comm import watcher
+from fullshard.comm import guard
 dist.init_process_group("gloo")
 model = fully_shard(torch.nn.Linear(4, 4))
 model(torch.ones(1, 4)).sum().backward()
-watching = watcher.current()
+watching = guard.current()
 dist.barrier()
 if dist.get_rank() == 1:
     while watching._lost_since is None or time.monotonic() - watching._lost_since < 4:
@@ -347,9 +348,9 @@ class EndsAfterItsSlice(dist.Work):
 def wait_once(rank: Rank) -> int:
     os.environ[watcher.SWITCH] = "1"
     sharded(rank, "fully_shard")(torch.ones(2, 16))
-    assert watcher.current() is not None
+    assert guard.current() is not None
     work = EndsAfterItsSlice()
-    watcher.wait_for(work)
+    guard.wait_for(work)
     return work.num_waits
 
 

@@ -65,8 +65,6 @@ if TYPE_CHECKING:
     from fullshard.api import *  # noqa: F403
     from fullshard.auto_shard import auto_shard, explain
     from fullshard.captured_step import capture
-    from fullshard.comm.watcher import RankFailedError
-    from fullshard.elastic import ReplicaGroup
     from fullshard.errors import (
         ConfigError,
         DisagreementError,
@@ -81,15 +79,17 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
-    from fullshard.oom_guard import OutOfMemoryError, oom_guard
     from fullshard.optim.by_unit import by_unit
+    from fullshard.resilience.elastic import ReplicaGroup
+    from fullshard.resilience.oom_guard import OutOfMemoryError, oom_guard
+    from fullshard.resilience.watcher import RankFailedError
     from fullshard.runtime.hooks import UnshardHandle
     from fullshard.runtime.step import GradientReductionHandle
     from fullshard.unit.flat_param import FlatParameter
 else:
-    _MODULES = ("errors", "api", "comm.watcher", "unit.flat_param", "runtime.hooks", "fully_shard")
+    _MODULES = ("errors", "api", "unit.flat_param", "runtime.hooks", "runtime.step", "fully_shard")
     _MODULES += ("fully_sharded_data_parallel", "optim.by_unit", "auto_shard", "captured_step")
-    _MODULES += ("runtime.step", "oom_guard", "elastic")
+    _MODULES += ("resilience.watcher", "resilience.oom_guard", "resilience.elastic")
 
     def __getattr__(name: str) -> Any:
         if name in __all__:

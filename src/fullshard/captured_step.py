@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.comm import watcher
+from fullshard.comm import guard
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.runtime.hooks import ModuleHooks, hooks_of
 from fullshard.runtime.step import Scheduler
@@ -295,7 +295,7 @@ class CapturedStep(Generic[P, R]):
 
     def _replay(self, entry: _Graph, tensors: list[torch.Tensor]) -> R:
         assert entry.graph is not None
-        watcher.check()
+        guard.check()
         self._follow_rates()
         for static, tensor in zip(entry.inputs, tensors, strict=True):
             static.copy_(tensor, non_blocking=True)

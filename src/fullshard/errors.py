@@ -8,8 +8,8 @@
     ├── LifecycleError (RuntimeError)       a call at the wrong time
     │   └── MisuseError (AssertionError, ValueError)    a sharded module copied, or sharded twice
     ├── DisagreementError (RuntimeError)    the ranks do not run the same program
-    ├── RankFailedError (torch.distributed.DistBackendError)    in comm/watcher.py: it needs torch
-    ├── OutOfMemoryError (torch.OutOfMemoryError)               in oom_guard.py: it needs torch
+    ├── RankFailedError (torch.distributed.DistBackendError)    in resilience/watcher.py
+    ├── OutOfMemoryError (torch.OutOfMemoryError)               in resilience/oom_guard.py
     └── CheckpointError (RuntimeError)      what is on disk is not what was asked for
 
 Every message reads: subject, what was expected, what was found, what to do. Each class is also

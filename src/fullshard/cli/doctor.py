@@ -67,7 +67,7 @@ def doctor(quick: bool, profile: Path | None, attach: str | None) -> None:
 
 
 def _say_places(folder: Path) -> None:
-    from fullshard.comm.places import read_places, table
+    from fullshard.resilience.places import read_places, table
     from fullshard.training.output import RunFolder
 
     path = RunFolder(folder).places

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard._torch import all_gather_single
-from fullshard.comm import watcher
+from fullshard.comm import guard
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.comm.order import ModelPasses, difference, order_of
 from fullshard.errors import DisagreementError
@@ -111,12 +111,12 @@ class Agreement:
         try:
             work = all_gather_single(axis.group, gathered.view(-1), own)
             if own.is_cpu:
-                watcher.wait_for(work)
+                guard.wait_for(work)
             else:
                 work.wait()
             result: list[list[int]] = gathered.tolist()
         except dist.DistError as error:
-            watcher.raise_explained(error)
+            guard.raise_explained(error)
         return result
 
 

@@ -39,7 +39,7 @@ from fullshard._torch import (
     timeout_of,
 )
 from fullshard.api import AllGather, ReduceScatter
-from fullshard.comm import shm, watcher
+from fullshard.comm import guard, shm
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.comm.order import enter_call
 from fullshard.device import simulation
@@ -72,15 +72,10 @@ class Issued:
         CollectiveWork([work], wait=wait).wait()
 
 
-# The collectives that have been issued, while an `oom_guard` records them.
-issued: list[Issued] | None = None
-
-
 def _issue(call: Callable[..., Any], group: Any, outs: Any, ins: Any, *options: Any) -> Any:
     """Issue one collective on tensors or lists of them: as a whole, or it raises."""
     work = call(group, outs, ins, *options)
-    if issued is not None:
-        issued.append(Issued(call, group, _form(outs), _form(ins), options))
+    guard.note_issued(lambda: Issued(call, group, _form(outs), _form(ins), options))
     return work
 
 
@@ -291,7 +286,7 @@ class GlooCollectives(Collectives):
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         works = _issue_each(all_gather_single, group, map(_bytes, outs), map(_bytes, ins))
-        return CollectiveWork(works, [*outs, *ins], wait=watcher.wait_for)
+        return CollectiveWork(works, [*outs, *ins], wait=guard.wait_for)
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
@@ -304,7 +299,7 @@ class GlooCollectives(Collectives):
             for out, got in zip(outs, received, strict=True):
                 (wire or Plain(got.dtype)).add_up(got.view(size, -1).unbind(), out)
 
-        return CollectiveWork(works, ins, sum_received, watcher.wait_for)
+        return CollectiveWork(works, ins, sum_received, guard.wait_for)
 
 
 class ShmCollectives(GlooCollectives):
@@ -423,7 +418,7 @@ def _destroy(group: weakref.ref[Group]) -> None:
 
 def wait_of(group: Group, device: torch.device) -> Callable[[Any], None]:
     """How to wait for a work of a group: on gloo the program waits, elsewhere the device does."""
-    return watcher.wait_for if _is_gloo(group, device) else methodcaller("wait")
+    return guard.wait_for if _is_gloo(group, device) else methodcaller("wait")
 
 
 def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.optim import Optimizer
 
 from fullshard._torch import default_store, lifetime_of
-from fullshard.comm import watcher
+from fullshard.comm import guard
 from fullshard.comm.mesh import MeshInfo
 from fullshard.errors import DisagreementError
 
@@ -34,10 +34,6 @@ _NUM_RECENT = 16  # passes that a prediction looks at
 _MAX_NUMBER = 64  # of a pass: programs that update parameters on their own repeat this one
 _MAX_KNOWN = 4096  # then all predictions are made anew: on all ranks, since all have known the same
 
-
-# Whether ranks may wait for each other. A rank that is out of memory in an `oom_guard` finishes the
-# collectives of its step, and does nothing else.
-may_ask = True
 
 # What a collective does, on which unit, and perhaps of how many bytes and how many parameters.
 Collective: TypeAlias = tuple[Any, ...]
@@ -157,7 +153,7 @@ class PassOrder:
         verdict, which all wait for. Two detours in a row use different keys, and the last rank at
         one deletes those of the one before, which nothing reads any more: the store does not grow.
         """
-        if not may_ask or self._is_alone:
+        if not guard.may_ask() or self._is_alone:
             return
         own, store = dist.get_rank(), default_store()
         mine = [found, dict(settings or {})]
@@ -186,7 +182,7 @@ class PassOrder:
                 f"{found}: all ranks must do the same in the same order, found rank {own} about to "
                 f"do this where it did '{expected}' before, while only {num_here} of "
                 f"{self._num_ranks} ranks do, and the others what they did before, or nothing, for "
-                f"{watcher.patience_s():g} s; make the program take the same path on every rank."
+                f"{guard.patience_s():g} s; make the program take the same path on every rank."
             )
         text = store.get(verdict).decode()
         other = first if first[2:] != mine else json.loads(text) if text else None
@@ -199,12 +195,12 @@ class PassOrder:
         The watcher knows whether others may still come. Without it, only time tells.
         """
         store = default_store()
-        since, limit_s = time.monotonic(), watcher.patience_s()
-        with watcher.waiting(doing) as keep_waiting:
+        since, limit_s = time.monotonic(), guard.patience_s()
+        with guard.waiting(doing) as keep_waiting:
             pause_s = _SHORTEST_PAUSE_S
             while not store.check([key]):  # c10d would log a wait that ends without the key
                 keep_waiting()
-                if watcher.current() is None and time.monotonic() - since > limit_s:
+                if guard.current() is None and time.monotonic() - since > limit_s:
                     return False
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard._torch import is_registered, lifetime_of, timeout_of
-from fullshard.comm import watcher
+from fullshard.comm import guard
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.mesh import Axis
 from fullshard.errors import ConfigError, DisagreementError
@@ -462,7 +462,7 @@ class HostWork:
             if self._is_over:
                 return
             try:
-                with watcher.waiting() as self._link.keep_waiting:
+                with guard.waiting() as self._link.keep_waiting:
                     if self._is_sum:
                         self._sum()
                     else:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard._torch import copy_hooks, local_tensor
-from fullshard.comm import watcher
+from fullshard.comm import guard
 from fullshard.comm.order import ModelPasses
 from fullshard.comm.placement import as_dtensor, with_dtype
 from fullshard.errors import LifecycleError
@@ -89,7 +89,7 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    watcher.check()  # before gradients are used that no rank may have
+    guard.check()  # before gradients are used that no rank may have
     if _originals:
         repoint(optimizer, with_gradients=True)
 

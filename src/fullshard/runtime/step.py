@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fullshard._torch import in_backward, queue_backward_callback
-from fullshard.comm import watcher
-from fullshard.comm.places import Place
+from fullshard.comm import guard
+from fullshard.comm.guard import Place
 from fullshard.errors import DisagreementError, LifecycleError
 from fullshard.runtime.calls import ModuleCall
 from fullshard.runtime.turnstile import Member, Turnstile
@@ -111,7 +111,7 @@ class Scheduler:
         self._num_forwards = 0
         self._scopes: list[UnevenScope] = []
         self.follow_uneven()
-        watcher.watch(self)
+        guard.watch(self)
 
     @property
     def root(self) -> Modules:
@@ -147,7 +147,7 @@ class Scheduler:
     # Forward
 
     def begin_forward(self, owner: nn.Module, name: str) -> None:
-        watcher.check()
+        guard.check()
         self._require_waited("forward")
         self._thread = threading.get_ident()
         self.end_failed_backward()
@@ -228,7 +228,7 @@ class Scheduler:
         assert self.owner is not None
         self._orders[self.owner] = self.started
         self.owner = None
-        watcher.note_failure("")  # all ranks have come here
+        guard.note_failure("")  # all ranks have come here
         if not torch.is_grad_enabled():
             self.comm_ctx.free_leaving()  # no backward will come to use it
 
@@ -267,7 +267,7 @@ class Scheduler:
 
     def settle_backward(self) -> None:
         """Wait for all reductions; if that fails, the next forward aborts what is left."""
-        watcher.check()
+        guard.check()
         self.reduction = None
         self.turnstile.end_checks("backward")
         if self.owner is None:
@@ -357,7 +357,7 @@ class Scheduler:
         """Abort a backward that raised: it has ended if the thread of its forward goes on."""
         is_left = self.is_in_backward and self.owner is None and self.reduction is None
         if is_left and self._thread == threading.get_ident() and not in_backward():
-            watcher.note_failure("it left a backward before its end")
+            guard.note_failure("it left a backward before its end")
             self.abort()
 
     def give_up_step(self) -> None:
@@ -369,7 +369,7 @@ class Scheduler:
     def fail_forward(self, error: BaseException) -> None:
         """The user's code raised: tell the others if they would wait for us, then abort."""
         setattr(error, FULL_BYTES, sum(unit.full_bytes for unit in self.units))
-        watcher.note_failure(f"it left the forward of {getattr(error, FAILED_UNIT)}", error)
+        guard.note_failure(f"it left the forward of {getattr(error, FAILED_UNIT)}", error)
         is_uneven = any(scope.is_open for scope in self._scopes)  # the watcher will tell
         try:
             if not isinstance(error, DisagreementError) and not is_uneven:

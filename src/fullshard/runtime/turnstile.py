@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 
-from fullshard.comm import watcher
+from fullshard.comm import guard
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.order import Collective
 from fullshard.unit.unit import Unit
@@ -58,13 +58,13 @@ class Turnstile:
         """Issue the all-gathers of units that are not unsharded."""
         for unit in units:
             if not unit.is_unsharded and not unit.is_summoned:
-                watcher.check()
+                guard.check()
                 self._compare("gather", member, phase)
                 self._follow(("gather", unit))
                 try:
                     unit.unshard()
                 except dist.DistError as error:
-                    watcher.raise_explained(error)
+                    guard.raise_explained(error)
 
     def reduce(self, member: Member, unit: Unit, phase: str) -> None:
         """Start the reduction of a unit's gradients, or accumulate them without a sync."""
@@ -223,4 +223,4 @@ def start_reduction(unit: Unit, *, with_zeros: bool = False) -> None:
     try:
         unit.reduce_scatter(with_zeros=with_zeros)
     except dist.DistError as error:
-        watcher.raise_explained(error)
+        guard.raise_explained(error)

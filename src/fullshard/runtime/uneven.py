@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import watcher
+from fullshard.comm import guard
 from fullshard.comm.collectives import all_reduce
 from fullshard.comm.mesh import Axis
 from fullshard.errors import ConfigError, LifecycleError
@@ -161,14 +161,14 @@ class UnevenScope(Turnstile):
 
     def round(self, wanted: list[Unit] | None = None) -> bool:
         """Gather the wanted units, and those other ranks ask for; return whether any rank asks."""
-        watcher.check()
+        guard.check()
         try:
             asked = self._summed([group is wanted for group in self._groups], self._mesh_info.shard)
             for group, num_ranks in zip(self._groups, asked, strict=True):
                 for unit in group if num_ranks else ():
                     unit.join_all_gather(is_wanted=group is wanted)
         except dist.DistError as error:
-            watcher.raise_explained(error)
+            guard.raise_explained(error)
         return any(asked)
 
     def gather(self, member: Member, units: Sequence[Unit], phase: str) -> None:

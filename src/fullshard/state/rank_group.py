@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard._torch import lifetime_of, timeout_of
-from fullshard.comm import watcher
+from fullshard.comm import guard
 from fullshard.comm.collectives import pause_at_exit
 from fullshard.comm.order import enter_call
 from fullshard.comm.processes import machine_id
@@ -106,7 +106,7 @@ class RankGroup:
         work: Any = dist.all_gather(found, own, group=self.group, async_op=True)
         # A program that waits raises when a rank fails. A wait in the background does not: it says
         # nothing about where the rank is.
-        (work.wait if self.in_background else partial(watcher.wait_for, work))()
+        (work.wait if self.in_background else partial(guard.wait_for, work))()
         return found
 
     def gather(self, what: str, step: Callable[[], _T], consequence: str = "") -> list[_T]:

@@ -31,8 +31,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard._torch import all_groups
-from fullshard.comm import watcher
 from fullshard.errors import ConfigError
+from fullshard.resilience import watcher
 
 SHOWN_LOCAL_CHARS = 300
 GC_THRESHOLD = 5000  # new objects; at 700, Python's own, collection takes a twentieth of the time

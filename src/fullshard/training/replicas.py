@@ -1,6 +1,6 @@
 """`--elastic-replicas`: starts a world of ranks for each replica, and a new one if it dies.
 
-The others go on meanwhile (see `fullshard.elastic`). This process knows which ranks are dead,
+The others go on meanwhile (see `fullshard.ReplicaGroup`). This process knows which ranks are dead,
 because it is their parent, and it has the store in which replicas agree. If all replicas that have
 the state of the run are lost, all start again from the newest checkpoint.
 """
@@ -94,7 +94,7 @@ class ReplicaLaunch(Launch):
 
         Returns whether the run is over, and how many restarts are left.
         """
-        from fullshard.elastic import ReplicaGroup
+        from fullshard.resilience.elastic import ReplicaGroup
 
         num_replicas, _ = mesh_shape(self._config.sharding, self._num_ranks)
         for number in range(num_replicas):

@@ -18,14 +18,14 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from fullshard.comm import watcher
 from fullshard.comm.processes import machine_id, start_of
-from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import CheckpointError, FullshardError, TopologyError
 from fullshard.models.optional import first_line
 from fullshard.models.sampling import sample
 from fullshard.report.page import write_report
 from fullshard.report.record import read_record
+from fullshard.resilience import watcher
+from fullshard.resilience.watcher import RankFailedError
 from fullshard.state.rank_group import OtherRankError, RankGroup
 from fullshard.state.shards import tensor_shards
 from fullshard.state.store import require_room

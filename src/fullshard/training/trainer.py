@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.captured_step import CapturedStep, capture
 from fullshard.comm.placement import full_tensor
-from fullshard.elastic import ReplicaGroup
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.models.architecture import Architecture
-from fullshard.oom_guard import explained, oom_guard
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.optim.muon import Muon
 from fullshard.report.record import StepMetrics
+from fullshard.resilience.elastic import ReplicaGroup
+from fullshard.resilience.oom_guard import explained, oom_guard
 from fullshard.runtime.unit_facts import memory_by_kind, unit_facts
 from fullshard.state.checkpoint import Handle, load, save, save_async
 from fullshard.state.rank_group import OtherRankError, RankGroup

@@ -12,8 +12,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import watcher
 from fullshard.errors import TopologyError
+from fullshard.resilience import watcher
 from fullshard.state.rank_group import RankGroup
 
 

@@ -12,7 +12,7 @@ import gc
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 from torch.optim import Optimizer
 
 from fullshard._torch import post_accumulate_grad_hooks
-from fullshard.comm import collectives, order, watcher
+from fullshard.comm import guard
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.collectives import CustomCollectives, Issued, all_reduce
 from fullshard.errors import FullshardError, LifecycleError
@@ -84,22 +84,24 @@ class oom_guard:  # noqa: N801 (used like a function)
         self._model = model
         self._optimizer = optimizer
         self._micro_batches = micro_batches
+        self.may_ask = True
+        self._issued: list[Issued] = []
         self._rest: list[Issued] = []
+        self._guarding = ExitStack()
 
     def __enter__(self) -> oom_guard:
         self._members = hooks_below(self._model)
         self._require_usable()
         self._device = self._members[0].request.device
         self._history = _histories.setdefault(self._model, _History())
-        collectives.issued = []
-        watcher.on_failure = self._can_finish
-        order.may_ask = not self._is_known
+        self._issued = []
+        self.may_ask = not self._is_known
+        self._guarding.enter_context(guard.guarding(self))
         return self
 
     def __exit__(self, _: object, error: BaseException | None, frames: object) -> bool:
-        can_finish = error is None or self._can_finish(error)
-        issued, collectives.issued = collectives.issued or [], None
-        watcher.on_failure, order.may_ask = None, True
+        can_finish = error is None or self.can_finish(error)
+        self._guarding.close()
         if error is not None and not is_out_of_memory(error):
             return False
         memory = {} if error is None else self._memory(error)
@@ -112,9 +114,9 @@ class oom_guard:  # noqa: N801 (used like a function)
             if self._any(error is not None):
                 self._leave_out(error, memory or self._memory(error))
             else:
-                self._history.add(self._micro_batches, issued)
+                self._history.add(self._micro_batches, self._issued)
         except dist.DistError as failure:
-            watcher.raise_explained(failure)
+            guard.raise_explained(failure)
         return error is not None
 
     def _require_usable(self) -> None:
@@ -123,7 +125,7 @@ class oom_guard:  # noqa: N801 (used like a function)
         grads = [param.grad for param in params]
         grads += [param.accumulated for unit in units for param in unit.params]
         problems = {
-            "another block around it; leave one out": collectives.issued is not None,
+            "another block around it; leave one out": guard.is_guarded(),
             f"no unit in {type(self._model).__name__}; shard the model": not units,
             "gradients from before, which would be dropped as well; guard all micro-batches of a "
             "step together, and call zero_grad() before": any(each is not None for each in grads),
@@ -148,9 +150,12 @@ class oom_guard:  # noqa: N801 (used like a function)
         history = self._history
         return history.is_confirmed and history.expected(self._micro_batches) is not None
 
-    def _can_finish(self, error: BaseException) -> bool:
+    def issued(self, collective: Issued) -> None:
+        self._issued.append(collective)
+
+    def can_finish(self, error: BaseException) -> bool:
         """Whether this rank can finish the block after an error."""
-        issued, expected = collectives.issued or [], self._history.expected(self._micro_batches)
+        issued, expected = self._issued, self._history.expected(self._micro_batches)
         if not is_out_of_memory(error) or not self._history.is_confirmed or expected is None:
             return False
         self._rest = expected[len(issued) :]

@@ -33,8 +33,8 @@ from torch.optim import Optimizer
 
 from fullshard._torch import foreach_copy_, to_local
 from fullshard.comm.collectives import pause_at_exit
-from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import UnsupportedError
+from fullshard.resilience.watcher import RankFailedError
 
 _SLICE_S = 0.2
 _POLL_S = 0.0005

@@ -24,42 +24,39 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fullshard._torch import all_groups, default_store, lifetime_of
-from fullshard.comm.places import (
+from fullshard.comm import guard
+from fullshard.comm.guard import Place, Watched, patience_s
+from fullshard.comm.processes import is_stopped, machine_id, start_of
+from fullshard.errors import DisagreementError, FullshardError
+from fullshard.resilience.places import (
     SHORT_PATIENCE_S,
     OwnPlace,
-    Place,
-    Watched,
     are_deadlocked,
     late_rank,
     rank_to_give_up,
     table,
     write_places,
 )
-from fullshard.comm.processes import is_stopped, machine_id, start_of
-from fullshard.errors import DisagreementError, FullshardError
 
 SWITCH = "FULLSHARD_WATCH"
 FILE = "FULLSHARD_WATCH_FILE"
-PATIENCE = "FULLSHARD_PATIENCE_S"
 
 _log = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
 _RANKS_PER_PERIOD = 2048  # more ranks ask less often: the store answers all of them
-_DEFAULT_PATIENCE_S = 60.0
 _STORE_TIMEOUT_S = 5.0
 _SLICE_S = 0.5
 _SHOWN_FRAMES = 3
@@ -68,11 +65,6 @@ _LEFT = "it has left"
 
 class RankFailedError(FullshardError, dist.DistBackendError):
     """A rank has failed, ended or stopped, and the others cannot go on without it."""
-
-
-def patience_s() -> float:
-    """How long ranks wait for others before they report it, or take it for a disagreement."""
-    return float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
 
 
 def period_s(num_ranks: int) -> float:
@@ -110,10 +102,15 @@ class Watcher:
     def is_running(self) -> bool:
         return self._lifetime() is not None and not self._stopped.is_set()
 
+    def follow(self, watched: Watched) -> None:
+        self.own.watched.add(watched)
+
     # Called by the program's thread
 
+    def begin_waiting(self, doing: str) -> None:
+        self.own.doing = doing
+
     def keep_waiting(self, since: float) -> None:
-        """Raise if there is no hope; called again and again by code that waits for others."""
         if time.monotonic() - since > _PERIOD_S:
             self.own.waiting_since = since
         self.check()
@@ -150,8 +147,11 @@ class Watcher:
             self._stopped.wait(_SLICE_S / 5)
         self._stopped.set()
 
-    def note_failure(self, text: str) -> None:
+    def note_failure(self, text: str, error: BaseException | None) -> None:
         """A step has failed here, and the program may go on, but others may wait for it."""
+        if isinstance(error, RankFailedError):
+            return
+        text = text if error is None else f"{text} with {_described(error)}"
         was_noted, self.own.ended = self.own.ended, text
         if text and not was_noted:
             with suppress(Exception), self._lock:
@@ -350,10 +350,8 @@ def _described(error: BaseException) -> str:
 
 # The watcher of this process
 
-_current: Watcher | None = None
+_last: Watcher | None = None
 _num_started = 0
-# Called with an error of forward before anything is freed; returns whether to tell nobody.
-on_failure: Callable[[BaseException], bool] | None = None
 
 
 def _count() -> int:
@@ -363,103 +361,35 @@ def _count() -> int:
     return _num_started
 
 
-def watch(watched: Watched) -> None:
-    """Watch a scheduler; the first one of a default process group starts the thread."""
-    global _current
+def make() -> Watcher | None:
+    """Start the watcher of the default process group, if there are others to watch."""
+    global _last
     if os.environ.get(SWITCH) == "0" or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    if _current is None or not _current.is_running:
-        store: Any = default_store()
-        base = store
-        while isinstance(base, PrefixStore):
-            base = base.underlying_store
-        if not isinstance(base, TCPStore):
-            return  # a store of one process, or one that would grow
-        own = store.clone()  # another connection: the program may block the first one
-        own.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-        if _num_started == 0:
-            _follow_the_end_of_the_process()
-        _current = Watcher(own)
-    _current.own.watched.add(watched)
-
-
-def current() -> Watcher | None:
-    """The watcher of this process, while its process group lives."""
-    return _current if _current is not None and _current.is_running else None
-
-
-def check() -> None:
-    """Raise the failure, if the ranks were told to give up."""
-    if _current is not None and _current.failure is not None and _current.is_running:
-        _current.check()
+        return None
+    store: Any = default_store()
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, TCPStore):
+        return None  # a store of one process, or one that would grow
+    own = store.clone()  # another connection: the program may block the first one
+    own.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+    if _num_started == 0:
+        _follow_the_end_of_the_process()
+    _last = Watcher(own)
+    return _last
 
 
 def report(error: BaseException) -> None:
     """Tell all ranks that the program of this one has failed, and ends."""
-    watcher = current()
-    if watcher is not None:
-        watcher.report(error)
+    if _last is not None and _last.is_running:
+        _last.report(error)
 
 
 def leave() -> None:
     """Tell all ranks that this process ends, also if its process group has ended before."""
-    if _current is not None:
-        _current.leave()
-
-
-def note_failure(text: str, error: BaseException | None = None) -> None:
-    """Note a failed step, whose error the program may catch; no text: all ranks went on."""
-    if error is not None and on_failure is not None and on_failure(error):
-        return  # no other rank will wait for this one
-    if _current is not None and not isinstance(error, RankFailedError):
-        _current.note_failure(text if error is None else f"{text} with {_described(error)}")
-
-
-def wait_for(work: Any) -> None:
-    """Wait for a collective on the host, as long as there is hope."""
-    watcher = current()
-    if watcher is None:
-        work.wait()
-        return
-    with waiting() as keep_waiting:
-        while True:
-            # The timeout of a slice says nothing about the work, which may have ended since.
-            with suppress(RuntimeError):
-                work.wait(timedelta(seconds=_SLICE_S))
-            if work.is_completed():
-                work.wait()
-                return
-            keep_waiting()
-
-
-def raise_explained(error: BaseException) -> NoReturn:
-    """Raise the reason for a failed collective: what ranks are told soon, or its own error."""
-    watcher, found = current(), error
-    if watcher is not None and not isinstance(error, FullshardError):
-        found = watcher.explained(error)
-    if found is error:
-        raise error
-    raise found from error
-
-
-@contextmanager
-def waiting(doing: str = "") -> Iterator[Callable[[], None]]:
-    """Wait for other ranks in the block, which calls the given function again and again.
-
-    An error in the block is explained by that of another rank, if there is one. `doing` says what
-    this rank waits to do, if that is not what all ranks are about to do.
-    """
-    watcher, since = current(), time.monotonic()
-    if watcher is None:
-        yield lambda: None
-        return
-    try:
-        watcher.own.doing = doing
-        yield lambda: watcher.keep_waiting(since)
-    except RuntimeError as error:
-        raise_explained(error)
-    finally:
-        watcher.stop_waiting()
+    if _last is not None:
+        _last.leave()
 
 
 def _follow_the_end_of_the_process() -> None:
@@ -475,9 +405,12 @@ def _follow_the_end_of_the_process() -> None:
 
 
 def _after_fork() -> None:
-    global _current
-    _current = None  # a child, such as a data loader's worker, is not the rank
+    global _last
+    _last = None  # a child, such as a data loader's worker, is not the rank
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+guard.make_watcher = make

@@ -9,13 +9,14 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 import torch
+
+from fullshard.comm.guard import Place, Watched
 
 # How long ranks wait before they give up one that has left or is stopped.
 SHORT_PATIENCE_S = 3.0
@@ -29,47 +30,6 @@ _COLLECTIVES = tuple(
     str(_TORCH / "distributed" / name) for name in ("distributed_c10d.py", "_functional_coll")
 )
 _MAX_DEPTH = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is, and for how long it has waited there for other ranks.
-
-    `line` is the program's line; `ended` says why the rank will not get any further. `limit_s` is
-    how long it may wait there: the timeout of the process group. `doing` says what it waits to do:
-    a collective of the program, or what it does in the place of what it did before.
-    """
-
-    step: int = 0
-    forward: int = 0
-    phase: str = "idle"
-    unit: str = ""
-    num_collectives: int = 0
-    waited_s: float = 0.0
-    line: str = ""
-    ended: str = ""
-    limit_s: float = inf
-    doing: str = ""
-
-    @property
-    def spot(self) -> tuple[object, ...]:
-        """The part of a place that ranks which wait for each other have in common."""
-        return self.forward, self.phase, self.unit, self.num_collectives, self.doing
-
-    def __str__(self) -> str:
-        where = f"{self.phase} of {self.unit}" if self.unit else self.phase
-        text = f"step {self.step}, {where}, after {self.num_collectives} collectives"
-        if self.ended:
-            return f"{text}: {self.ended}"
-        text = f"{text}, about to do '{self.doing}'" if self.doing else text
-        text = f"{text}, {self.line}" if self.line else text
-        return f"{text}, waiting for {self.waited_s:.0f} s" if self.waited_s else text
-
-
-class Watched(Protocol):
-    """A scheduler, as another thread sees it; `waited_s` says whether its device is behind."""
-
-    def place(self) -> Place: ...
 
 
 class OwnPlace:
