@@ -56,7 +56,7 @@ def ordered_and_small() -> Iterator[None]:
 @contextmanager
 def small_buckets() -> Iterator[None]:
     """Buckets are large from 1 KiB on, and every parameter has one."""
-    lanes, free = "fullshard.unit.reduction", CostModel(0.0, 0.0, 1024)
+    lanes, free = "fullshard.unit.grad_lane", CostModel(0.0, 0.0, 1024)
     with (
         patch(f"{lanes}.PIECE_BYTES", 512),
         patch(f"{lanes}.FEW_RANKS_FACTOR", 1),
@@ -187,7 +187,7 @@ def test_a_large_gradient_does_not_wait_for_its_unit_and_if_cast_goes_by_pieces(
 @contextmanager
 def shared_pieces(piece_bytes: int) -> Iterator[None]:
     """Buckets that parameters share are cut."""
-    module = "fullshard.unit.reduction"
+    module = "fullshard.unit.grad_lane"
     with (
         patch("fullshard.runtime.build.device_for", Ordered),
         patch(f"{module}.PIECE_BYTES", piece_bytes),

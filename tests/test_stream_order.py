@@ -167,7 +167,7 @@ def own_buckets(cost: CostModel) -> Iterator[None]:
 @contextmanager
 def small_pieces() -> Iterator[None]:
     """A bucket of several parameters is reduced by pieces."""
-    module = "fullshard.unit.reduction"
+    module = "fullshard.unit.grad_lane"
     with (
         patch(f"{module}.PIECE_BYTES", 64),
         patch(f"{module}.SMALLEST_PIECE_PART_BYTES", 64),

@@ -8,6 +8,7 @@ finish the collectives of its step. Without them, ranks wait as long as the proc
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -173,13 +174,37 @@ def wait_for(work: Any) -> None:
         work.wait()
         return
     with waiting() as keep_waiting:
-        while True:
-            # The timeout of a slice says nothing about the work, which may have ended since.
-            with suppress(RuntimeError):
-                work.wait(timedelta(seconds=_SLICE_S))
-            if work.is_completed():
-                work.wait()
-                return
+        _wait_in_slices(work, keep_waiting)
+
+
+def wait_in_background(work: Any) -> None:
+    """Wait for a collective in another thread than the program's, as long as there is hope.
+
+    This says nothing about where the rank is.
+    """
+    try:
+        _wait_in_slices(work, check)
+    except RuntimeError as error:
+        raise_explained(error)
+
+
+def _wait_in_slices(work: Any, keep_waiting: Callable[[], None]) -> None:
+    while True:
+        # The timeout of a slice says nothing about the work, which may have ended since.
+        with suppress(RuntimeError):
+            work.wait(timedelta(seconds=_SLICE_S))
+        if work.is_completed():
+            work.wait()
+            return
+        keep_waiting()
+
+
+def join(thread: threading.Thread, timeout_s: float | None = None) -> None:
+    """Wait for a thread that waits for other ranks, as long as there is hope."""
+    with waiting() as keep_waiting:
+        deadline = inf if timeout_s is None else time.monotonic() + timeout_s
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
             keep_waiting()
 
 

@@ -159,10 +159,12 @@ class Watcher:
 
     def explained(self, error: BaseException) -> BaseException:
         """The reason for a failed collective, if the ranks learn of one soon."""
-        self.own.waiting_since = self.own.waiting_since or time.monotonic()
+        before = self.own.waiting_since
+        self.own.waiting_since = before or time.monotonic()
         deadline = time.monotonic() + 2 * SHORT_PATIENCE_S
         while self.failure is None and self.is_running and time.monotonic() < deadline:
             self._stopped.wait(_SLICE_S / 5)
+        self.own.waiting_since = before
         return error if self.failure is None else self._raised()
 
     def check(self) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard._torch import new_dtensor, spec_of, to_local
+from fullshard.comm import guard
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, LifecycleError
 from fullshard.layout.split import Box, row_chunks, tiles
 from fullshard.state import store
@@ -129,7 +130,7 @@ class Handle:
 
     def wait(self, timeout_s: float | None = None) -> Path:
         """Wait until the checkpoint is complete; raise the error if the save failed."""
-        self._thread.join(timeout_s)
+        guard.join(self._thread, timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"{self.path}: not written within {timeout_s} s; it goes on.")
         if self._error is not None:
@@ -146,11 +147,11 @@ def _ranks_after_saves(*, wait: bool) -> RankGroup:
     if last is None:
         return ranks
     if wait:
-        last._thread.join()
+        guard.join(last._thread)
     known = Handle._failure
     failed = [text for text in ranks.all_gather("" if known is None else str(known)) if text]
     if wait or failed:
-        last._thread.join()  # a rank that does not know of the failure yet is about to
+        guard.join(last._thread)  # a rank that does not know of the failure yet is about to
         Handle._last, Handle._failure = None, None
     if failed:
         text = f"save_async: the save before this one failed: {failed[0]}"

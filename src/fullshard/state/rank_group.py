@@ -104,9 +104,7 @@ class RankGroup:
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(own) for _ in range(self.size)]
         work: Any = dist.all_gather(found, own, group=self.group, async_op=True)
-        # A program that waits raises when a rank fails. A wait in the background does not: it says
-        # nothing about where the rank is.
-        (work.wait if self.in_background else partial(guard.wait_for, work))()
+        (guard.wait_in_background if self.in_background else guard.wait_for)(work)
         return found
 
     def gather(self, what: str, step: Callable[[], _T], consequence: str = "") -> list[_T]:
