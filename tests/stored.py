@@ -5,9 +5,11 @@ from pathlib import Path
 import torch
 
 from fullshard.layout.split import Box
-from fullshard.state.checkpoint import TensorSource, write_checkpoint
+from fullshard.state.checkpoint.manifest import Manifest
+from fullshard.state.checkpoint.reader import open_checkpoint
+from fullshard.state.checkpoint.writer import write_checkpoint
 from fullshard.state.shards import LocalPart
-from fullshard.state.store import Manifest, open_checkpoint
+from fullshard.state.stored import TensorSource
 
 OPTIMIZER = {"param_groups": [{"lr": 0.1, "params": ["weight", "bias"]}], "values": {}}
 

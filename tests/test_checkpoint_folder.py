@@ -17,23 +17,23 @@ import torch
 from torch import nn
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.state.checkpoint import TensorSource, save, write_checkpoint
-from fullshard.state.rank_group import RankGroup
-from fullshard.state.store import (
+from fullshard.state.checkpoint.folder import (
     begin,
     checkpoints,
     commit,
     discard,
-    latest,
     located,
-    open_checkpoint,
     prune,
     require_replaceable,
     staging_folder,
-    verify,
     whole_manifest,
     write_synced,
 )
+from fullshard.state.checkpoint.reader import latest, open_checkpoint, verify
+from fullshard.state.checkpoint.save import save
+from fullshard.state.checkpoint.writer import write_checkpoint
+from fullshard.state.rank_group import RankGroup
+from fullshard.state.stored import TensorSource
 from fullshard.testing import Rank, RankPool, RanksFailed
 from tests.stored import damage, holds, write
 

@@ -20,8 +20,9 @@ from fullshard import ConfigError, FullyShardedDataParallel, fully_shard
 from fullshard._torch import timeout_of
 from fullshard.errors import CheckpointError
 from fullshard.state import latest, load, save, save_async, verify
+from fullshard.state.checkpoint.manifest import read_manifest
+from fullshard.state.checkpoint.reader import open_checkpoint
 from fullshard.state.rank_group import RankGroup, _groups
-from fullshard.state.store import open_checkpoint, read_manifest
 from fullshard.testing import Rank, RankPool, RanksFailed, on_ranks
 
 WIDTH = 6

@@ -15,7 +15,8 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.state import load, save
-from fullshard.state.store import open_checkpoint, read_manifest
+from fullshard.state.checkpoint.manifest import read_manifest
+from fullshard.state.checkpoint.reader import open_checkpoint
 from fullshard.testing import Rank, pool
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -27,8 +27,12 @@ from torch.optim import AdamW
 from fullshard import fully_shard
 from fullshard.cli.commands import fullshard
 from fullshard.layout.split import Box
-from fullshard.state.checkpoint import TensorSource, load, save, write_checkpoint
-from fullshard.state.store import open_checkpoint, read_manifest
+from fullshard.state.checkpoint.load import load
+from fullshard.state.checkpoint.manifest import read_manifest
+from fullshard.state.checkpoint.reader import open_checkpoint
+from fullshard.state.checkpoint.save import save
+from fullshard.state.checkpoint.writer import write_checkpoint
+from fullshard.state.stored import TensorSource
 from fullshard.testing import Rank, pool
 
 # torch warns about every use without a process group, which is intended here.
@@ -545,7 +549,8 @@ def test_the_library_needs_no_extra_and_no_command_holds_more_than_a_few_tensors
     program = """
         import os, resource, sys, torch
         import fullshard, fullshard.report, fullshard.state
-        from fullshard.state.checkpoint import TensorSource, write_checkpoint
+        from fullshard.state.checkpoint.writer import write_checkpoint
+        from fullshard.state.stored import TensorSource
         extras = {"click", "rich", "jinja2"}
         assert not extras & {name.split(".")[0] for name in sys.modules}
         from fullshard.cli.main import main

@@ -12,7 +12,7 @@ from fullshard.cli.console import printable
 from fullshard.errors import CheckpointError
 from fullshard.models import architecture_of
 from fullshard.models.adapters import LoraSettings
-from fullshard.state.checkpoint import save
+from fullshard.state.checkpoint.save import save
 from fullshard.testing import Rank, pool
 from fullshard.training import launcher
 from fullshard.training.config import (

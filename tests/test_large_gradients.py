@@ -235,7 +235,7 @@ def test_few_ranks_reduce_by_larger_pieces(rank: Rank) -> None:
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
     counts = []
     for factor in (1, 4):
-        with ordered_and_small(), patch("fullshard.unit.reduction.FEW_RANKS_FACTOR", factor):
+        with ordered_and_small(), patch("fullshard.unit.grad_lane.FEW_RANKS_FACTOR", factor):
             model = FullyShardedDataParallel(build(), mixed_precision=precision)
             with watched_reduces() as calls:
                 model(batch(torch.Generator())).sum().backward()

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 
 from fullshard.errors import CheckpointError
 from fullshard.layout.split import boxes_of_range
-from fullshard.state.store import (
+from fullshard.state.checkpoint.checksum import as_text, joined
+from fullshard.state.checkpoint.manifest import (
     Manifest,
     StoredBlock,
     StoredTensor,
-    as_text,
     digest_of,
-    joined,
     read_manifest,
 )
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fullshard.errors import CheckpointError
 from fullshard.layout.split import Box, boxes_of_range, element_ranges, element_span, slices
 from fullshard.state import load_safetensors
-from fullshard.state.safetensors import TensorFile
+from fullshard.state.safetensors.files import TensorFile
 
 INDEX = "model.safetensors.index.json"
 

@@ -28,7 +28,8 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.resilience import watcher
-from fullshard.state.checkpoint import load, save
+from fullshard.state.checkpoint.load import load
+from fullshard.state.checkpoint.save import save
 from fullshard.testing import (
     Rank,
     RankPool,

@@ -21,15 +21,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from fullshard.errors import CheckpointError, ConfigError, UnknownNameError
 from fullshard.layout.split import Box
-from fullshard.state.checkpoint import TensorSource, load, write_checkpoint
+from fullshard.state.checkpoint.load import load
+from fullshard.state.checkpoint.manifest import StoredBlock, read_manifest
+from fullshard.state.checkpoint.reader import Problem, open_checkpoint, verify
+from fullshard.state.checkpoint.writer import write_checkpoint
 from fullshard.state.shards import LocalPart
-from fullshard.state.store import (
-    Problem,
-    StoredBlock,
-    open_checkpoint,
-    read_manifest,
-    verify,
-)
+from fullshard.state.stored import TensorSource
 from tests.stored import content, holds, write
 
 KEYS = sorted(content(0))

@@ -29,7 +29,8 @@ from torch.optim import Adam
 from wrapped import EQUAL, OURS, TORCH, Package, full
 
 from fullshard.errors import CheckpointError, TopologyError
-from fullshard.state.checkpoint import load, save
+from fullshard.state.checkpoint.load import load
+from fullshard.state.checkpoint.save import save
 from fullshard.testing import Rank, on_ranks
 
 FORMS = pytest.mark.parametrize("use_orig_params", [True, False])

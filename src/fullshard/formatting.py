@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 def readable(num_bytes: int, word: str = "bytes") -> str:
@@ -17,6 +17,13 @@ def readable(num_bytes: int, word: str = "bytes") -> str:
 def counted(number: int, what: str) -> str:
     """Format a number of things as in "1 rank" and "2 ranks"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """The first names, and the number of others."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def table(rows: Sequence[tuple[str, ...]], numbers: Collection[int]) -> list[str]:

@@ -88,8 +88,8 @@ def verify(path: Path) -> None:
     Exits with status 1 if there are any.
     """
     from fullshard.cli.contents import contents_of
-    from fullshard.state.store import located
-    from fullshard.state.store import verify as find_problems
+    from fullshard.state.checkpoint.folder import located
+    from fullshard.state.checkpoint.reader import verify as find_problems
 
     if not located(path).is_dir():
         raise CheckpointError(f"{path}: the folder of a checkpoint is expected, found none.")
@@ -119,8 +119,8 @@ def diff(first: Path, second: Path, is_all: bool) -> None:
     are compared as well; steps, times and random state are not. Exits with status 1 if there is a
     difference.
     """
-    from fullshard.cli.diff import compare
-    from fullshard.state.store import open_checkpoint
+    from fullshard.state.checkpoint.compare import compare
+    from fullshard.state.checkpoint.reader import open_checkpoint
 
     a, b = open_checkpoint(first), open_checkpoint(second)
     with progress("comparing") as report:
@@ -153,7 +153,7 @@ def reshard(path: Path, out: Path, num_files: int, tensors_only: bool) -> None:
     Loading on another number of ranks does not require this; but few large files, or many small
     ones, may suit a file system better.
     """
-    from fullshard.cli.convert import reshard as write_resharded
+    from fullshard.state.checkpoint.convert import reshard as write_resharded
 
     with progress("resharding", in_bytes=True) as report:
         write_resharded(path, out, num_files, tensors_only=tensors_only, progress=report)
@@ -219,7 +219,7 @@ def import_(path: Path, out: Path, num_files: int, key: str | None) -> None:
     PATH is a safetensors file, a folder with one or with an index, or a state dict that torch.save
     wrote, which is loaded with weights_only=True.
     """
-    from fullshard.cli.convert import import_weights
+    from fullshard.state.checkpoint.convert import import_weights
 
     with progress("importing", in_bytes=True) as report:
         import_weights(path, out, num_files, key=key, progress=report)

@@ -78,13 +78,6 @@ def say_table(columns: Iterable[str], rows: Iterable[tuple[str | int, ...]]) -> 
     console.print(table)
 
 
-def listed(names: Iterable[str], most: int = 5) -> str:
-    """Format the first names and the number of others."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 @contextmanager
 def progress(what: str, *, in_bytes: bool = False) -> Iterator[Report]:
     """Yield a function to call with (done, total) as work proceeds; a total of 0 is unknown."""

@@ -8,10 +8,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.console import listed
-from fullshard.formatting import counted, readable
-from fullshard.state.dcp import MODEL, OPTIMIZER
-from fullshard.state.store import MANIFEST, Manifest, open_checkpoint
+from fullshard.formatting import counted, listed, readable
+from fullshard.state.checkpoint.index import MODEL, OPTIMIZER
+from fullshard.state.checkpoint.manifest import MANIFEST, Manifest
+from fullshard.state.checkpoint.reader import open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,22 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.cli.console import listed
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.state.checkpoint import TensorSource, load
-from fullshard.state.dcp import MODEL
+from fullshard.formatting import listed
+from fullshard.state.checkpoint.folder import discard
+from fullshard.state.checkpoint.index import MODEL
+from fullshard.state.checkpoint.load import load
+from fullshard.state.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from fullshard.state.materialize import give_memory
-from fullshard.state.safetensors import (
-    FilePlan,
-    FileWriter,
-    exported_dtype,
-    install,
-    new_staging,
-    plan_files,
-    require_export,
-)
+from fullshard.state.safetensors.export import exported_dtype, install, new_staging, require_export
+from fullshard.state.safetensors.files import FilePlan, FileWriter, plan_files
 from fullshard.state.shards import tensor_shards
-from fullshard.state.store import StoredCheckpoint, discard, open_checkpoint
+from fullshard.state.stored import TensorSource
 from fullshard.training.config import TrainConfig
 from fullshard.training.output import config_beside
 

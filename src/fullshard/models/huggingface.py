@@ -27,7 +27,8 @@ from fullshard.models.optional import first_line, optional
 from fullshard.models.tokenizers import ByteTokenizer, FolderTokenizer, Tokenizer, has_tokenizer
 from fullshard.runtime.names import clean_name
 from fullshard.state.materialize import recreate_buffers
-from fullshard.state.safetensors import LoadedWeights, load_safetensors, open_tensors
+from fullshard.state.safetensors.files import open_tensors
+from fullshard.state.safetensors.load import LoadedWeights, load_safetensors
 from fullshard.state.shards import tensor_shards
 from fullshard.wrap import repeated_blocks
 

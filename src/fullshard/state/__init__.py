@@ -10,9 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fullshard.state.checkpoint import Handle, Loaded, load, save, save_async
-    from fullshard.state.safetensors import LoadedWeights, export_safetensors, load_safetensors
-    from fullshard.state.store import Problem, checkpoints, latest, prune, verify
+    from fullshard.state.checkpoint.folder import checkpoints, prune
+    from fullshard.state.checkpoint.load import Loaded, load
+    from fullshard.state.checkpoint.reader import Problem, latest, verify
+    from fullshard.state.checkpoint.save import Handle, save, save_async
+    from fullshard.state.safetensors.export import export_safetensors
+    from fullshard.state.safetensors.load import LoadedWeights, load_safetensors
 
 __all__ = [
     "Handle",
@@ -30,10 +33,12 @@ __all__ = [
     "verify",
 ]
 
+_MODULES = [f"checkpoint.{each}" for each in ("folder", "reader", "save", "load")]
+_MODULES += ["safetensors.export", "safetensors.load"]
+
 
 def __getattr__(name: str) -> Any:
-    # Each of these modules imports the one before it.
-    for module in ("store", "checkpoint", "safetensors") if name in __all__ else ():
+    for module in _MODULES if name in __all__ else ():
         found = importlib.import_module(f"{__name__}.{module}")
         if hasattr(found, name):
             return getattr(found, name)

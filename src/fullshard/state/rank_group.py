@@ -101,11 +101,25 @@ class RankGroup:
         everyone = zip(self._all_gather(own), sizes, strict=True)
         return [pickle.loads(each[:size].numpy().tobytes()) for each, size in everyone]
 
+    def gather_to_first(self, value: _T) -> list[_T]:
+        """The values of all ranks, on the first one; other ranks get none."""
+        if self.group is None:
+            return [value]
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(each) for each in self._all_gather(torch.tensor([own.numel()]))]
+        own = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
+        found = [torch.empty_like(own) for _ in sizes] if self.is_first else None
+        self._wait(dist.gather(own, found, group=self.group, async_op=True))
+        everyone = zip(found or (), sizes, strict=False)
+        return [pickle.loads(each[:size].numpy().tobytes()) for each, size in everyone]
+
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(own) for _ in range(self.size)]
-        work: Any = dist.all_gather(found, own, group=self.group, async_op=True)
-        (guard.wait_in_background if self.in_background else guard.wait_for)(work)
+        self._wait(dist.all_gather(found, own, group=self.group, async_op=True))
         return found
+
+    def _wait(self, work: Any) -> None:
+        (guard.wait_in_background if self.in_background else guard.wait_for)(work)
 
     def gather(self, what: str, step: Callable[[], _T], consequence: str = "") -> list[_T]:
         """Take a step on every rank; return the results of all.

@@ -25,10 +25,11 @@ from torch.distributed.launcher.api import elastic_launch
 
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, TopologyError
 from fullshard.models.sampling import sample
-from fullshard.state.checkpoint import load
-from fullshard.state.dcp import MODEL
+from fullshard.state.checkpoint.folder import is_ours, located
+from fullshard.state.checkpoint.index import MODEL
+from fullshard.state.checkpoint.load import load
+from fullshard.state.checkpoint.reader import open_checkpoint
 from fullshard.state.shards import tensor_shards
-from fullshard.state.store import is_ours, located, open_checkpoint
 from fullshard.training.config import ShardingSection, TrainConfig
 from fullshard.training.control import (
     StatusFolder,

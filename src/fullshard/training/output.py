@@ -19,7 +19,9 @@ from fullshard.comm.processes import machine_id, start_of
 from fullshard.errors import ConfigError
 from fullshard.models.optional import optional
 from fullshard.report.record import CONFIG, METRICS, SAMPLE, TIMELINE, StepMetrics
-from fullshard.state.store import checkpoints, is_ours, latest, read_manifest
+from fullshard.state.checkpoint.folder import checkpoints, is_ours
+from fullshard.state.checkpoint.manifest import read_manifest
+from fullshard.state.checkpoint.reader import latest
 from fullshard.training.config import TrainConfig
 from fullshard.training.config_file import config_of
 

@@ -26,9 +26,9 @@ from fullshard.report.page import write_report
 from fullshard.report.record import read_record
 from fullshard.resilience import watcher
 from fullshard.resilience.watcher import RankFailedError
+from fullshard.state.checkpoint.folder import require_room
 from fullshard.state.rank_group import OtherRankError, RankGroup
 from fullshard.state.shards import tensor_shards
-from fullshard.state.store import require_room
 from fullshard.training.batches import Batches
 from fullshard.training.config import TrainConfig
 from fullshard.training.config_file import config_as_toml, config_of

@@ -15,8 +15,8 @@ from pathlib import Path
 from fullshard.errors import DisagreementError
 from fullshard.models.architecture import Architecture
 from fullshard.models.tokenizers import Tokenizer
+from fullshard.state.checkpoint.manifest import versions_here
 from fullshard.state.rank_group import OtherRankError, RankGroup, on_hosts
-from fullshard.state.store import versions_here
 from fullshard.training.config import KEYS, TrainConfig, value_of
 from fullshard.training.corpus import Documents, TextFile, fingerprint_of
 from fullshard.training.sharding import architecture_for

@@ -31,7 +31,8 @@ from fullshard.report.record import StepMetrics
 from fullshard.resilience.elastic import ReplicaGroup
 from fullshard.resilience.oom_guard import explained, oom_guard
 from fullshard.runtime.unit_facts import memory_by_kind, unit_facts
-from fullshard.state.checkpoint import Handle, load, save, save_async
+from fullshard.state.checkpoint.load import load
+from fullshard.state.checkpoint.save import Handle, save, save_async
 from fullshard.state.rank_group import OtherRankError, RankGroup
 from fullshard.trace import seam
 from fullshard.trace.profiling import profiled

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
-from fullshard.cli.console import listed
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
+from fullshard.formatting import listed
 from fullshard.layout.split import Box, slices
 from fullshard.runtime.names import clean_name
-from fullshard.state.checkpoint import TensorSource, write_checkpoint
-from fullshard.state.dcp import MODEL
-from fullshard.state.safetensors import INDEX_SUFFIX, TensorFile, open_tensors
-from fullshard.state.store import Manifest, open_checkpoint
+from fullshard.state.checkpoint.index import MODEL
+from fullshard.state.checkpoint.manifest import Manifest
+from fullshard.state.checkpoint.reader import open_checkpoint
+from fullshard.state.checkpoint.writer import write_checkpoint
+from fullshard.state.safetensors.files import INDEX_SUFFIX, SafetensorsReader
+from fullshard.state.stored import TensorSource
 
 Report = Callable[[int, int], None]
 
@@ -84,30 +86,10 @@ def _reported(tensors: Mapping[str, TensorSource], progress: Report) -> dict[str
     return {key: reading(tensor) for key, tensor in tensors.items()}
 
 
-# Safetensors
-
-
 def _of_safetensors(path: Path) -> dict[str, TensorSource]:
-    files = open_tensors(path)
-    _require_distinct(path, list(files))
-    return {clean_name(name): _of_file(path, file, name) for name, file in files.items()}
-
-
-def _of_file(path: Path, file: TensorFile, name: str) -> TensorSource:
-    entry, dtype = file.entries[name], file.dtype(name)
-    if dtype is None:
-        raise UnsupportedError(
-            f"{path}: {name} must have a dtype that torch has, found {entry.dtype}; convert it "
-            "with the program that wrote it."
-        )
-
-    def read(box: Box) -> torch.Tensor:
-        values = torch.empty(box.sizes, dtype=dtype)
-        for piece, part in file.views(name, box):
-            values[slices(piece, box)] = part
-        return values
-
-    return TensorSource(entry.shape, dtype, read)
+    reader = SafetensorsReader(path)
+    _require_distinct(path, reader.keys)
+    return {clean_name(name): TensorSource.of_stored(reader, name) for name in reader.keys}
 
 
 # State dicts

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fullshard.formatting import counted
-from fullshard.state.dcp import MODEL
-from fullshard.state.store import StoredCheckpoint, as_text, checksum, joined
+from fullshard.state.checkpoint.checksum import as_text, checksum, joined
+from fullshard.state.checkpoint.index import MODEL
+from fullshard.state.checkpoint.reader import StoredCheckpoint
 
 # Differences are computed in float64, in pieces of this size.
 _PIECE_NUMEL = 2**20

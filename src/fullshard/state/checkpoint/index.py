@@ -35,6 +35,7 @@ from fullshard._torch import StorageInfo
 from fullshard.errors import CheckpointError, UnknownNameError
 from fullshard.layout.split import Box, intersection, slices, tiles
 from fullshard.state.shards import LocalPart
+from fullshard.state.stored import TensorInfo
 
 INDEX = ".metadata"
 MODEL = "model."
@@ -48,15 +49,6 @@ class Entry:
     path: Path
     offset: int
     length: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """What an index says about a tensor; `boxes` are the parts that it was written in."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: tuple[Box, ...]
 
 
 def append_entry(file: BinaryIO, path: Path, values: torch.Tensor) -> Entry:
@@ -107,8 +99,8 @@ def _nesting_of(key: str) -> tuple[str, ...]:
     return ("model", key.removeprefix(MODEL)) if key.startswith(MODEL) else (key,)
 
 
-class TensorReader:
-    """Reads the tensors of a checkpoint on disk, whichever program wrote it.
+class IndexReader:
+    """Reads the tensors that an index lists, whichever program wrote it.
 
     Reading holds one box in memory at a time, as it was written, besides the result. `object_keys`
     are the entries that are not tensors, which torch's own checkpoints have. `nesting` maps a key

@@ -1,0 +1,1 @@
+"""Models as safetensors files: exported from shards, and loaded into shards."""
