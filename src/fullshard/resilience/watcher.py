@@ -38,8 +38,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from fullshard._torch import all_groups, default_store, lifetime_of
 from fullshard.comm import guard
 from fullshard.comm.guard import Place, Watched, patience_s
-from fullshard.comm.processes import is_stopped, machine_id, start_of
 from fullshard.errors import DisagreementError, FullshardError
+from fullshard.processes import is_stopped, machine_id, start_of
 from fullshard.resilience.places import (
     SHORT_PATIENCE_S,
     OwnPlace,

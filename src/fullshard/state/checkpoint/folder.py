@@ -24,8 +24,8 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from fullshard.comm.processes import machine_id, start_of
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.processes import machine_id, start_of
 from fullshard.state.checkpoint.index import INDEX
 from fullshard.state.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
