@@ -115,6 +115,18 @@ class Quantised(Wrapped):
         return self.finish((values.float() * scale).to(param_dtype), out)
 
 
+class InBlocks(Quantised):
+    """Only `chunk` cuts it, and a clone is another tensor: as torchao's weights of 4 bits."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        is_cut = func is aten.slice.Tensor and out.shape != args[0].shape
+        if is_cut or func in (aten.clone.default, aten.narrow.default):
+            raise NotImplementedError(f"{func} of whole blocks")
+        return out
+
+
 class Float8(Quantised):
     """Sends float8 values and one scale per shard; the signature with all arguments."""
 
@@ -265,7 +277,7 @@ def calls_of(model: Net) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "one unit"])
-@pytest.mark.parametrize("kind", [Quantised, Float8, Halved])
+@pytest.mark.parametrize("kind", [Quantised, InBlocks, Float8, Halved])
 @on_ranks(2)
 def test_an_extended_weight_trains_as_in_torch(
     rank: Rank, kind: type[Wrapped], nested: bool

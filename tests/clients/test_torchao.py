@@ -17,6 +17,10 @@ WEIGHTS = (
     "int8_weights_bf16",
     "int8_mixed",
     "bitnet",
+    "nf4",
+    "nf4_small_blocks",
+    "nf4_bf16",
+    "nf4_offloaded",
     "float8_after",
     "float8_after_bf16",
 )

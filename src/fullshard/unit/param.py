@@ -188,10 +188,9 @@ class DTensorParam(ShardedParam):
     ) -> DTensorParam:
         """Shard an original parameter. The shard may be a view of it until the unit is planned."""
         split = split_rows(placed.local.shape, placed.dim, axis.size)
-        part = _rows(placed.local, split, axis.rank)
         extension = Extension.of(name, placed.local)
-        if extension is not None:
-            part = part.clone()
+        take = _rows if extension is None else _own_rows
+        part = take(placed.local, split, axis.rank)
         if not has_no_memory(part):
             part = part.to(device)  # a DTensor's device is that of the tensor it is made with
         shard = nn.Parameter(as_dtensor(part, placed.shard_spec), original.requires_grad)
@@ -278,6 +277,20 @@ def _rows(whole: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
         return whole
     rows = split.rows(rank)
     return whole.narrow(split.dim, rows.start, len(rows))
+
+
+def _own_rows(whole: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
+    """A copy of a rank's part, made by the operations that tensors with an all-gather implement.
+
+    Those of quantized weights cut whole blocks (`chunk`), and quantize again when they are cloned.
+    """
+    if not isinstance(split, RowSplit):
+        return whole.clone()
+    chunks = torch.chunk(whole, split.num_ranks, split.dim)
+    padded, num_rows = whole.new_zeros(chunks[0].size()), len(split.rows(rank))
+    if num_rows:
+        padded.narrow(split.dim, 0, num_rows).copy_(chunks[rank])
+    return padded.narrow(split.dim, 0, num_rows)
 
 
 def same_memory(found: torch.Tensor, own: torch.Tensor) -> bool:

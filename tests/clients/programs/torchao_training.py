@@ -1,4 +1,4 @@
-"""torchao's optimizers with quantized states, its int8 weights and its float8 all-gather."""
+"""torchao's optimizers with quantized states, its int8 and NF4 weights, its float8 all-gather."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ import cases
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torchao import optim, quantize_
 from torchao.float8 import (
@@ -28,6 +29,7 @@ from torchao.prototype.quantized_training import (
     bitnet_training,
     int8_weight_only_quantized_training,
 )
+from torchao.quantization import NF4Tensor
 
 STEPS = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -40,6 +42,20 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))
+
+
+class LowRank(nn.Module):
+    """A frozen weight of 4 bits, and an adapter that is trained."""
+
+    def __init__(self, linear: nn.Linear, block_size: int, scaler_block_size: int) -> None:
+        super().__init__()
+        weight = NF4Tensor.from_tensor(linear.weight.detach(), block_size, scaler_block_size)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.down = nn.Linear(linear.in_features, 4, bias=False)
+        self.up = nn.Linear(4, linear.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight) + self.up(self.down(x))
 
 
 def sharded(convert: Any = None, **settings: Any) -> nn.Module:
@@ -69,7 +85,10 @@ def train(model: nn.Module, optimizer: Any, which: range, after_step: Any = None
 def full(value: torch.Tensor) -> torch.Tensor:
     """Gather a parameter whose local tensor may be a quantized one."""
     local = value.to_local() if isinstance(value, DTensor) else value
-    local = local.dequantize() if hasattr(local, "dequantize") else local
+    if isinstance(local, NF4Tensor):
+        local = local.get_original_weight()
+    elif hasattr(local, "dequantize"):
+        local = local.dequantize()
     parts = [torch.empty_like(local.float()) for _ in range(cases.WORLD_SIZE)]
     dist.all_gather(parts, local.float().contiguous())
     return torch.cat(parts)
@@ -133,6 +152,15 @@ def quantized(config: Any) -> Any:
     return lambda model: quantize_(model, config)
 
 
+def nf4(block_size: int, scaler_block_size: int) -> Any:
+    def convert(model: nn.Module) -> None:
+        for block in model:
+            block.up = LowRank(block.up, block_size, scaler_block_size)
+            block.down = LowRank(block.down, block_size, scaler_block_size)
+
+    return convert
+
+
 ALL = {
     "adam_8bit": optimizer_case(optim.AdamW8bit),
     "adam_4bit": optimizer_case(optim.AdamW4bit),
@@ -143,6 +171,10 @@ ALL = {
     ),
     "int8_mixed": weight_case(quantized(Int8MixedPrecisionTrainingConfig()), mp_policy=BF16),
     "bitnet": weight_case(quantized(bitnet_training()), mp_policy=BF16),
+    "nf4": weight_case(nf4(64, 64)),
+    "nf4_small_blocks": weight_case(nf4(16, 32)),
+    "nf4_bf16": weight_case(nf4(32, 64), mp_policy=BF16),
+    "nf4_offloaded": weight_case(nf4(64, 32), offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "float8_after": weight_case(float8(all_gathered=False)),
     "float8_after_bf16": weight_case(float8(all_gathered=False), mp_policy=BF16),
     "float8": weight_case(float8(all_gathered=True)),
