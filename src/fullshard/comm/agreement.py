@@ -166,7 +166,7 @@ def _exchanged_in_store(numbers: Sequence[int], group: dist.ProcessGroup) -> lis
 
 
 def _withdraw(store: Any, said: str, count: str, size: int) -> bool:
-    """Act as if this rank had not come, unless all have come meanwhile; return whether they have."""
+    """Act as if this rank had not come, unless all have meanwhile; return whether they have."""
     num_left = store.add(count, -1)
     if num_left >= size - 1:
         store.add(count, 1)
