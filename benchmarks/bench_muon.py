@@ -359,11 +359,11 @@ def both() -> tuple[tuple[str, Callable[[nn.Module], Any]], ...]:
 
 def run_train(options: argparse.Namespace, result: Result) -> None:
     """`fullshard train` without its input and output: its model, sharding, optimizer, clipping."""
-    from fullshard.models.transformer import SIZES, BuiltinArchitecture
-    from fullshard.training.config import TrainConfig
-    from fullshard.training.optimizer import build_optimizer
-    from fullshard.training.sharding import build_sharded_model
-    from fullshard.training.world import World
+    from fullshard_train.config import TrainConfig
+    from fullshard_train.models.transformer import SIZES, BuiltinArchitecture
+    from fullshard_train.optimizer import build_optimizer
+    from fullshard_train.sharding import build_sharded_model
+    from fullshard_train.world import World
 
     config, rows = TrainConfig(), []
     size = SIZES["tiny" if options.tiny else "150m"]

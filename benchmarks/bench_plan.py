@@ -33,11 +33,11 @@ from fullshard.comm.placement import full_tensor
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.plan import Machine, StepPlan, profile_named, readable
 from fullshard.testing import Rank, RankPool, quiet_world
-from fullshard.training.config import ModelSection, OptimizerSection, ShardingSection, TrainConfig
-from fullshard.training.optimizer import build_optimizer
-from fullshard.training.planning import choose_settings, plan_run, this_machine
-from fullshard.training.sharding import architecture_for, build_sharded_model
-from fullshard.training.world import World
+from fullshard_train.config import ModelSection, OptimizerSection, ShardingSection, TrainConfig
+from fullshard_train.optimizer import build_optimizer
+from fullshard_train.planning import choose_settings, plan_run, this_machine
+from fullshard_train.sharding import architecture_for, build_sharded_model
+from fullshard_train.world import World
 from measuring import (
     Result,
     Table,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fullshard.models.transformer import Block as LlamaBlock
-from fullshard.models.transformer import Size, Transformer
+from fullshard_train.models.transformer import Block as LlamaBlock
+from fullshard_train.models.transformer import Size, Transformer
 
 __all__ = ["GPT", "GPTBlock", "GPTSize", "Linear", "Linears", "Llama", "LlamaBlock"]
 

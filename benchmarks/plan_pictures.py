@@ -11,9 +11,9 @@ from math import log10
 from pathlib import Path
 
 from fullshard.plan import Kind, Machine, StepPlan, profile_named
-from fullshard.training.config import ModelSection, OptimizerSection, ShardingSection, TrainConfig
-from fullshard.training.planning import _estimated, plan_run
-from fullshard.training.sharding import architecture_for
+from fullshard_train.config import ModelSection, OptimizerSection, ShardingSection, TrainConfig
+from fullshard_train.planning import _estimated, plan_run
+from fullshard_train.sharding import architecture_for
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 330, 60, 40

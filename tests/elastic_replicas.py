@@ -22,8 +22,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.tensor import DTensor
 
 import fullshard
-import fullshard.training.preloaded
-from fullshard.training.control import end_with_parent
+from fullshard.processes import end_with_parent
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import math
 import random
 from dataclasses import dataclass
 
-from fullshard.report.record import RunRecord, StepMetrics
 from fullshard.trace.seam import Activity
 from fullshard.trace.timeline import MemorySample, Span, Timeline, UnitFacts
+from fullshard_train.report.record import RunRecord, StepMetrics
 
 MIB = 2**20
 

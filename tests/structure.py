@@ -1,4 +1,4 @@
-"""The structure of the package: rooms, import direction, circles, private names, sizes.
+"""The structure of both packages: rooms, import direction, circles, private names, sizes.
 
 `python tests/structure.py` prints the counts and exits with 1 if a rule is broken; `make check`
 runs it, and `test_imports.py` proves that it notices what it should.
@@ -14,12 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "fullshard"
-SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
+APPLICATION = "fullshard_train"
+SOURCE = Path(__file__).parent.parent / "src"
 FILES = sorted(SOURCE.rglob("*.py"))
+# The files of the library that know of the application.
+KNOW_APPLICATION = {
+    f"fullshard.cli.{name}" for name in ("commands", "checkpoint", "doctor", "export")
+}
 
 # A room sees the rooms of its own level and below.
 LEVELS = [
-    ("_torch", "api", "errors", "formatting", "layout", "trace"),
+    ("_torch", "api", "errors", "formatting", "layout", "processes", "trace"),
     ("comm", "device"),
     ("unit",),
     ("runtime",),
@@ -31,29 +36,29 @@ LEVELS = [
         "fully_sharded_data_parallel",
         "sharded_grad_scaler",
         "torch_helpers",
-        "report",
-        "models",
     ),
     ("auto_shard", "captured_step", "elastic", "oom_guard"),
     ("plan",),
-    ("training",),
+    ("doctor",),
     ("testing", "__init__"),
     ("dropin", "dropin_site"),
     ("cli",),
     ("__main__",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+# The rooms of the application; its other files are between them.
+APPLICATION_LEVEL = {"models": -1, "report": -1, "cli": 1}
+SIDE_BY_SIDE = {"models", "report"}
 # It works without a process group, so it sees what works without one.
 SEES_ONLY = {"trace": {"trace", "_torch", "api", "errors", "formatting", "layout"}}
-SEES_ONLY["report"] = {"report", "_torch", "api", "errors", "formatting", "trace", "runtime"}
 SEES_ONLY["__main__"] = {"cli"}
 SEEN_BY_NOBODY = {"testing"}
 # They use the package as any user does: they may import what the package itself offers.
 SEES_PUBLIC_NAMES = {"cli", "testing"}
 # The limit on lines counts engine, APIs, state, optim, plan and trace. It is lowered with every
 # cut; the aim is 17,500, and 19,500 with what is new.
-NOT_CORE = {"report", "models", "training", "testing", "dropin", "dropin_site", "cli", "__main__"}
-MAX_CORE_LINES = 24_818
+NOT_CORE = {"doctor", "testing", "dropin", "dropin_site", "cli", "__main__"}
+MAX_CORE_LINES = 24_771
 # It replaces names of torch, so it has to name them.
 NAMES_TORCH = {"_torch", "dropin"}
 
@@ -77,12 +82,12 @@ def room_of(module: str) -> str:
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
 
 
 def is_module(name: str) -> bool:
-    location = SOURCE.parent.joinpath(*name.split("."))
+    location = SOURCE.joinpath(*name.split("."))
     return location.is_dir() or location.with_suffix(".py").is_file()
 
 
@@ -99,8 +104,12 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
 
 def own_imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
     for node, target in imports(tree):
-        if target.split(".")[0] == PACKAGE:
+        if target.split(".")[0] in (PACKAGE, APPLICATION):
             yield node, target
+
+
+def is_of_application(module: str) -> bool:
+    return module.split(".")[0] == APPLICATION
 
 
 def target_room(target: str) -> str:
@@ -111,6 +120,9 @@ def target_room(target: str) -> str:
 
 def upward_imports(tree: ast.AST, module: str) -> Iterator[str]:
     room = room_of(module)
+    if is_of_application(module):
+        yield from upward_in_application(tree, module)
+        return
     if room not in LEVEL:
         yield f"{module}: {room!r} is no room of the design; expected one of {sorted(LEVEL)}"
         return
@@ -118,6 +130,10 @@ def upward_imports(tree: ast.AST, module: str) -> Iterator[str]:
         if target.startswith("."):
             yield f"{module}:{node.lineno}: imports are absolute, found {target}"
     for node, target in own_imports(tree):
+        if is_of_application(target):
+            if module not in KNOW_APPLICATION:
+                yield f"{module}:{node.lineno}: the library does not know {target}"
+            continue
         to = target_room(target)
         if to == "__init__" and room in SEES_PUBLIC_NAMES:
             continue
@@ -129,6 +145,15 @@ def upward_imports(tree: ast.AST, module: str) -> Iterator[str]:
             and to != "__init__"
         )
         if not allowed:
+            yield f"{module}:{node.lineno}: {room} may not import {target} (room {to})"
+
+
+def upward_in_application(tree: ast.AST, module: str) -> Iterator[str]:
+    room = room_of(module)
+    for node, target in own_imports(tree):
+        to = room_of(target)
+        is_upward = APPLICATION_LEVEL.get(to, 0) > APPLICATION_LEVEL.get(room, 0)
+        if is_of_application(target) and (is_upward or (to != room and room in SIDE_BY_SIDE)):
             yield f"{module}:{node.lineno}: {room} may not import {target} (room {to})"
 
 
@@ -197,7 +222,7 @@ def import_circles() -> list[list[str]]:
         targets = set()
         for _, target in own_imports(ast.parse(path.read_text())):
             targets.add(target if is_module(target) else target.rpartition(".")[0])
-        edges[module_of(path)] = targets - {PACKAGE}
+        edges[module_of(path)] = targets - {PACKAGE, APPLICATION}
     circles: list[list[str]] = []
     done: set[str] = set()
 
@@ -232,18 +257,22 @@ def problems() -> list[str]:
     return found
 
 
-def lines_per_room() -> Counter[str]:
+def lines_per_room(package: str) -> Counter[str]:
     lines: Counter[str] = Counter()
     for path in FILES:
-        lines[room_of(module_of(path))] += path.read_text().count("\n")
+        module = module_of(path)
+        if module.split(".")[0] == package:
+            lines[room_of(module)] += path.read_text().count("\n")
     return lines
 
 
 def main() -> int:
-    rooms = lines_per_room()
+    rooms, application = lines_per_room(PACKAGE), lines_per_room(APPLICATION)
     core = sum(count for room, count in rooms.items() if room not in NOT_CORE)
     print(f"{core} lines in engine, APIs, state, optim, plan and trace (limit {MAX_CORE_LINES})")
     print("rooms:", ", ".join(f"{room} {count}" for room, count in rooms.most_common()))
+    of_rooms = ", ".join(f"{r} {application[r]}" for r in APPLICATION_LEVEL)
+    print(f"application: {application.total()} lines, of which {of_rooms}")
     longest = sorted(FILES, key=lambda path: -path.read_text().count("\n"))[:8]
     names = (f"{p.relative_to(SOURCE)} {p.read_text().count(chr(10))}" for p in longest)
     print("longest files:", ", ".join(names))

@@ -544,7 +544,7 @@ def test_the_library_needs_no_extra_and_no_command_holds_more_than_a_few_tensors
     """On 32 tensors, 2 MB each: 64 MB. In its own process, which starts without what it needs."""
     program = """
         import os, resource, sys, torch
-        import fullshard, fullshard.report, fullshard.state
+        import fullshard, fullshard_train.report, fullshard.state
         from fullshard.state.checkpoint import TensorSource, write_checkpoint
         extras = {"click", "rich", "jinja2"}
         assert not extras & {name.split(".")[0] for name in sys.modules}

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from fullshard.cli import wants_tracebacks
 from fullshard.cli.commands import fullshard
 from fullshard.cli.console import printable
 from fullshard.errors import CheckpointError
-from fullshard.models import architecture_of
-from fullshard.models.adapters import LoraSettings
 from fullshard.state.checkpoint import save
 from fullshard.testing import Rank, pool
-from fullshard.training import launcher
-from fullshard.training.config import (
+from fullshard_train import launcher
+from fullshard_train.config import (
     KEYS,
     ModelSection,
     RunSection,
@@ -23,11 +22,12 @@ from fullshard.training.config import (
     TrainConfig,
     value_of,
 )
-from fullshard.training.config_file import config_as_toml, config_of
-from fullshard.training.control import wants_tracebacks
-from fullshard.training.generation import GenerateRequest, find_checkpoint, launch_generation
-from fullshard.training.sharding import build_sharded_model
-from fullshard.training.world import World
+from fullshard_train.config_file import config_as_toml, config_of
+from fullshard_train.generation import GenerateRequest, find_checkpoint, launch_generation
+from fullshard_train.models import architecture_of
+from fullshard_train.models.adapters import LoraSettings
+from fullshard_train.sharding import build_sharded_model
+from fullshard_train.world import World
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "FULLSHARD_DEBUG")
 
@@ -217,7 +217,7 @@ def test_a_process_that_is_a_rank_trains_as_one(monkeypatch, with_what):
     for name in ("RANK", "WORLD_SIZE", with_what):
         monkeypatch.setenv(name, "1")
     taken = []
-    monkeypatch.setattr("fullshard.training.run.run_and_leave", taken.append)
+    monkeypatch.setattr("fullshard_train.run.run_and_leave", taken.append)
     run("train", "--steps", 5)
     assert taken == [config_of(None, {("optimizer", "steps"): 5})]
 

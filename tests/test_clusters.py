@@ -12,11 +12,11 @@ import torch.distributed as dist
 import yaml
 
 from fullshard.testing import Rank, pool
-from fullshard.training.config import TrainConfig, validate
-from fullshard.training.config_file import config_as_toml, config_of
-from fullshard.training.control import StopRequest
-from fullshard.training.run import Run
-from fullshard.training.world import World
+from fullshard_train.config import TrainConfig, validate
+from fullshard_train.config_file import config_as_toml, config_of
+from fullshard_train.control import StopRequest
+from fullshard_train.run import Run
+from fullshard_train.world import World
 from tests.programs import free_port
 from tests.tiny_run import TEXT, configured, losses
 

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.cli.commands import fullshard
-from fullshard.errors import TopologyError
-from fullshard.training.bandwidth import measure_speeds
-from fullshard.training.doctor import findings, is_within
-from fullshard.training.machine import (
+from fullshard.doctor.bandwidth import measure_speeds
+from fullshard.doctor.findings import findings, is_within
+from fullshard.doctor.machine import (
     OPTIONAL,
     Gpu,
     Limits,
@@ -25,6 +24,7 @@ from fullshard.training.machine import (
     environment,
     gather_facts,
 )
+from fullshard.errors import TopologyError
 
 GIB = 2**30
 H200 = Gpu(name="H200", memory_bytes=140 * GIB, free_bytes=139 * GIB, capability=(9, 0))

@@ -13,14 +13,14 @@ from click import ClickException, Command, Context, Group
 
 import fullshard
 import fullshard.optim
-import fullshard.report
 import fullshard.state
 import fullshard.testing
 import fullshard.trace
 import fullshard.wrap
+import fullshard_train.report
 from fullshard.cli.commands import fullshard as command
 from fullshard.testing import pool
-from fullshard.training.config_file import read_config
+from fullshard_train.config_file import read_config
 from tests.documents import KINDS, PAGES, ROOT, Block, Program, blocks_of, programs_of, run_on_rank
 from tests.programs import printed_by_ranks
 
@@ -250,7 +250,7 @@ PUBLIC = {
     module.__name__: module.__all__
     for module in (
         fullshard,
-        fullshard.report,
+        fullshard_train.report,
         fullshard.state,
         fullshard.testing,
         fullshard.optim,

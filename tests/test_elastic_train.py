@@ -18,12 +18,12 @@ from torch import nn
 import soak
 from fullshard.errors import ConfigError
 from fullshard.state.materialize import give_memory
-from fullshard.training.batches import Batches
-from fullshard.training.config import TrainConfig, validate
-from fullshard.training.config_file import config_of
-from fullshard.training.corpus import Documents, prepare_corpus
-from fullshard.training.optimizer import build_optimizer, learning_rate
-from fullshard.training.sharding import architecture_for
+from fullshard_train.batches import Batches
+from fullshard_train.config import TrainConfig, validate
+from fullshard_train.config_file import config_of
+from fullshard_train.corpus import Documents, prepare_corpus
+from fullshard_train.optimizer import build_optimizer, learning_rate
+from fullshard_train.sharding import architecture_for
 from tests.tiny_run import TEXT, configured
 
 NUM_KILLS, NUM_SHARDS, TIMEOUT_S = 5, 2, 200.0

@@ -15,12 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError, UnknownNameError
-from fullshard.models import architecture_of
-from fullshard.models.adapters import LoraSettings
-from fullshard.models.architecture import Architecture
-from fullshard.models.sampling import sample
-from fullshard.models.tokenizers import ByteTokenizer
-from fullshard.models.transformer import (
+from fullshard.runtime.names import clean_name
+from fullshard.state.materialize import give_memory
+from fullshard.testing import Rank, on_ranks, pool
+from fullshard.wrap import ModuleWrapPolicy
+from fullshard_train.models import architecture_of
+from fullshard_train.models.adapters import LoraSettings
+from fullshard_train.models.architecture import Architecture
+from fullshard_train.models.sampling import sample
+from fullshard_train.models.tokenizers import ByteTokenizer
+from fullshard_train.models.transformer import (
     SIZES,
     Block,
     BuiltinArchitecture,
@@ -31,10 +35,6 @@ from fullshard.models.transformer import (
     rotated,
     size_named,
 )
-from fullshard.runtime.names import clean_name
-from fullshard.state.materialize import give_memory
-from fullshard.testing import Rank, on_ranks, pool
-from fullshard.wrap import ModuleWrapPolicy
 
 SMALL = Size(
     name="small",

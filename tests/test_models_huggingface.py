@@ -20,20 +20,20 @@ from torch import nn
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.cli.commands import fullshard
 from fullshard.errors import ConfigError
-from fullshard.models import architecture_of
-from fullshard.models.adapters import LoraSettings
-from fullshard.models.architecture import Architecture
-from fullshard.models.sampling import sample
-from fullshard.models.tokenizers import ByteTokenizer, FolderTokenizer
-from fullshard.models.transformer import BuiltinArchitecture
 from fullshard.state import export_safetensors, load, load_safetensors, save
 from fullshard.state.shards import tensor_shards
 from fullshard.testing import Rank, on_ranks, pool
-from fullshard.training.config import ModelSection, TrainConfig
-from fullshard.training.config_file import config_as_toml
-from fullshard.training.corpus import Documents, prepare_corpus, unmarked
-from fullshard.training.generation import find_checkpoint
-from fullshard.training.sharding import architecture_for
+from fullshard_train.config import ModelSection, TrainConfig
+from fullshard_train.config_file import config_as_toml
+from fullshard_train.corpus import Documents, prepare_corpus, unmarked
+from fullshard_train.generation import find_checkpoint
+from fullshard_train.models import architecture_of
+from fullshard_train.models.adapters import LoraSettings
+from fullshard_train.models.architecture import Architecture
+from fullshard_train.models.sampling import sample
+from fullshard_train.models.tokenizers import ByteTokenizer, FolderTokenizer
+from fullshard_train.models.transformer import BuiltinArchitecture
+from fullshard_train.sharding import architecture_for
 from tests.test_models import APIS, CPU, SMALL, UNEVEN, assert_same, filled, sharded, train, whole
 
 LORA = LoraSettings(rank=3, alpha=6.0)

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import ConfigError, TopologyError
-from fullshard.models.architecture import Architecture
-from fullshard.models.tokenizers import ByteTokenizer, Tokenizer
 from fullshard.plan import DeviceProfile, Machine, profile_named, readable
-from fullshard.training.config import (
+from fullshard_train.config import (
     ModelSection,
     OptimizerSection,
     ShardingSection,
     TrainConfig,
 )
-from fullshard.training.planning import Candidate, _estimated, capacity_of, require_fit
+from fullshard_train.models.architecture import Architecture
+from fullshard_train.models.tokenizers import ByteTokenizer, Tokenizer
+from fullshard_train.planning import Candidate, _estimated, capacity_of, require_fit
 
 CPU = torch.device("cpu")
 H100, CPUS = profile_named("H100"), profile_named("CPU")
@@ -165,7 +165,7 @@ def test_ranks_of_a_machine_share_its_memory():
 
 
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("fullshard.training.planning.CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr("fullshard_train.planning.CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.max").write_text(f"{100 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{50 * 2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 3\ninactive_file {10 * 2**20}\n")

@@ -18,9 +18,9 @@ from torch import nn
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, auto_shard
 from fullshard.cli.commands import fullshard
-from fullshard.cli.plan import bytes_of, machine_of
+from fullshard.doctor.bandwidth import LinkSpeed, Speeds
+from fullshard.doctor.machine import gather_facts
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, UnknownNameError
-from fullshard.models.transformer import BuiltinArchitecture, size_named
 from fullshard.plan import (
     DeviceProfile,
     Kind,
@@ -35,14 +35,11 @@ from fullshard.plan import (
 from fullshard.plan.device_profile import PROFILES, known_profile
 from fullshard.plan.ledger import Ledger
 from fullshard.plan.simulator import Fabric, Simulator, _free_from
-from fullshard.report.formatting import shown_bytes, shown_time
-from fullshard.report.record import RunRecord
-from fullshard.report.tables import memory_kinds, summary
 from fullshard.testing import fake_world
 from fullshard.trace.timeline import PROCESS_KIND
-from fullshard.training import planning
-from fullshard.training.bandwidth import LinkSpeed, Speeds
-from fullshard.training.config import (
+from fullshard_train import planning
+from fullshard_train.cli.plan import bytes_of, machine_of
+from fullshard_train.config import (
     ModelSection,
     OptimizerSection,
     RunSection,
@@ -50,8 +47,8 @@ from fullshard.training.config import (
     TrainConfig,
     validate,
 )
-from fullshard.training.machine import gather_facts
-from fullshard.training.planning import (
+from fullshard_train.models.transformer import BuiltinArchitecture, size_named
+from fullshard_train.planning import (
     _estimated,
     choose_settings,
     chosen_for_this_machine,
@@ -59,7 +56,10 @@ from fullshard.training.planning import (
     plan_run,
     predicted,
 )
-from fullshard.training.run import run_rank
+from fullshard_train.report.formatting import shown_bytes, shown_time
+from fullshard_train.report.record import RunRecord
+from fullshard_train.report.tables import memory_kinds, summary
+from fullshard_train.run import run_rank
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

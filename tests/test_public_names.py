@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import fullshard
-import fullshard.report
 import fullshard.state
 import fullshard.trace
+import fullshard_train.report
 
 API = Path(__file__).parent.parent / "docs" / "api.md"
 # The first cell of a table row: | `name` | what it is |
@@ -44,9 +44,9 @@ def test_the_names_of_traces_and_reports_are_the_documented_ones():
     text = (API.parent / "tracing.md").read_text()
     traces, reports = (
         re.findall(r"^\| `(\w+)` \|", part, flags=re.MULTILINE)
-        for part in text.split("In `fullshard.report`:")
+        for part in text.split("In `fullshard_train.report`:")
     )
     assert sorted(fullshard.trace.__all__) == sorted(traces)
-    assert sorted(fullshard.report.__all__) == sorted(reports)
+    assert sorted(fullshard_train.report.__all__) == sorted(reports)
     assert all(inspect.getdoc(getattr(fullshard.trace, name)) for name in traces)
-    assert all(inspect.getdoc(getattr(fullshard.report, name)) for name in reports)
+    assert all(inspect.getdoc(getattr(fullshard_train.report, name)) for name in reports)

@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
-from fullshard.report import RunRecord, StepMetrics, write_report
-from fullshard.report.curves import MOST_POINTS, curves_of, downsampled, smoothed
-from fullshard.report.formatting import plain, shown_bytes, shown_number, shown_time
-from fullshard.report.page import page_of
-from fullshard.report.palette import KEYS, NUM_SERIES, PALETTES
-from fullshard.report.step_timeline import (
+from fullshard.trace.timeline import Timeline
+from fullshard_train.report import RunRecord, StepMetrics, write_report
+from fullshard_train.report.curves import MOST_POINTS, curves_of, downsampled, smoothed
+from fullshard_train.report.formatting import plain, shown_bytes, shown_number, shown_time
+from fullshard_train.report.page import page_of
+from fullshard_train.report.palette import KEYS, NUM_SERIES, PALETTES
+from fullshard_train.report.step_timeline import (
     MOST_RANKS,
     choices,
     kept_ranks,
     short_labels,
     step_figure,
 )
-from fullshard.report.tables import summary, unit_table
-from fullshard.trace.timeline import Timeline
+from fullshard_train.report.tables import summary, unit_table
 from tests.made_up_run import MIB, Sizes, made_up_run
 
 NAN, INF = float("nan"), float("inf")

@@ -18,9 +18,9 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from fullshard.report import RunRecord, write_report
-from fullshard.report.palette import PALETTES
-from fullshard.report.step_timeline import step_figure
+from fullshard_train.report import RunRecord, write_report
+from fullshard_train.report.palette import PALETTES
+from fullshard_train.report.step_timeline import step_figure
 from tests.made_up_run import Sizes, made_up_run
 
 WIDE, NARROW = 1400, 420

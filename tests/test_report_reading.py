@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fullshard.cli.commands import report
 from fullshard.errors import ConfigError
-from fullshard.report import RunRecord, read_record
-from fullshard.report.page import page_of
+from fullshard_train.cli import report
+from fullshard_train.report import RunRecord, read_record
+from fullshard_train.report.page import page_of
 from tests.made_up_run import Sizes, made_up_run
 
 

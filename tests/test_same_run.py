@@ -16,12 +16,12 @@ import torch
 from fullshard.errors import DisagreementError
 from fullshard.state.rank_group import OtherRankError, RankGroup, on_hosts
 from fullshard.testing import Rank, on_ranks
-from fullshard.training.config import ModelSection
-from fullshard.training.config_file import config_as_toml
-from fullshard.training.control import StopRequest
-from fullshard.training.run import Run
-from fullshard.training.same_run import Inputs, facts_of, require_same
-from fullshard.training.world import World
+from fullshard_train.config import ModelSection
+from fullshard_train.config_file import config_as_toml
+from fullshard_train.control import StopRequest
+from fullshard_train.run import Run
+from fullshard_train.same_run import Inputs, facts_of, require_same
+from fullshard_train.world import World
 from tests.programs import free_port
 from tests.tiny_run import TEXT, configured
 

@@ -10,7 +10,7 @@ import fullshard
 from click.testing import CliRunner
 from fullshard import ConfigError
 from fullshard.cli.commands import fullshard as command
-import fullshard.training.launcher
+import fullshard_train.launcher
 
 for arguments, status in [
     ("--help", 0),
@@ -44,7 +44,7 @@ def test_the_package_offers_all_names_of_its_api() -> None:
 def test_a_rank_collects_garbage_but_not_of_what_it_was_forked_with() -> None:
     program = """
 import gc
-import fullshard.training.preloaded
+import fullshard_train.preloaded
 whole = gc.get_stats()[2]["collections"]
 print(whole, gc.isenabled(), gc.get_freeze_count() > 10_000)
 """

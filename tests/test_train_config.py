@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError, TopologyError
-from fullshard.training.config import (
+from fullshard_train.config import (
     KEYS,
     SECTIONS,
     Key,
@@ -21,7 +21,7 @@ from fullshard.training.config import (
     validate,
     value_of,
 )
-from fullshard.training.config_file import config_as_toml, config_of, read_config
+from fullshard_train.config_file import config_as_toml, config_of, read_config
 
 BITS = st.integers(-(2**63) + 1, 2**63 - 1)
 FLOATS = st.floats(allow_nan=False)

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fullshard.comm.processes import start_of
 from fullshard.comm.watcher import RankFailedError
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.processes import end_with_parent, start_of
 from fullshard.state.rank_group import OtherRankError
-from fullshard.training.control import Process, StatusFolder, StopRequest, end_with_parent
-from fullshard.training.output import RunFolder
-from fullshard.training.run import exit_status_after
+from fullshard_train.control import Process, StatusFolder, StopRequest, end_with_launcher
+from fullshard_train.output import RunFolder
+from fullshard_train.run import exit_status_after
 from tests.killed import forked
 
 LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
@@ -140,7 +140,7 @@ def test_a_rank_whose_launcher_died_while_it_started_ends(
         if child == 0:
             while is_killed and os.getppid() == launcher:
                 os.sched_yield()
-            end_with_parent(launcher if is_server else None)
+            end_with_parent(launcher) if is_server else end_with_launcher()
             os.write(out, b"trains")
             os._exit(0)
         if is_killed:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.report import StepMetrics
-from fullshard.training.display import Display, closing_lines, shown_duration, step_line
-from fullshard.training.output import MetricsLog, RunFolder
+from fullshard_train.display import Display, closing_lines, shown_duration, step_line
+from fullshard_train.output import MetricsLog, RunFolder
+from fullshard_train.report import StepMetrics
 from tests.made_up_run import made_up_run
 
 

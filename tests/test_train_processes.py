@@ -19,13 +19,14 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import soak
+from fullshard.cli import DEBUG
 from fullshard.cli.commands import fullshard
 from fullshard.state import latest
 from fullshard.testing import Rank, pool
-from fullshard.training.config_file import config_of
-from fullshard.training.control import DEBUG, StopRequest
-from fullshard.training.run import Run
-from fullshard.training.world import World
+from fullshard_train.config_file import config_of
+from fullshard_train.control import StopRequest
+from fullshard_train.run import Run
+from fullshard_train.world import World
 from tests.made_once import made_once
 from tests.programs import has_ended
 from tests.tiny_run import TEXT, losses

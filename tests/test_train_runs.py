@@ -20,17 +20,17 @@ import torch.nn.functional as F
 
 from fullshard import FSDPModule
 from fullshard.errors import CheckpointError, ConfigError, FullshardError
-from fullshard.report import read_record
 from fullshard.runtime.hooks import hooks_of
 from fullshard.runtime.names import clean_name
 from fullshard.state import checkpoints, verify
 from fullshard.testing import Rank, on_ranks, pool
-from fullshard.training.config import ModelSection, ShardingSection, TrainConfig
-from fullshard.training.control import PREDICTED, StopRequest
-from fullshard.training.run import Run
-from fullshard.training.sharding import architecture_for, build_sharded_model
-from fullshard.training.trainer import Parts
-from fullshard.training.world import World
+from fullshard_train.config import ModelSection, ShardingSection, TrainConfig
+from fullshard_train.control import PREDICTED, StopRequest
+from fullshard_train.report import read_record
+from fullshard_train.run import Run
+from fullshard_train.sharding import architecture_for, build_sharded_model
+from fullshard_train.trainer import Parts
+from fullshard_train.world import World
 from tests.made_once import made_once
 from tests.stored import damage
 from tests.tiny_run import TEXT, configured, estimate_once, losses

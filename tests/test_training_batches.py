@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
-from fullshard.training.batches import Batches, Permutation
-from fullshard.training.config import KEYS, OptimizerSection
-from fullshard.training.corpus import Corpus
-from fullshard.training.optimizer import learning_rate
+from fullshard_train.batches import Batches, Permutation
+from fullshard_train.config import KEYS, OptimizerSection
+from fullshard_train.corpus import Corpus
+from fullshard_train.optimizer import learning_rate
 
 SEQUENCE = 3
 SCHEDULES = KEYS["optimizer", "schedule"].choices

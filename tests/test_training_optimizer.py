@@ -13,9 +13,9 @@ from fullshard.comm.placement import full_tensor
 from fullshard.errors import ConfigError
 from fullshard.state.shards import tensor_shards
 from fullshard.testing import Rank, on_ranks
-from fullshard.training.config import OptimizerSection
-from fullshard.training.optimizer import build_optimizer
 from fullshard.wrap import ModuleWrapPolicy
+from fullshard_train.config import OptimizerSection
+from fullshard_train.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 SECTION = OptimizerSection(lr=0.05, weight_decay=0.2, beta1=0.8, beta2=0.9)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
-from fullshard.models.tokenizers import ByteTokenizer
-from fullshard.training import corpus as corpus_module
-from fullshard.training.batches import Batches
-from fullshard.training.corpus import Corpus, Documents, prepare_corpus
+from fullshard_train import corpus as corpus_module
+from fullshard_train.batches import Batches
+from fullshard_train.corpus import Corpus, Documents, prepare_corpus
+from fullshard_train.models.tokenizers import ByteTokenizer
 
 END = ByteTokenizer.end
 
@@ -113,7 +113,7 @@ def test_a_fingerprint_depends_on_content_and_names_and_not_on_place_or_time(tmp
 
 
 def test_a_large_input_is_told_apart_by_the_ends_of_its_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("fullshard.training.corpus.HASHED_BYTES", 10)
+    monkeypatch.setattr("fullshard_train.corpus.HASHED_BYTES", 10)
     path = write(tmp_path / "a.txt", "x" * 5_000_000)
     before = fingerprint(path)
     write(path, "x" * 4_999_999 + "y")

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.training import trainer
-from fullshard.training.config import TrainConfig
+from fullshard_train import trainer
+from fullshard_train.config import TrainConfig
 
 TEXT = "".join(f"line {n}: the quick brown fox jumps over {n * n % 97} dogs\n" for n in range(800))
 

@@ -13,16 +13,16 @@ from torch import nn
 from fullshard.plan import Machine, profile_named
 from fullshard.plan.device_profile import known_profile
 from fullshard.testing import quiet_world
-from fullshard.training.config import (
+from fullshard_train.config import (
     ModelSection,
     OptimizerSection,
     ShardingSection,
     TrainConfig,
 )
-from fullshard.training.optimizer import build_optimizer
-from fullshard.training.planning import plan_run
-from fullshard.training.sharding import architecture_for, build_sharded_model
-from fullshard.training.world import World
+from fullshard_train.optimizer import build_optimizer
+from fullshard_train.planning import plan_run
+from fullshard_train.sharding import architecture_for, build_sharded_model
+from fullshard_train.world import World
 
 
 @pytest.mark.parametrize("sharding", [{}, {"api": "wrapper", "activation_checkpointing": True}])

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.report import read_record
 from fullshard.testing import Rank, on_ranks
 from fullshard.trace import Activity, Span, Timeline
-from fullshard.training.config import TrainConfig
-from fullshard.training.config_file import config_as_toml
-from fullshard.training.control import StopRequest
-from fullshard.training.flops import peak_tflops
-from fullshard.training.run import Run
-from fullshard.training.trainer import Parts
-from fullshard.training.world import World
+from fullshard_train.config import TrainConfig
+from fullshard_train.config_file import config_as_toml
+from fullshard_train.control import StopRequest
+from fullshard_train.flops import peak_tflops
+from fullshard_train.report import read_record
+from fullshard_train.run import Run
+from fullshard_train.trainer import Parts
+from fullshard_train.world import World
 from tests import tiny_run
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -159,8 +159,8 @@ def check(timeline: Timeline) -> None:
 def planned(config: TrainConfig, num_ranks: int) -> int:
     """The peak of a step, planned in a process without a process group."""
     code = (
-        "import sys; from pathlib import Path; from fullshard.training import planning as p;"
-        "from fullshard.training.config_file import config_of;"
+        "import sys; from pathlib import Path; from fullshard_train import planning as p;"
+        "from fullshard_train.config_file import config_of;"
         "c = config_of(Path(sys.argv[1]), {});"
         "m = p.this_machine('cuda', *[int(sys.argv[2])] * 2);"
         "print(p.plan_run(c, p.architecture_for(c.model), m).peak_bytes)"

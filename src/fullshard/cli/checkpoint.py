@@ -40,7 +40,7 @@ def _num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 def _newest(ctx: click.Context, param: click.Parameter, path: Path) -> Path:
     """Return the newest checkpoint of the folder of a run."""
-    from fullshard.training.output import checkpoint_at
+    from fullshard_train.output import checkpoint_at
 
     return checkpoint_at(path)
 

@@ -14,9 +14,9 @@ from fullshard.errors import ConfigError, TopologyError
 from fullshard.formatting import counted, readable
 
 if TYPE_CHECKING:
-    from fullshard.training.bandwidth import Speeds
-    from fullshard.training.doctor import Finding
-    from fullshard.training.machine import MachineFacts
+    from fullshard.doctor.bandwidth import Speeds
+    from fullshard.doctor.findings import Finding
+    from fullshard.doctor.machine import MachineFacts
 
 
 @click.command(short_help="Show facts, speeds and problems of this machine.")
@@ -41,14 +41,14 @@ def doctor(quick: bool, profile: Path | None, attach: str | None) -> None:
         _say_places(Path(attach))
         return
     # Imported here, because printing help does not need it.
-    from fullshard.training.doctor import Finding, findings
-    from fullshard.training.machine import gather_facts
+    from fullshard.doctor.findings import Finding, findings
+    from fullshard.doctor.machine import gather_facts
 
     facts = gather_facts()
     say_facts(_lines(facts))
     found = findings(facts)
     if not quick:
-        from fullshard.training.bandwidth import measure_speeds
+        from fullshard.doctor.bandwidth import measure_speeds
 
         say("")
         try:
@@ -68,7 +68,7 @@ def doctor(quick: bool, profile: Path | None, attach: str | None) -> None:
 
 def _say_places(folder: Path) -> None:
     from fullshard.comm.places import read_places, table
-    from fullshard.training.output import RunFolder
+    from fullshard_train.output import RunFolder
 
     path = RunFolder(folder).places
     if not path.exists():
@@ -137,7 +137,7 @@ def _say_speeds(speeds: Speeds) -> None:
 
 def _write_profile(facts: MachineFacts, speeds: Speeds, path: Path) -> None:
     from fullshard.plan import write_profile
-    from fullshard.training.planning import measured_profile
+    from fullshard_train.planning import measured_profile
 
     found = measured_profile(facts, speeds)
     if path == Path("-"):

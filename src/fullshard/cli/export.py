@@ -27,11 +27,11 @@ from fullshard.state.safetensors import (
 )
 from fullshard.state.shards import tensor_shards
 from fullshard.state.store import StoredCheckpoint, discard, open_checkpoint
-from fullshard.training.config import TrainConfig
-from fullshard.training.output import config_beside
+from fullshard_train.config import TrainConfig
+from fullshard_train.output import config_beside
 
 if TYPE_CHECKING:
-    from fullshard.models.architecture import Architecture
+    from fullshard_train.models.architecture import Architecture
 
 _MODEL_PART = MODEL.removesuffix(".")
 _ADAPTER_FILE = "adapter_model.safetensors"
@@ -68,7 +68,7 @@ def export(
     if config is None:
         return _write(out, _stored(opened, asked.prefix), asked, progress, lambda staging: None)
     # Imported here, because other commands need no models.
-    from fullshard.training.sharding import architecture_for
+    from fullshard_train.sharding import architecture_for
 
     architecture = architecture_for(config.model)
     if is_adapter and not asked.merge:
@@ -158,7 +158,7 @@ def _merged(
     opened: StoredCheckpoint, architecture: Architecture, config: TrainConfig
 ) -> dict[str, TensorSource]:
     """Return the tensors of the whole model, in host memory, with its adapters merged."""
-    from fullshard.models.adapters import merge_adapters
+    from fullshard_train.models.adapters import merge_adapters
 
     model = architecture.build()
     give_memory(model)
@@ -181,7 +181,7 @@ def _peft_name(name: str) -> str:
 
 def _save_settings(architecture: Architecture, folder: Path) -> None:
     """Write adapter_config.json."""
-    from fullshard.models.transformer import SIZES
+    from fullshard_train.models.transformer import SIZES
 
     model: Any = architecture.build()
     settings, name = model.peft_config["default"], architecture.name

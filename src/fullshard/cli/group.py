@@ -14,9 +14,9 @@ from typing import Any
 
 import click
 
+from fullshard.cli import DEBUG, wants_tracebacks
 from fullshard.cli.console import note
 from fullshard.errors import FullshardError
-from fullshard.training.control import DEBUG, wants_tracebacks
 
 
 class CommandError(click.ClickException):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from fullshard.training.control import end_with_parent
+from fullshard.processes import end_with_parent
 
 _NEEDED = ("click", "rich")
 

@@ -48,8 +48,8 @@ from fullshard.comm.places import (
     table,
     write_places,
 )
-from fullshard.comm.processes import is_stopped, machine_id, start_of
 from fullshard.errors import DisagreementError, FullshardError
+from fullshard.processes import is_stopped, machine_id, start_of
 
 SWITCH = "FULLSHARD_WATCH"
 FILE = "FULLSHARD_WATCH_FILE"

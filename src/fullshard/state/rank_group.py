@@ -22,8 +22,8 @@ from fullshard._torch import lifetime_of, timeout_of
 from fullshard.comm import watcher
 from fullshard.comm.collectives import pause_at_exit
 from fullshard.comm.order import enter_call
-from fullshard.comm.processes import machine_id
 from fullshard.errors import CheckpointError, FullshardError
+from fullshard.processes import machine_id
 
 _T = TypeVar("_T")
 

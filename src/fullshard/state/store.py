@@ -46,9 +46,9 @@ from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 
-from fullshard.comm.processes import machine_id, start_of
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.layout.split import Box, pieces, slices
+from fullshard.processes import machine_id, start_of
 from fullshard.state.dcp import INDEX, Entry, TensorReader, load_entry
 
 MANIFEST = "manifest.json"

@@ -1,1 +1,0 @@
-"""Implements `fullshard train`, `fullshard generate` and `fullshard doctor`."""

@@ -1,0 +1,76 @@
+"""The interface between training and a kind of model."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fullshard_train.models.tokenizers import Tokenizer
+
+
+class Architecture(ABC):
+    """How a model is built on the meta device, initialized once it is sharded, and called.
+
+    `max_sequence` is the longest sequence that the model supports, or None if it is unknown.
+    """
+
+    name: str
+    vocabulary: int
+    max_sequence: int | None
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Return the model on the meta device, with tied parameters and with its adapters."""
+
+    @abstractmethod
+    def block_classes(self) -> tuple[type[nn.Module], ...]:
+        """Return the classes of the repeated blocks, which become units by default."""
+
+    @abstractmethod
+    def fill(self, model: nn.Module, seed: int) -> None:
+        """Initialize every parameter and buffer. All ranks must call this method.
+
+        The model may be sharded with either API, or not at all, and its memory is uninitialized.
+        The values do not depend on the number of ranks; each rank computes or reads only its
+        shards.
+        """
+
+    @abstractmethod
+    def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map [batch, length] tokens to [batch, length, vocabulary] logits.
+
+        `positions`, of the same shape, begin at 0 in each document; no document sees another.
+        """
+
+    def next_token_logits(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Return a function from a sequence [1, length] to the logits [vocabulary] after it.
+
+        Each call passes the previous sequence with more tokens, or a window of the same length
+        that has moved on. An architecture may cache what it computed for the earlier tokens.
+        """
+        return lambda tokens: self.logits(model, tokens)[0, -1]
+
+    @abstractmethod
+    def tokenizer(self, kind: str) -> Tokenizer:
+        """Return the tokenizer: "bytes", "model" (the model's own), or "auto".
+
+        "auto" is the model's own tokenizer if it has one, and bytes otherwise.
+        """
+
+    @abstractmethod
+    def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
+        """Write config.json and generation_config.json for weights of this dtype."""
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the special tokens of a config; the token that ends documents also begins them."""
+    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end)

@@ -1,0 +1,202 @@
+"""Models in Hugging Face's layout: a folder with config.json, safetensors and a tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import CheckpointError, ConfigError, LifecycleError, UnsupportedError
+from fullshard.runtime.names import clean_name
+from fullshard.state.materialize import recreate_buffers
+from fullshard.state.safetensors import LoadedWeights, load_safetensors, open_tensors
+from fullshard.state.shards import tensor_shards
+from fullshard.wrap import repeated_blocks
+from fullshard_train.models.adapters import (
+    LoraSettings,
+    add_adapters,
+    base_name,
+    fill_adapters,
+    is_adapter,
+)
+from fullshard_train.models.architecture import Architecture, token_ids, write_json
+from fullshard_train.models.optional import first_line, optional
+from fullshard_train.models.tokenizers import (
+    ByteTokenizer,
+    FolderTokenizer,
+    Tokenizer,
+    has_tokenizer,
+)
+
+# The most names listed in an error.
+_NUM_LISTED = 8
+
+
+class FolderArchitecture(Architecture):
+    """A causal language model of `transformers`, loaded from the folder's safetensors files.
+
+    Parameters are float32 regardless of the files; the mixed precision policy decides the compute
+    dtype. Code in the folder is never run, and the network is never used.
+    """
+
+    def __init__(self, folder: Path, lora: LoraSettings | None = None) -> None:
+        self.name = str(folder)
+        self.lora = lora
+        self._folder = folder
+        self._transformers: Any = optional("transformers", f"model {folder}", "huggingface")
+        self._config = self._read_config()
+        self._require_weights()
+        text = self._config.get_text_config()
+        if getattr(text, "vocab_size", None) is None:
+            raise self._other_kind(f"a {self._config.model_type!r}, which has no vocabulary")
+        self.vocabulary: int = text.vocab_size
+        self.max_sequence: int | None = getattr(text, "max_position_embeddings", None)
+
+    def build(self) -> nn.Module:
+        model = self._without_adapters()
+        return model if self.lora is None else add_adapters(model, self.lora)
+
+    def block_classes(self) -> tuple[type[nn.Module], ...]:
+        return self._block_classes
+
+    def fill(self, model: nn.Module, seed: int) -> None:
+        # Not strict: no file contains adapters, and some contain more than the model uses.
+        loaded = load_safetensors(self._folder, model, strict=False, rename=base_name)
+        reference = self._without_adapters()
+        self._require_whole(loaded, reference)
+        self._restore_buffers(model, reference)
+        fill_adapters(tensor_shards(model), seed)
+
+    def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        # transformers makes a mask from positions that begin again.
+        packed = {} if positions is None else {"position_ids": positions}
+        logits: Tensor = model(input_ids=tokens, use_cache=False, **packed).logits
+        return logits
+
+    def tokenizer(self, kind: str) -> Tokenizer:
+        if kind == "model" and not has_tokenizer(self._folder):
+            raise ConfigError(
+                f"model {self.name}: tokenizer files were expected in the folder, found none; "
+                "copy them there, or choose the tokenizer 'bytes'."
+            )
+        own = kind != "bytes" and has_tokenizer(self._folder)
+        tokenizer = FolderTokenizer(self._folder) if own else ByteTokenizer()
+        if tokenizer.vocabulary > self.vocabulary:
+            raise ConfigError(
+                f"model {self.name}: a vocabulary of at least {tokenizer.vocabulary} was expected "
+                f"for {'its tokenizer' if own else 'bytes'}, found {self.vocabulary}; "
+                "choose another tokenizer or model."
+            )
+        return tokenizer
+
+    def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
+        config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)  # the older name
+        ids = {} if isinstance(tokenizer, FolderTokenizer) else token_ids(tokenizer)
+        write_json(folder / "config.json", {**config, "dtype": dtype, **ids})
+        generation = self._folder / "generation_config.json"
+        if generation.is_file() and not ids:
+            shutil.copyfile(generation, folder / generation.name)
+
+    @cached_property
+    def _block_classes(self) -> tuple[type[nn.Module], ...]:
+        families = repeated_blocks(self._without_adapters())
+        return tuple({type(member): None for family in families for member in family})
+
+    def _read_config(self) -> Any:
+        if not (self._folder / "config.json").is_file():
+            raise ConfigError(
+                f"model {self.name}: a folder in Hugging Face's layout was expected, found no "
+                "config.json in it; pass the folder that contains it."
+            )
+        try:
+            config = self._transformers.AutoConfig.from_pretrained(
+                self._folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # the type depends on the file and on the version
+            raise ConfigError(
+                f"model {self.name}: a config.json that transformers can read was expected, found "
+                f"{first_line(error)}"
+            ) from error
+        config.use_cache = False
+        return config
+
+    def _require_weights(self) -> None:
+        try:
+            open_tensors(self._folder)
+        except (CheckpointError, OSError) as error:
+            raise ConfigError(
+                f"model {self.name}: weights as safetensors files were expected beside config.json,"
+                f" but {error}"
+            ) from error
+
+    def _without_adapters(self) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                # Building the model writes the dtype into the config.
+                model: nn.Module = self._transformers.AutoModelForCausalLM.from_config(
+                    copy.deepcopy(self._config), dtype=torch.float32, trust_remote_code=False
+                )
+        except Exception as error:  # the type depends on the kind of model
+            raise self._other_kind(first_line(error)) from error
+        return model
+
+    def _other_kind(self, found: str) -> ConfigError:
+        return ConfigError(
+            f"model {self.name}: a causal language model was expected, found {found}"
+        )
+
+    def _require_whole(self, loaded: LoadedWeights, reference: nn.Module) -> None:
+        """Raise unless the files have every parameter, and no others except ignored ones."""
+        ignored = {name for name, _ in reference.named_buffers()}
+        patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unexpected = [
+            name
+            for name in loaded.unexpected
+            if name not in ignored and not any(re.search(each, name) for each in patterns)
+        ]
+        missing = [base_name(name) for name in loaded.missing if not is_adapter(name)]
+        misfits = [f"{base_name(name)}: {why}" for name, why in loaded.mismatched.items()]
+        problems = [
+            *([f"missing in the files: {_listed(missing)}"] if missing else []),
+            *([f"not in the model: {_listed(unexpected)}"] if unexpected else []),
+            *misfits[:_NUM_LISTED],
+        ]
+        if problems:
+            raise ConfigError(
+                f"model {self.name}: files with the parameters that config.json asks for were "
+                f"expected, found others: {'; '.join(problems)}."
+            )
+
+    def _restore_buffers(self, model: nn.Module, reference: nn.Module) -> None:
+        """Recompute buffers that are in no file, such as rotary frequencies.
+
+        A second model, whose parameters stay on the meta device, computes them: the code that
+        computes buffers may also initialize parameters.
+        """
+        try:
+            recreate_buffers(reference)
+        except LifecycleError as error:
+            raise UnsupportedError(
+                f"model {self.name}: a model that can recompute its buffers was expected, but "
+                f"{error}"
+            ) from error
+        expected = dict(reference.named_buffers(remove_duplicate=False))
+        for path, module in model.named_modules():
+            for name in sorted(module._non_persistent_buffers_set):
+                buffer = module._buffers[name]
+                if buffer is not None:
+                    buffer.copy_(expected[base_name(clean_name(f"{path}.{name}".lstrip(".")))])
+
+
+def _listed(names: Sequence[str]) -> str:
+    further = len(names) - _NUM_LISTED
+    return ", ".join(names[:_NUM_LISTED]) + (f" and {further} more" if further > 0 else "")

@@ -1,0 +1,296 @@
+"""The files that a run writes: their names, and the log of metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+from fullshard.processes import machine_id, start_of
+from fullshard.state.store import checkpoints, is_ours, latest, read_manifest
+from fullshard_train.config import TrainConfig
+from fullshard_train.config_file import config_of
+from fullshard_train.models.optional import optional
+from fullshard_train.report.record import CONFIG, METRICS, SAMPLE, TIMELINE, StepMetrics
+
+
+class RunFolder:
+    """The folder of a run, and the paths of the files in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / CONFIG
+        self.metrics = path / METRICS
+        self.timeline = path / TIMELINE
+        self.sample = path / SAMPLE
+        self.report = path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        self.tokens = path / "tokens"
+        self.tensorboard = path / "tensorboard"
+        self.profile = path / "profile"
+        self.places = path / "places.json"
+        self._lock = path / "lock.json"
+        self._launch = path / "launch.txt"
+        self._is_locked = False
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> RunFolder:
+        """Return the folder that was asked for, or a new one named by model and time."""
+        if config.run.out:
+            return cls(Path(config.run.out))
+        model = re.sub(r"[^\w.-]+", "-", Path(config.model.name).name) or "model"
+        return cls(Path("runs") / f"{model}-{datetime.now():%Y%m%d-%H%M%S}")
+
+    def lock(self) -> None:
+        """Create the folder and make this process its only writer; raise if it has another one.
+
+        Takes over the lock of a process that is gone, and the lock of a rank on another host that
+        the launcher of this one has replaced.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.touch()
+        except OSError as error:
+            where = f"{self.path} ({error.strerror})"
+            raise ConfigError(
+                f"--out: a folder to write to is expected, found {where}; pass another folder."
+            ) from error
+        pid = os.getpid()
+        own = {
+            "host": socket.gethostname(),
+            "boot": _boot_id(),
+            "machine": machine_id(),
+            "process": pid,
+            "started": start_of(pid),
+            "launch": _launch(),
+        }
+        with self._lock.open("a+", encoding="utf-8") as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # only while the file is read and written
+            file.seek(0)
+            found = _parsed(file.read(), own)
+            if _is_alive(found, own):
+                raise ConfigError(
+                    f"--out: a folder that no other run writes to is expected, found {self.path} "
+                    f"in use by process {found['process']} on {found['host']}; wait for it or end "
+                    f"it, or remove {self._lock.name} if it is gone."
+                )
+            file.truncate(0)
+            file.write(json.dumps(own))
+        self._is_locked = True
+
+    def unlock(self) -> None:
+        if self._is_locked:
+            self._lock.unlink(missing_ok=True)
+            self._is_locked = False
+
+    @property
+    def is_of_this_launch(self) -> bool:
+        """Whether ranks of this launch have begun the run: torchrun starts them anew if hosts come.
+
+        The launch is the one that torchrun gave a name, or that of `fullshard train`.
+        """
+        launch = _launch()
+        return bool(launch) and self._launch.exists() and self._launch.read_text() == launch
+
+    def begin(self, config: str) -> None:
+        """Write the configuration of the run, and its launch."""
+        self.config.write_text(config, encoding="utf-8")
+        self._launch.write_text(_launch(), encoding="utf-8")
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}"
+
+    def complete(self) -> list[Path]:
+        """Return the checkpoints that have all their files, newest first."""
+        return checkpoints(self.checkpoints)[::-1]
+
+    def incomplete(self) -> list[Path]:
+        """Return checkpoints newer than complete ones: files are missing or of another size."""
+        complete = self.complete()
+        step = read_manifest(complete[0]).step or 0 if complete else -1
+        names = (
+            (path, re.fullmatch(r"step_(\d+)", path.name)) for path in self.checkpoints.glob("*")
+        )
+        return [path for path, match in names if match and int(match[1]) > step and path.is_dir()]
+
+    def put_aside(self, damaged: Path) -> None:
+        """Move a checkpoint to a folder where it does not count among those to keep."""
+        folder = self.path / "damaged"
+        folder.mkdir(exist_ok=True)
+        damaged.rename(folder / f"{damaged.name}-{datetime.now():%Y%m%d-%H%M%S-%f}")
+
+    def require_usable(self, config: TrainConfig) -> None:
+        """Raise if the folder contains a run that is not to be resumed, or lacks one that is."""
+        found = next(iter(self.complete()), None)
+        if config.run.resume and found is None:
+            raise ConfigError(
+                f"--resume: a checkpoint in {self.checkpoints} is expected, found none; leave out "
+                "--resume to start a run, or pass another folder with --out."
+            )
+        if config.run.resume_strict and (damaged := self.incomplete()):
+            raise ConfigError(
+                f"--resume-strict: {damaged[0]} is expected to be complete, found files missing or "
+                "of another size; leave out --resume-strict to resume from an older one."
+            )
+        if found is not None and not config.run.resume:
+            raise ConfigError(
+                f"--out: a folder without a run is expected, found {found.name} in {self.path}; "
+                "pass --resume to continue it, or pass another folder."
+            )
+
+
+def checkpoint_at(path: Path) -> Path:
+    """Return the newest checkpoint of a run or of a folder of checkpoints; other paths stay."""
+    if is_ours(path):
+        return path
+    return latest(RunFolder(path).checkpoints) or latest(path) or path
+
+
+def config_beside(checkpoint: Path) -> TrainConfig | None:
+    """Return the configuration of the run whose folder contains a checkpoint, or None."""
+    # abspath removes `..` but, unlike resolve, does not follow a link to a checkpoint.
+    file = RunFolder(Path(os.path.abspath(checkpoint)).parent.parent).config
+    return config_of(file, {}) if file.is_file() else None
+
+
+_NUM_RECENT = 4  # metrics of steps that another replica may have had no time to write
+
+
+def _parsed(text: str, names: Iterable[str]) -> dict[str, Any]:
+    """Return the contents of a lock; empty if its writer died while it wrote."""
+    try:
+        found: dict[str, Any] = json.loads(text)
+        return {name: found[name] for name in names}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _launch() -> str:
+    """Return the name of the launch, which torchrun calls "none" if it was given no name."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name
+
+
+def _boot_id() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _is_alive(found: dict[str, Any], own: dict[str, Any]) -> bool:
+    """Return whether the process of a lock may still write; on another host it is assumed to."""
+    if not found:
+        return False
+    if found["machine"] == own["machine"]:
+        is_own = found["process"] == own["process"]
+        return not is_own and found["started"] == start_of(found["process"])
+    was_rebooted = found["host"] == own["host"] and found["boot"] != own["boot"]
+    is_same_launch = found["launch"] == own["launch"] != ""
+    return not was_rebooted and not is_same_launch
+
+
+class MetricsLog:
+    """Writes the metrics of every step as a line of JSON, and optionally for TensorBoard.
+
+    Lines after `last_step`, from before a restart, are dropped.
+    """
+
+    def __init__(self, path: Path, tensorboard: Path | None, *, last_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._tensorboard = path, tensorboard
+        self._open(last_step)
+
+    def _open(self, last_step: int) -> None:
+        self.last_step = _drop_after(self._path, last_step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._writer = None
+        if self._tensorboard is not None:
+            module: Any = optional("torch.utils.tensorboard", "--tensorboard", "tensorboard")
+            board = str(self._tensorboard)
+            self._writer = module.SummaryWriter(board, purge_step=last_step + 1)
+
+    def go_back(self, last_step: int) -> None:
+        """Drop the metrics of later steps."""
+        self.close()
+        self._open(last_step)
+
+    def add(self, metrics: StepMetrics) -> None:
+        values = dataclasses.asdict(metrics).items()
+        line = {name: None if value != value else value for name, value in values if value != ()}
+        self._file.write(json.dumps(line) + "\n")  # JSON has no NaN
+        self._file.flush()
+        self.last_step = metrics.step
+        if self._writer is not None:
+            gib = metrics.memory_bytes / 2**30
+            line |= {"tokens_per_s": metrics.tokens_per_s, "memory_GiB": gib}
+            for name, value in line.items():
+                if isinstance(value, float):
+                    self._writer.add_scalar(name, value, metrics.step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+class ReplicaLog:
+    """The log of metrics with replicas: the leader writes it, and any other can take over."""
+
+    def __init__(self, make: Callable[[int], MetricsLog], leads: Callable[[], bool]) -> None:
+        self._make, self._leads = make, leads
+        self._log: MetricsLog | None = None
+        self._recent: deque[StepMetrics] = deque(maxlen=_NUM_RECENT)
+
+    def add(self, metrics: StepMetrics) -> None:
+        self._recent.append(metrics)
+        self.write()
+
+    def write(self) -> None:
+        """Write what is not written yet, if this replica leads; the last leader may have died."""
+        if self._leads() and self._recent:
+            if self._log is None:
+                self._log = self._make(self._recent[-1].step)
+            for metrics in self._recent:
+                if metrics.step > self._log.last_step:
+                    self._log.add(metrics)
+
+    def go_back(self, last_step: int) -> None:
+        raise NotImplementedError  # the configuration refuses it
+
+    def close(self) -> None:
+        self.write()
+        if self._log is not None:
+            self._log.close()
+
+
+def _drop_after(path: Path, last_step: int) -> int:
+    """Keep the complete lines of steps up to `last_step`; return the last of them.
+
+    The file is replaced atomically.
+    """
+    found = 0
+    if not path.exists():
+        return found
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue  # incomplete: a rank died
+        if step <= last_step:
+            kept.append(line + "\n")
+            found = step
+    incoming = path.with_name(f".{path.name}.{os.getpid()}")
+    incoming.write_text("".join(kept), encoding="utf-8")
+    incoming.replace(path)
+    return found

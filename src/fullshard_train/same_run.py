@@ -1,0 +1,107 @@
+"""What all ranks of a run must have in common; compared before anything is trained.
+
+Each host has its own command line, files and packages. With another learning rate on one of them,
+its shards of the parameters would be updated with that, and the run would be wrong without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.errors import DisagreementError
+from fullshard.state.rank_group import OtherRankError, RankGroup, on_hosts
+from fullshard.state.store import versions_here
+from fullshard_train.config import KEYS, TrainConfig, value_of
+from fullshard_train.corpus import Documents, TextFile, fingerprint_of
+from fullshard_train.models.architecture import Architecture
+from fullshard_train.models.tokenizers import Tokenizer
+from fullshard_train.sharding import architecture_for
+from fullshard_train.world import World
+
+# Paths may differ where the contents are equal. The first rank names the folder of the run.
+_OF_A_HOST = {"model.name", "data.paths", "data.eval_paths"}
+_OF_A_HOST |= {f"run.{name}" for name in ("out", "ranks", "device", "port", "max_restarts")}
+# Variables that change what is computed.
+_VARIABLES = (
+    *("FULLSHARD_OWN_BUCKET_MB", "FULLSHARD_OWN_SEGMENT_MB"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads: a model, its tokenizer, and text."""
+
+    architecture: Architecture
+    tokenizer: Tokenizer
+    documents: Documents
+    eval_documents: Documents | None
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Inputs:
+        architecture, data = architecture_for(config.model), config.data
+        documents = Documents.of(data.paths, data.text_field)
+        held_out = documents if data.eval_share else None
+        return cls(
+            architecture,
+            architecture.tokenizer(data.tokenizer),
+            documents,
+            Documents.of(data.eval_paths, data.text_field) if data.eval_paths else held_out,
+        )
+
+
+def facts_of(config: TrainConfig, inputs: Inputs, world: World) -> dict[str, str]:
+    """Return everything that must be equal on all ranks, by the names that users know."""
+    found = {
+        key.subject: str(value_of(config, key))
+        for place, key in KEYS.items()
+        if ".".join(place) not in _OF_A_HOST
+    }
+    found["run.device (--device)"] = world.device.type
+    found["model.name (--model)"] = _model(config.model.name)
+    found["data.paths (--data)"] = _text(inputs.documents)
+    if inputs.eval_documents is not None:
+        found["data.eval_paths (--eval-data)"] = _text(inputs.eval_documents)
+    found["the tokenizer"] = f"fingerprint {inputs.tokenizer.fingerprint}"
+    found |= versions_here()
+    return found | {name: os.environ.get(name, "not set") for name in _VARIABLES}
+
+
+def _text(documents: Documents) -> str:
+    return f"text of {documents.num_bytes:,} bytes with fingerprint {documents.fingerprint}"
+
+
+def _model(name: str) -> str:
+    """Describe a model by its name, or by the contents of its folder."""
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        return name
+    files = [
+        TextFile(path.name, path, path.stat().st_size)
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+    ]
+    return f"a folder of {len(files)} files with fingerprint {fingerprint_of(files)}"
+
+
+def require_same(ranks: RankGroup, own: Mapping[str, str], *, is_told: bool) -> None:
+    """Raise on all ranks where a fact differs; those that are not told do not say it again."""
+    hosts, everyone = zip(*ranks.all_gather((socket.gethostname(), dict(own))), strict=True)
+    lines = []
+    for fact in dict.fromkeys(name for each in everyone for name in each):
+        by_value: dict[str, list[int]] = {}
+        for rank, each in enumerate(everyone):
+            by_value.setdefault(each.get(fact, "none"), []).append(rank)
+        if len(by_value) > 1:
+            found = (f"{value} on {on_hosts(which, hosts)}" for value, which in by_value.items())
+            lines.append(f"  {fact}: {'; '.join(found)}")
+    if lines:
+        text = "\n".join(lines)
+        raise (DisagreementError if is_told else OtherRankError)(
+            f"train: all ranks must do the same run. Nothing was trained, because these differ:\n"
+            f"{text}\nUse the same configuration, files and packages on every host."
+        )
