@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+import fullshard.comm.agreement as agreement_module
 import fullshard.comm.order as order_module
 from fullshard import DisagreementError, FullyShardedDataParallel, LifecycleError, fully_shard
 from fullshard._torch import StridedShard, default_store, local_group, timeout_of
+from fullshard.comm import shm
 from fullshard.comm.agreement import Agreement, UnitPlan
 from fullshard.comm.collectives import CollectiveWork
 from fullshard.comm.guard import PATIENCE
@@ -31,6 +34,7 @@ from fullshard.comm.order import PassOrder, order_of
 from fullshard.comm.placement import full_tensor
 from fullshard.state import save, save_async
 from fullshard.testing import Rank, RankPool, on_ranks
+from tests.wrapped import OURS, TORCH, Package
 
 CPU = torch.device("cpu")
 
@@ -263,6 +267,87 @@ def test_a_detour_that_one_rank_takes_alone_leaves_the_next_ones_right(rank: Ran
     dist.barrier()
     order.compare("gather c", "gather b")
     order.compare("gather d", "gather b")
+
+
+# Counts
+
+KINDS = {
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "reduce-scatter",  # on gloo
+}
+
+
+def counts_of(api: str, package: Package, group: dist.ProcessGroup) -> list[dict[str, int]]:
+    """What a program counts in the forwards and backwards of three steps."""
+    from torch.distributed.tensor.debug import CommDebugMode  # loads torch's compiler
+
+    model: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    if api == "fully_shard":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        shard = torch_fully_shard if package is TORCH else fully_shard
+        for module in [*model, model]:
+            shard(module, mesh=mesh)
+    else:
+        wrap = ModuleWrapPolicy({nn.Linear})
+        model = package(model, process_group=group, auto_wrap_policy=wrap, use_orig_params=True)
+    counts = []
+    for _ in range(3):
+        with CommDebugMode() as forward:
+            loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+        with CommDebugMode() as backward:
+            loss.backward()
+        for counter in (forward, backward):
+            found = {op.__name__: num for op, num in counter.get_comm_counts().items()}
+            counts.append({KINDS[name]: num for name, num in found.items()})
+    return counts
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+@on_ranks(2)
+def test_a_program_counts_the_collectives_of_torch_from_the_first_step_on(
+    rank: Rank, api: str
+) -> None:
+    group = dist.new_group()
+    os.environ[shm.SWITCH] = "0"
+    try:
+        expected, found = (counts_of(api, each, group) for each in (TORCH, OURS))
+    finally:
+        del os.environ[shm.SWITCH]
+    for backward in expected[1::2]:
+        backward["all-gather"] -= 1  # what forward ran last is still there
+    assert found == expected
+    assert found[0] == {"all-gather": 3}
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2, 4)
+def test_a_first_step_leaves_no_keys_in_the_store(rank: Rank) -> None:
+    num_keys = []
+    for _ in range(3):
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=rank.mesh())
+        model(torch.ones(2, 4)).sum().backward()
+        dist.barrier()
+        num_keys.append(default_store().num_keys())
+        dist.barrier()
+    assert num_keys[0] == num_keys[2]
+
+
+@on_ranks(4)
+def test_ranks_that_do_not_come_to_a_first_step_are_named(rank: Rank) -> None:
+    mesh_info = mesh_info_of(rank.mesh())
+    agreement = Agreement(mesh_info, CPU)
+    dist.barrier()
+    if rank.rank in (0, 2):
+        with (
+            patch.object(agreement_module, "timeout_of", lambda _: timedelta(seconds=0.5)),
+            pytest.raises(DisagreementError, match=r"ranks \[(1, 3|1, 2, 3|0, 1, 3)\] missing for"),
+        ):
+            agreement.exchange(7)
+    dist.barrier()
+    assert agreement.exchange(rank.rank) == [[each, each] for each in range(4)]
 
 
 # Full tensors

@@ -409,14 +409,18 @@ def all_groups() -> list[dist.ProcessGroup]:
     return list(_c10d._world.pg_map)
 
 
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The part of the store that torch.distributed gave to a group, which only its ranks use."""
+    return _c10d._world.pg_map[group][1]
+
+
 def lifetime_of(group: dist.ProcessGroup) -> object:
     """An object that lives until a group is destroyed, even if the group is still referred to.
 
     It is the store that torch.distributed made for the group and drops in destroy_process_group.
     A group that torch.distributed does not know lives as long as it is referred to.
     """
-    registered = _c10d._world.pg_map.get(group)
-    return group if registered is None else registered[1]
+    return store_of(group) if is_registered(group) else group
 
 
 def local_group(

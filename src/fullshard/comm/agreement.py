@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import socket
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fullshard._torch import all_gather_single
+from fullshard._torch import all_gather_single, is_registered, store_of, timeout_of
 from fullshard.comm import guard
 from fullshard.comm.mesh import Axis, MeshInfo
-from fullshard.comm.order import ModelPasses, difference, order_of
+from fullshard.comm.order import ModelPasses, difference, is_simulated, order_of, wait_until
 from fullshard.errors import DisagreementError
 
 _T = TypeVar("_T")
@@ -35,8 +37,8 @@ class UnitPlan:
 class Agreement:
     """Compares values between all ranks of a mesh.
 
-    A comparison is a collective over both axes: each rank learns the value of every other, so a
-    difference is raised on all of them alike.
+    A comparison needs all ranks of both axes: each learns the value of every other, so a difference
+    is raised on all of them alike.
     """
 
     def __init__(self, mesh_info: MeshInfo, device: torch.device) -> None:
@@ -104,12 +106,17 @@ class Agreement:
     @staticmethod
     def exchanged(numbers: Sequence[int], axis: Axis, device: torch.device) -> list[list[int]]:
         """The numbers of every rank of one axis; each rank has equally many."""
-        if axis.group is None:
+        group = axis.group
+        if group is None:
             return [list(numbers)]
+        if is_simulated():
+            return [list(numbers)] * axis.size
+        if is_registered(group):
+            return _exchanged_in_store(numbers, group)
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         gathered = own.new_empty(axis.size, len(numbers))
         try:
-            work = all_gather_single(axis.group, gathered.view(-1), own)
+            work = all_gather_single(group, gathered.view(-1), own)
             if own.is_cpu:
                 guard.wait_for(work)
             else:
@@ -118,6 +125,56 @@ class Agreement:
         except dist.DistError as error:
             guard.raise_explained(error)
         return result
+
+
+# How often the ranks of a group have exchanged numbers, by the store of the group.
+_num_exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _exchanged_in_store(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """The numbers of every rank, through the store of the group and without a collective.
+
+    Programs that count collectives see none, and none of the program's own can match one. `count`
+    grows with each rank that comes and with each that has read. The last one deletes both keys.
+    """
+    store, rank, size = store_of(group), group.rank(), group.size()
+    number = _num_exchanges.get(store, 0)
+    said, count = (f"fullshard/exchange/{number}/{end}" for end in ("said", "count"))
+    store.append(said, json.dumps([rank, *numbers]) + "\n")
+    num_come, limit_s = store.add(count, 1), timeout_of(group).total_seconds()
+    try:
+        have_all_come = num_come >= size or wait_until(
+            lambda: store.add(count, 0) >= size, limit_s=limit_s
+        )
+    except BaseException:
+        _withdraw(store, said, count, size)
+        raise
+    rows = {row[0]: row[1:] for row in map(json.loads, store.get(said).splitlines())}
+    if not have_all_come and not _withdraw(store, said, count, size):
+        ranks = dist.get_process_group_ranks(group)
+        missing = [ranks[each] for each in range(size) if each not in rows]
+        raise DisagreementError(
+            f"process group {group.group_name}: all {size} ranks must come to compare what they "
+            f"run, found ranks {missing} missing for {limit_s:g} s, the timeout of the group; "
+            "look at their output, and make the program take the same path on every rank."
+        )
+    _num_exchanges[store] = number + 1
+    if store.add(count, 1) == 2 * size:
+        store.delete_key(said)
+        store.delete_key(count)
+    return [rows[each] for each in range(size)]
+
+
+def _withdraw(store: Any, said: str, count: str, size: int) -> bool:
+    """Act as if this rank had not come, unless all have meanwhile; return whether they have."""
+    num_left = store.add(count, -1)
+    if num_left >= size - 1:
+        store.add(count, 1)
+        return True
+    if num_left == 0:
+        store.delete_key(said)
+        store.delete_key(count)
+    return False
 
 
 def _usual_and_odd(everyone: Sequence[tuple[int, _T]]) -> tuple[tuple[int, _T], tuple[int, _T]]:

@@ -14,7 +14,7 @@ import json
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
@@ -102,7 +102,7 @@ class PassOrder:
 
         `path` is a place in the store that nobody else knows. The first rank deletes the last one.
         """
-        self._is_alone = _is_simulated()
+        self._is_alone = is_simulated()
         if is_first and self._path and not self._is_alone:
             store, ends = default_store(), (f"{each}/{n}" for each in _PER_DETOUR for n in (0, 1))
             for end in (*ends, "odd", "arrived"):
@@ -172,7 +172,10 @@ class PassOrder:
             store.delete_key(odd)
             store.set(verdict, difference)
         try:
-            have_all_come = self._wait_for(verdict, found)
+            # c10d would log a wait that ends without the key.
+            have_all_come = wait_until(
+                lambda: store.check([verdict]), limit_s=guard.patience_s(), doing=found
+            )
         except BaseException:
             self._withdraw(said, arrived)
             raise
@@ -188,23 +191,6 @@ class PassOrder:
         other = first if first[2:] != mine else json.loads(text) if text else None
         if other is not None:
             raise _disagreement([own, socket.gethostname(), *mine], other, expected)
-
-    def _wait_for(self, key: str, doing: str) -> bool:
-        """Wait until a key is there, as long as there is hope; return whether it is there.
-
-        The watcher knows whether others may still come. Without it, only time tells.
-        """
-        store = default_store()
-        since, limit_s = time.monotonic(), guard.patience_s()
-        with guard.waiting(doing) as keep_waiting:
-            pause_s = _SHORTEST_PAUSE_S
-            while not store.check([key]):  # c10d would log a wait that ends without the key
-                keep_waiting()
-                if guard.current() is None and time.monotonic() - since > limit_s:
-                    return False
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return True
 
     def _withdraw(self, said: str, arrived: str) -> int:
         """Act as if a detour had not happened: the others know nothing of it."""
@@ -370,12 +356,29 @@ def difference(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, s
     return name, one.get(name, "nothing"), other.get(name, "nothing")
 
 
-def _is_simulated() -> bool:
+def is_simulated() -> bool:
     """Whether this process plays all ranks, so that nobody would answer."""
     store: Any = default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, HashStore) or dist.get_backend() == "fake"
+
+
+def wait_until(is_done: Callable[[], bool], *, limit_s: float, doing: str = "") -> bool:
+    """Wait for other ranks, as long as there is hope; return whether it is done.
+
+    The watcher knows whether others may still come. Without it, only time tells.
+    """
+    since = time.monotonic()
+    with guard.waiting(doing) as keep_waiting:
+        pause_s = _SHORTEST_PAUSE_S
+        while not is_done():
+            keep_waiting()
+            if guard.current() is None and time.monotonic() - since > limit_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return True
 
 
 def _disagreement(mine: list[Any], other: list[Any], expected: str) -> DisagreementError:
