@@ -108,7 +108,7 @@ class Quantised(Wrapped):
     def fsdp_post_all_gather(
         self, all_gather_flat: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        values, scale = all_gather_flat
+        values, scale = self.calls["gathered"] = all_gather_flat
         assert values.dtype == torch.int8
         assert scale.dtype == torch.float32
         assert metadata == ("metadata", tuple(values.shape[1:]))
@@ -150,6 +150,13 @@ class Float8(Quantised):
         rows = values.shape[0] // scales.shape[0]
         scale = scales.repeat_interleave(rows).view(-1, 1)
         return self.finish((values.float() * scale).to(param_dtype), out)
+
+
+class Released(Quantised):
+    """Makes a full weight that does not need what was gathered, and says so."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
 
 
 class Halved(Wrapped):
@@ -277,7 +284,7 @@ def calls_of(model: Net) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "one unit"])
-@pytest.mark.parametrize("kind", [Quantised, InBlocks, Float8, Halved])
+@pytest.mark.parametrize("kind", [Quantised, InBlocks, Released, Float8, Halved])
 @on_ranks(2)
 def test_an_extended_weight_trains_as_in_torch(
     rank: Rank, kind: type[Wrapped], nested: bool
@@ -353,30 +360,34 @@ def test_the_long_signature_is_told_size_stride_module_and_policy(rank: Rank) ->
     assert calls["mesh"] == rank.mesh()
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_the_full_weight_is_what_the_extension_made_of_all_shards(rank: Rank) -> None:
     model = built(Quantised)
     whole = model.first.weight.detach().inner.clone()
     fully_shard(model, mesh=rank.mesh())
-    assert torch.equal(local(model.first.weight), whole.chunk(2)[rank.rank])
+    assert torch.equal(local(model.first.weight), whole.chunk(rank.size)[rank.rank])
     scale = whole.abs().amax(dim=1, keepdim=True) / 127.0
     model.unshard()
     torch.testing.assert_close(model.first.weight.detach(), (whole / scale).round() * scale)
     assert type(model.first.weight) is nn.Parameter
 
 
+@pytest.mark.parametrize("kind", [Quantised, Released])
 @on_ranks(2)
-def test_memory_of_an_extended_full_weight_is_given_back(rank: Rank) -> None:
-    model = built(Quantised)
+def test_memory_of_an_extended_full_weight_is_given_back(rank: Rank, kind: type[Wrapped]) -> None:
+    model = built(kind)
     fully_shard(model, mesh=rank.mesh())
-    model.unshard()
-    weight = model.first.weight
-    assert weight.untyped_storage().size() == 8 * 4 * 4
-    model.reshard()
-    assert weight.untyped_storage().size() == 0
-    model.unshard()
-    assert model.first.weight is weight
-    assert weight.untyped_storage().size() == 8 * 4 * 4
+    calls, weights = calls_of(model), set()
+    for _ in range(2):
+        model.unshard()
+        weight = model.first.weight
+        weights.add(weight)
+        gathered = [each.untyped_storage().size() for each in calls["gathered"]]
+        assert gathered == ([8 * 4, 8 * 4] if kind is Quantised else [0, 0])
+        assert weight.untyped_storage().size() == 8 * 4 * 4
+        model.reshard()
+        assert weight.untyped_storage().size() == 0
+    assert len(weights) == 1
 
 
 @pytest.mark.parametrize("assign", [False, True])

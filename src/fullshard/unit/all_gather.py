@@ -247,7 +247,7 @@ class UnitAllGather:
                 comm_ctx.free_after_compute(self._staging)
             in_flight.is_copied_out = True
         if self._extensions.params:
-            self._extensions.finish()
+            self._extensions.finish(comm_ctx)
 
     def free(self, *, keep_storage: bool = False) -> AddressRanges:
         """Free what was gathered; return its address ranges.
@@ -330,13 +330,16 @@ class ExtensionAllGather:
         self._is_compared = True
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, comm_ctx: CommContext) -> None:
         """Make the full parameters; runs on the stream that computes."""
         for param, extension in self.params:
-            dtype = param.dtypes.computed
-            made = extension.make_full(param.current_local, dtype, param.full, param.split)
+            local, dtype = param.current_local, param.dtypes.computed
+            made = extension.make_full(local, dtype, param.full, param.split)
             if made is not None:
                 param.make_full(made)
+            if extension.is_independent(local):
+                for buffer in extension.buffers:
+                    comm_ctx.free_after_compute(buffer)
 
     def free(self, keep_storage: bool) -> AddressRanges:
         return [freed for _, each in self.params for freed in each.free(keep_storage)]

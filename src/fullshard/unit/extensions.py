@@ -23,14 +23,14 @@ from fullshard.layout import RowSplit, Split
 class Extension:
     """The all-gather of one parameter whose tensor defines it.
 
-    Gathered tensors live in resizable buffers, since the full parameter may be a view of them
+    Gathered tensors live in resizable `buffers`, since the full parameter may be a view of them
     (rule 1). `outs` is where the tensors of all ranks arrive.
     """
 
     def __init__(self, name: str) -> None:
         self.outs: list[torch.Tensor] = []
+        self.buffers: list[ResizableBuffer] = []
         self._name = name
-        self._buffers: list[ResizableBuffer] = []
         self._inner: Sequence[torch.Tensor] = ()
         self._sizes: list[torch.Size] = []
         self._metadata: Any = None
@@ -67,7 +67,7 @@ class Extension:
         if not self.outs:
             for tensor in tensors:
                 buffer = ResizableBuffer(tensor.nbytes * split.num_ranks, tensor.device)
-                self._buffers.append(buffer)
+                self.buffers.append(buffer)
                 shape = (tensor.numel() * split.num_ranks,)
                 self.outs.append(buffer.view(0, shape, tensor.dtype))
         found = [tensor.numel() * split.num_ranks for tensor in tensors]
@@ -77,7 +77,7 @@ class Extension:
                 f"{self._name}: fsdp_pre_all_gather must return tensors of the same sizes each "
                 f"time and on every rank, expected {expected}, found {found}; pad an uneven shard."
             )
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             buffer.allocate()
         return [tensor.contiguous().view(-1) for tensor in tensors]
 
@@ -101,11 +101,17 @@ class Extension:
             result = result.narrow(split.dim, 0, split.num_rows)  # without the padding
         return result
 
+    @staticmethod
+    def is_independent(local: Any) -> bool:
+        """Whether the full parameter that a tensor makes does not need what was gathered."""
+        says = getattr(local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
+        return says is not None and bool(says())
+
     def free(self, keep_storage: bool) -> list[tuple[int, int]]:
         """Free what was gathered, unless it is kept; return its address ranges."""
-        ranges = [buffer.address_range for buffer in self._buffers]
+        ranges = [buffer.address_range for buffer in self.buffers]
         if not keep_storage:
-            for buffer in self._buffers:
+            for buffer in self.buffers:
                 buffer.free()
             for tensor in self._inner:
                 tensor.untyped_storage().resize_(0)
