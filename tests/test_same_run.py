@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from fullshard.comm.topology import Topology
 from fullshard.errors import DisagreementError
-from fullshard.state.rank_group import OtherRankError, RankGroup, on_hosts
+from fullshard.state.rank_group import OtherRankError, RankGroup
 from fullshard.testing import Rank, on_ranks
 from fullshard_train.config import ModelSection
 from fullshard_train.config_file import config_as_toml
@@ -100,11 +101,11 @@ def test_all_that_differs_is_listed_with_every_value(rank: Rank) -> None:
 
 
 def test_ranks_are_named_with_their_hosts() -> None:
-    hosts = ["a", "a", "a", "b", "b", "c"]
-    assert on_hosts([0], hosts) == "rank 0 (a)"
-    assert on_hosts(range(6), hosts) == "ranks 0 to 2 (a), ranks 3, 4 (b), rank 5 (c)"
-    many = [f"host{number}" for number in range(9)]
-    assert on_hosts(range(9), many).endswith("rank 3 (host3), and those of 5 more hosts")
+    few = Topology(tuple("123456"), ("a", "a", "a", "b", "b", "c"))
+    assert few.named([0]) == "rank 0 (a)"
+    assert few.named(range(6)) == "ranks 0 to 2 (a), ranks 3, 4 (b), rank 5 (c)"
+    many = Topology(tuple("123456789"), tuple(f"host{number}" for number in range(9)))
+    assert many.named(range(9)).endswith("rank 3 (host3), and those of 5 more hosts")
 
 
 @pytest.mark.long

@@ -7,14 +7,13 @@ its shards of the parameters would be updated with that, and the run would be wr
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.errors import DisagreementError
 from fullshard.state.checkpoint.manifest import versions_here
-from fullshard.state.rank_group import OtherRankError, RankGroup, on_hosts
+from fullshard.state.rank_group import OtherRankError, RankGroup
 from fullshard_train.config import KEYS, TrainConfig, value_of
 from fullshard_train.corpus import Documents, TextFile, fingerprint_of
 from fullshard_train.models.architecture import Architecture
@@ -90,14 +89,14 @@ def _model(name: str) -> str:
 
 def require_same(ranks: RankGroup, own: Mapping[str, str], *, is_told: bool) -> None:
     """Raise on all ranks where a fact differs; those that are not told do not say it again."""
-    hosts, everyone = zip(*ranks.all_gather((socket.gethostname(), dict(own))), strict=True)
+    everyone, named = ranks.all_gather(dict(own)), ranks.topology.named
     lines = []
     for fact in dict.fromkeys(name for each in everyone for name in each):
         by_value: dict[str, list[int]] = {}
         for rank, each in enumerate(everyone):
             by_value.setdefault(each.get(fact, "none"), []).append(rank)
         if len(by_value) > 1:
-            found = (f"{value} on {on_hosts(which, hosts)}" for value, which in by_value.items())
+            found = (f"{value} on {named(which)}" for value, which in by_value.items())
             lines.append(f"  {fact}: {'; '.join(found)}")
     if lines:
         text = "\n".join(lines)

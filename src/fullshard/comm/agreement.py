@@ -112,7 +112,7 @@ class Agreement:
         if is_simulated():
             return [list(numbers)] * axis.size
         if is_registered(group):
-            return _exchanged_in_store(numbers, group)
+            return exchanged_in_store(numbers, group)
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         gathered = own.new_empty(axis.size, len(numbers))
         try:
@@ -131,8 +131,8 @@ class Agreement:
 _num_exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _exchanged_in_store(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """The numbers of every rank, through the store of the group and without a collective.
+def exchanged_in_store(values: Sequence[_T], group: dist.ProcessGroup) -> list[list[_T]]:
+    """The numbers or strings of every rank, through the group's store, without a collective.
 
     Programs that count collectives see none, and none of the program's own can match one. `count`
     grows with each rank that comes and with each that has read. The last one deletes both keys.
@@ -140,7 +140,7 @@ def _exchanged_in_store(numbers: Sequence[int], group: dist.ProcessGroup) -> lis
     store, rank, size = store_of(group), group.rank(), group.size()
     number = _num_exchanges.get(store, 0)
     said, count = (f"fullshard/exchange/{number}/{end}" for end in ("said", "count"))
-    store.append(said, json.dumps([rank, *numbers]) + "\n")
+    store.append(said, json.dumps([rank, *values]) + "\n")
     num_come, limit_s = store.add(count, 1), timeout_of(group).total_seconds()
     try:
         have_all_come = num_come >= size or wait_until(

@@ -42,6 +42,7 @@ from fullshard.api import AllGather, ReduceScatter
 from fullshard.comm import guard, shm
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.comm.order import enter_call
+from fullshard.comm.two_level import StagedWork, levels_of
 from fullshard.device import simulation
 from fullshard.errors import UnsupportedError
 from fullshard.layout import Plain, Wire
@@ -303,22 +304,71 @@ class GlooCollectives(Collectives):
 
 
 class ShmCollectives(GlooCollectives):
-    """Collectives of CPU ranks: through shared memory on one host, otherwise over gloo."""
+    """Collectives of CPU ranks: through shared memory on one host, otherwise over gloo.
+
+    If several hosts have several ranks each, every byte crosses to another host once.
+    """
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         link = shm.link_of(group)
         if link is None:
+            if levels_of(group) is not None:
+                work = _issue(self._gather_by_levels, group, list(outs), list(ins))
+                return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
             return super().all_gather(outs, ins, _channel_of(group))
         return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), None)])
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
     ) -> CollectiveWork:
-        link = shm.link_of(group)
+        link, wire = shm.link_of(group), wire or Plain(ins[0].dtype)
         if link is None:
+            if levels_of(group) is not None:
+                work = _issue(self._reduce_by_levels, group, list(outs), list(ins), wire)
+                return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
             return super().reduce_scatter(outs, ins, _channel_of(group), average=average, wire=wire)
-        wire = wire or Plain(ins[0].dtype)
         return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), wire)])
+
+    def _gather_by_levels(self, group: Group, outs: Tensors, ins: Tensors) -> StagedWork:
+        """Gather the segments of a rail between hosts, then those of all rails inside the host."""
+        levels = levels_of(group)
+        assert levels is not None
+
+        def stages() -> None:
+            of_rail = [each.new_empty(levels.num_hosts * each.numel()) for each in ins]
+            GlooCollectives.all_gather(self, of_rail, ins, levels.rail).wait()
+            self.all_gather(
+                [part for out in outs for part in out.view(-1).chunk(levels.num_hosts)],
+                [part for each in of_rail for part in each.chunk(levels.num_hosts)],
+                levels.host,
+            ).wait()
+
+        return levels.start(stages)
+
+    def _reduce_by_levels(
+        self, group: Group, outs: Tensors, ins: Tensors, wire: Wire
+    ) -> StagedWork:
+        """Sum what goes to each host inside this one, then exchange the sums along the rail."""
+        levels = levels_of(group)
+        assert levels is not None
+
+        def stages() -> None:
+            sums = [out.new_empty(levels.num_hosts, out.numel()) for out in outs]
+            self.reduce_scatter(
+                [part for each in sums for part in each.unbind()],
+                [part for each in ins for part in each.view(-1).chunk(levels.num_hosts)],
+                levels.host,
+                average=False,
+                wire=wire,
+            ).wait()
+            sent = [inp.new_empty(levels.num_hosts, inp.numel() // group.size()) for inp in ins]
+            for message, each in zip(sent, sums, strict=True):
+                wire.encode(each, message)
+            GlooCollectives.reduce_scatter(
+                self, outs, [each.view(-1) for each in sent], levels.rail, average=False, wire=wire
+            ).wait()
+
+        return levels.start(stages)
 
     def all_to_all(
         self,

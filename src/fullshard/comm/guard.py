@@ -111,6 +111,7 @@ _ROOM = "fullshard.resilience"  # its import sets `make_watcher`
 make_watcher: Callable[[], Watcher | None] | None = None
 _watcher: Watcher | None = None
 _step: StepGuard | None = None
+_thread = threading.local()
 
 
 def patience_s() -> float:
@@ -156,8 +157,11 @@ def waiting(doing: str = "") -> Iterator[Callable[[], None]]:
     this rank waits to do, if that is not what all ranks are about to do.
     """
     watcher, since = current(), time.monotonic()
-    if watcher is None:
-        yield lambda: None
+    if watcher is None or _is_in_background():
+        try:
+            yield check
+        except RuntimeError as error:
+            raise_explained(error)
         return
     try:
         watcher.begin_waiting(doing)
@@ -174,29 +178,23 @@ def wait_for(work: Any) -> None:
         work.wait()
         return
     with waiting() as keep_waiting:
-        _wait_in_slices(work, keep_waiting)
+        while True:
+            # The timeout of a slice says nothing about the work, which may have ended since.
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=_SLICE_S))
+            if work.is_completed():
+                work.wait()
+                return
+            keep_waiting()
 
 
-def wait_in_background(work: Any) -> None:
-    """Wait for a collective in another thread than the program's, as long as there is hope.
-
-    This says nothing about where the rank is.
-    """
-    try:
-        _wait_in_slices(work, check)
-    except RuntimeError as error:
-        raise_explained(error)
+def work_in_background() -> None:
+    """Note that this thread is not the program's: its waits say nothing about where the rank is."""
+    _thread.is_in_background = True
 
 
-def _wait_in_slices(work: Any, keep_waiting: Callable[[], None]) -> None:
-    while True:
-        # The timeout of a slice says nothing about the work, which may have ended since.
-        with suppress(RuntimeError):
-            work.wait(timedelta(seconds=_SLICE_S))
-        if work.is_completed():
-            work.wait()
-            return
-        keep_waiting()
+def _is_in_background() -> bool:
+    return getattr(_thread, "is_in_background", False)
 
 
 def join(thread: threading.Thread, timeout_s: float | None = None) -> None:
@@ -242,8 +240,8 @@ def may_ask() -> bool:
 
 
 def note_issued(collective: Callable[[], Any]) -> None:
-    """Describe a collective that was issued, if somebody asks."""
-    if _step is not None:
+    """Describe a collective that was issued, if somebody asks; stages of one are none."""
+    if _step is not None and not _is_in_background():
         _step.issued(collective())
 
 

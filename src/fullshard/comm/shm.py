@@ -43,6 +43,7 @@ from fullshard._torch import is_registered, lifetime_of, timeout_of
 from fullshard.comm import guard
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.mesh import Axis
+from fullshard.comm.topology import Topology
 from fullshard.errors import ConfigError, DisagreementError
 from fullshard.layout import Wire
 
@@ -648,6 +649,9 @@ def _close(link: Link, group: weakref.ref[dist.ProcessGroup]) -> None:
 def _connect(group: dist.ProcessGroup) -> Link | None:
     """Exchange over the group what to open, open it, and exchange whether that worked."""
     size = group.size()
+    if not Topology.of(group).is_one_host:
+        _log.debug("process group %s: no shared memory: several hosts", group.group_name)
+        return None
     ranks = dist.get_process_group_ranks(group) if is_registered(group) else list(range(size))
     link = Link(group.rank(), ranks, timeout_of(group).total_seconds())
     token = secrets.randbits(62)
@@ -662,7 +666,7 @@ def _connect(group: dist.ProcessGroup) -> Link | None:
         if not unwilling and not any(card[1] for card in said):
             error = _error_of(partial(link.connect, [card[2:] for card in said]))
             said = exchange([1, error])
-            obstacle = "its ranks are on several hosts, or of several users"
+            obstacle = "its ranks are of several users"
             is_connected = not any(card[1] for card in said)
     finally:
         if not is_connected:

@@ -6,13 +6,12 @@ A step that fails on one rank fails on all of them: no rank is left waiting for 
 from __future__ import annotations
 
 import pickle
-import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,12 +21,12 @@ from fullshard._torch import lifetime_of, timeout_of
 from fullshard.comm import guard
 from fullshard.comm.collectives import pause_at_exit
 from fullshard.comm.order import enter_call
+from fullshard.comm.topology import Topology
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.processes import machine_id
 
 _T = TypeVar("_T")
 
-_SHOWN_HOSTS = 4
 # Network file systems may show a new name late.
 _SEEN_WITHIN_S, _POLL_S = 5.0, 0.05
 
@@ -42,21 +41,6 @@ class OtherRankError(CheckpointError):
     """Something failed on another rank, which raises the original error."""
 
     machine = ""  # of that rank, if it is known
-
-
-def on_hosts(ranks: Iterable[int], hosts: Sequence[str]) -> str:
-    """Name some of the ranks, and the hosts of these, as in "ranks 0 to 3 (host1)"."""
-    by_host: dict[str, list[int]] = {}
-    for rank in ranks:
-        by_host.setdefault(hosts[rank], []).append(rank)
-    parts = []
-    for host, own in by_host.items():
-        is_span = len(own) > 2 and own == list(range(own[0], own[-1] + 1))
-        named = f"{own[0]} to {own[-1]}" if is_span else ", ".join(map(str, own))
-        parts.append(f"rank{'s' * (len(own) > 1)} {named} ({host})")
-    more = len(parts) - _SHOWN_HOSTS
-    shown = ", ".join(parts[:_SHOWN_HOSTS])
-    return shown if more <= 0 else f"{shown}, and those of {more} more hosts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +67,15 @@ class RankGroup:
             pause_at_exit()
             enter_call(dist.group.WORLD, "first save or load")
             new_group = partial(dist.new_group, None, timeout_of(dist.group.WORLD), "gloo")
-            _groups[lifetime] = (new_group(), new_group())
+            _groups[lifetime] = made = (new_group(), new_group())
+            for each in made:
+                Topology.of(each)  # while all ranks are here
         group = _groups[lifetime][in_background]
         return cls(group, dist.get_rank(), dist.get_world_size(), in_background)
+
+    @property
+    def topology(self) -> Topology:
+        return Topology.of(self.group)
 
     @property
     def is_first(self) -> bool:
@@ -109,17 +99,14 @@ class RankGroup:
         sizes = [int(each) for each in self._all_gather(torch.tensor([own.numel()]))]
         own = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
         found = [torch.empty_like(own) for _ in sizes] if self.is_first else None
-        self._wait(dist.gather(own, found, group=self.group, async_op=True))
+        guard.wait_for(dist.gather(own, found, group=self.group, async_op=True))
         everyone = zip(found or (), sizes, strict=False)
         return [pickle.loads(each[:size].numpy().tobytes()) for each, size in everyone]
 
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(own) for _ in range(self.size)]
-        self._wait(dist.all_gather(found, own, group=self.group, async_op=True))
+        guard.wait_for(dist.all_gather(found, own, group=self.group, async_op=True))
         return found
-
-    def _wait(self, work: Any) -> None:
-        (guard.wait_in_background if self.in_background else guard.wait_for)(work)
 
     def gather(self, what: str, step: Callable[[], _T], consequence: str = "") -> list[_T]:
         """Take a step on every rank; return the results of all.
@@ -137,18 +124,19 @@ class RankGroup:
                 text = f"{what}: failed on rank {self.rank}: {_describe(caught)}; {consequence}"
                 error = CheckpointError(text)
                 error.__cause__ = caught
-        where = ("", "") if error is None else (machine_id(), socket.gethostname())
-        everyone = self.all_gather((result, _describe(error), where))
+        everyone = self.all_gather((result, _describe(error)))
         if error is not None:
             raise error
-        for rank, (_, text, (machine, host)) in enumerate(everyone):
+        for rank, (_, text) in enumerate(everyone):
             if text:
+                topology = self.topology
+                machine, host = topology.machines[rank], topology.hosts[rank]
                 place = f"rank {rank}" if machine == machine_id() else f"rank {rank} ({host})"
                 is_told = text.startswith(what)
                 failure = OtherRankError(text if is_told else f"{what}: failed on {place}: {text}")
                 failure.machine = machine
                 raise failure
-        return [each for each, *_ in everyone]  # type: ignore[misc]
+        return [each for each, _ in everyone]  # type: ignore[misc]
 
     def run(self, what: str, step: Callable[[], _T], consequence: str = "") -> _T:
         """Take a step on every rank; return this rank's result, which is not sent to others."""
@@ -165,13 +153,13 @@ class RankGroup:
         deadline = time.monotonic() + _SEEN_WITHIN_S
         while not (is_seen := path.exists()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        sight, hosts = zip(*self.all_gather((is_seen, socket.gethostname())), strict=True)
+        sight = self.all_gather(is_seen)
         if not all(sight):
-            blind = on_hosts((rank for rank, sees in enumerate(sight) if not sees), hosts)
+            blind = self.topology.named(rank for rank, sees in enumerate(sight) if not sees)
             raise (CheckpointError if self.is_first or not is_seen else OtherRankError)(
                 f"{what}: all hosts must share the folder. {blind} cannot see {path.name}, which "
-                f"rank 0 ({hosts[0]}) has just made in {path.parent}. Choose a folder on a file "
-                "system that all hosts mount."
+                f"rank 0 ({self.topology.hosts[0]}) has just made in {path.parent}. Choose a "
+                "folder on a file system that all hosts mount."
             )
 
 

@@ -95,6 +95,7 @@ class Handle:
         self._thread.start()
 
     def _write(self, writer: Writer, ranks: RankGroup, before: Handle | None) -> None:
+        guard.work_in_background()
         if before is not None:
             before._thread.join()
         try:

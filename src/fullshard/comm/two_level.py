@@ -1,0 +1,116 @@
+"""The two levels of a group whose ranks are on several hosts, and who takes the stages there.
+
+What goes to another host is summed inside this one first, and sent once. What comes is received
+once, and shared inside the host. So there are two groups for each rank: those of its host, and
+those that have its place on the other hosts (its rail).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from fullshard._torch import is_registered, lifetime_of, local_group, timeout_of
+from fullshard.comm import guard
+from fullshard.comm.topology import Topology
+
+_Stages = Callable[[], None]
+
+
+class StagedWork:
+    """A collective of several stages, with what is used of a `dist.Work`."""
+
+    def __init__(self, stages: _Stages) -> None:
+        self._stages: _Stages | None = stages
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[object] = torch.futures.Future()
+
+    def run(self) -> None:
+        stages, self._stages = self._stages, None
+        assert stages is not None
+        try:
+            stages()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+        self._future.set_result(None)
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def get_future(self) -> torch.futures.Future[object]:
+        return self._future
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("a collective of several hosts has not ended yet")
+        if self._error is not None:
+            raise self._error
+
+
+class TwoLevel:
+    """The groups of this rank's host and of its rail.
+
+    A thread takes the stages of one collective after another, in the order in which the ranks
+    start them, while the program computes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, by_host: list[list[int]]) -> None:
+        self.num_hosts = len(by_host)
+        ranks, own = dist.get_process_group_ranks(group), group.rank()
+        host = next(each for each in by_host if own in each)
+        rail = [each[host.index(own)] for each in by_host]
+        timeout = timeout_of(group)
+        self.host = local_group([ranks[each] for each in host], timeout, "gloo")
+        self.rail = local_group([ranks[each] for each in rail], timeout, "gloo")
+        self._queue: SimpleQueue[StagedWork | None] = SimpleQueue()
+        threading.Thread(
+            target=_take, args=(self._queue,), name="fullshard-hosts", daemon=True
+        ).start()
+
+    def start(self, stages: _Stages) -> StagedWork:
+        work = StagedWork(stages)
+        self._queue.put(work)
+        return work
+
+    def close(self) -> None:
+        self._queue.put(None)
+        for group in (self.host, self.rail):
+            if is_registered(group):
+                dist.destroy_process_group(group)
+
+
+def _take(queue: SimpleQueue[StagedWork | None]) -> None:
+    guard.work_in_background()
+    while (work := queue.get()) is not None:
+        work.run()
+        del work  # and its tensors
+
+
+_levels: weakref.WeakKeyDictionary[object, TwoLevel | None] = weakref.WeakKeyDictionary()
+
+
+def levels_of(group: dist.ProcessGroup) -> TwoLevel | None:
+    """The levels of a group, if its hosts have equally many of its ranks, more than one, in order.
+
+    The first call for a group is one that all its ranks make.
+    """
+    if not is_registered(group):
+        return None
+    lifetime = lifetime_of(group)
+    if lifetime not in _levels:
+        by_host, found = Topology.of(group).by_host, None
+        size = len(by_host[0])
+        in_order = [rank for host in by_host for rank in host] == list(range(group.size()))
+        if len(by_host) > 1 and size > 1 and in_order and all(len(h) == size for h in by_host):
+            found = TwoLevel(group, by_host)
+            weakref.finalize(lifetime, found.close).atexit = False
+        _levels[lifetime] = found
+    return _levels[lifetime]
