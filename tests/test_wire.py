@@ -270,24 +270,30 @@ def test_every_lane_travels_as_its_dtype_allows(rank: Rank) -> None:
 # Further ways to reduce
 
 
+def over_replicas(sums: Sequence[Tensor], wire: torch.dtype) -> Tensor:
+    """The mean of four ranks from the sums of two replicas, as these exchange and gather it."""
+    if wire is FP16:  # does not hold every sum
+        return (sums[0] + sums[1]) / 4
+    return (sums[0].to(wire).float() + sums[1].to(wire).float()).to(wire).float() / 4
+
+
 @on_ranks(4)
-def test_replicas_add_up_in_the_reduce_dtype(rank: Rank) -> None:
+def test_replicas_exchange_their_sums_in_the_wire_unless_that_is_float16(rank: Rank) -> None:
     grads = [drawn((8, 3), other) for other in range(4)]
-    # Pairs of shards are {0, 1} and {2, 3}: 257 must not be rounded on the way to the replicas.
-    for other, value in enumerate([256.0, 1.0, 2.0, 0.0]):
-        grads[other][0, 0] = value
-    pairs = [by_hand(grads[:2], BF16) * 2, by_hand(grads[2:], BF16) * 2]
-    expected = (pairs[0] + pairs[1]) / 4
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     hybrid = wrapped(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    for shard in (in_place(mesh), hybrid):
-        model = shard(Probe(weight=torch.ones(8, 3)), {"wire_dtype": BF16})
-        with counted_bytes() as num_bytes:
-            model({"weight": grads[rank.rank]}).backward()
-        assert num_bytes == [2 * 4 * 8]  # two segments of four rows, in 16 bits, and padding
-        found = full_gradient(model, "weight")
-        assert torch.equal(found, expected)
-        assert found[0, 0] == 259 / 4
+    # For each rank and exchange, two segments in 16 bits: of four rows and padding, then of two.
+    sent = {BF16: [2 * 4 * 8, 2 * 2 * 8], FP16: [2 * 4 * 8]}
+    for wire in (BF16, FP16):
+        # Pairs of shards are {0, 1} and {2, 3}.
+        pairs = [by_hand(grads[:2], wire) * 2, by_hand(grads[2:], wire) * 2]
+        for shard in (in_place(mesh), hybrid):
+            model = shard(Probe(weight=torch.ones(8, 3)), {"wire_dtype": wire})
+            with counted_bytes() as num_bytes:
+                model({"weight": grads[rank.rank]}).backward()
+            assert num_bytes == sent[wire]
+            found = full_gradient(model, "weight")
+            assert torch.equal(found, over_replicas(pairs, wire))
 
 
 @on_ranks(4)
@@ -296,12 +302,12 @@ def test_sums_that_wait_for_the_replicas_are_kept_in_the_reduce_dtype(rank: Rank
     sums = [
         [by_hand(grads[step][start : start + 2], BF16) * 2 for start in (0, 2)] for step in range(2)
     ]
-    expected = ((sums[0][0] + sums[1][0]) + (sums[0][1] + sums[1][1])) / 4
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     model = in_place(mesh)(Probe(weight=torch.ones(8, 3)), {"wire_dtype": BF16})
     for step in range(2):
         model.set_requires_all_reduce(step == 1)
         model({"weight": grads[step][rank.rank]}).backward()
+    expected = over_replicas([sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]], BF16)
     assert torch.equal(full_gradient(model, "weight"), expected)
 
 

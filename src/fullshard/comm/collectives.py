@@ -484,17 +484,45 @@ def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def all_reduce(tensor: torch.Tensor, group: Group, *, average: bool) -> None:
-    """Sum (or average) a tensor over the replicate axis, in place."""
+def all_reduce(
+    tensor: torch.Tensor, group: Group, *, average: bool, wire: Wire | None = None
+) -> None:
+    """Sum (or average) a tensor over the replicate axis, in place.
+
+    With another `wire` than values in its dtype, messages of that are exchanged, summed in the
+    tensor's dtype, and the sums gathered in the same wire: all replicas have equal values.
+    """
+    is_plain = wire is None or wire == Plain(tensor.dtype)
     simulated = simulation()
     if simulated is not None:
-        simulated.all_reduce(tensor, group)
+        sent = 1.0 if is_plain or wire is None else wire.dtype.itemsize / tensor.dtype.itemsize
+        simulated.all_reduce(int(sent * tensor.nbytes), group)
+        return
+    if wire is not None and not is_plain:
+        _all_reduce_messages(tensor.detach().view(-1), group, wire, average=average)
         return
     is_on_host = tensor.device.type == "cpu" and _is_gloo(group, tensor.device)
     if is_on_host and not average and shm.link_of(group) is not None:
         _all_reduce_on_host(tensor.detach().view(-1), group)
         return
     all_reduce_any(tensor, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group)
+
+
+def _all_reduce_messages(tensor: torch.Tensor, group: Group, wire: Wire, *, average: bool) -> None:
+    size, collectives = group.size(), collectives_for(group, tensor.device)
+    multiple = size * wire.alignment_numel
+    segments = tensor.new_zeros(-(-tensor.numel() // multiple) * multiple)
+    segments[: tensor.numel()] = tensor
+    segments = segments.view(size, -1)
+    numel = segments.size(1)
+    messages = tensor.new_empty(size, wire.message_numel(numel), dtype=wire.dtype)
+    wire.encode(segments, messages)
+    own, said = tensor.new_empty(numel), torch.empty_like(messages[0])
+    collectives.reduce_scatter([own], [messages.view(-1)], group, average=average, wire=wire).wait()
+    wire.encode(own.view(1, -1), said.view(1, -1))
+    collectives.all_gather([messages.view(-1)], [said], group).wait()
+    wire.decode(messages, segments)
+    tensor.copy_(segments.view(-1)[: tensor.numel()])
 
 
 def all_reduce_any(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> None:

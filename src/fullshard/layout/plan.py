@@ -80,6 +80,12 @@ class DtypePlan:
         return reduce(torch.promote_types, floats) if floats else None
 
     @property
+    def replica_wire(self) -> Wire:
+        """How sums travel between replicas: they may not fit into float16."""
+        is_half = self.reduce_wire.dtype is torch.float16
+        return Plain(self.reduced) if is_half else self.reduce_wire
+
+    @property
     def arrives_as_computed(self) -> bool:
         """Whether what is gathered can be read as it is."""
         return self.gather_wire == Plain(self.computed)

@@ -277,8 +277,8 @@ class Simulator(TorchDispatchMode):
         done = VirtualEvent(network.time_s, self)
         return CollectiveWork([done], wait=VirtualEvent.synchronize)
 
-    def all_reduce(self, tensor: torch.Tensor, group: Any) -> None:
-        self.collective("all-reduce", tensor.nbytes, group).wait()
+    def all_reduce(self, num_bytes: int, group: Any) -> None:
+        self.collective("all-reduce", num_bytes, group).wait()
 
     # What the engine tells
 

@@ -332,7 +332,8 @@ class Reduction:
             if comm.comm_hook is not None:
                 comm.comm_hook(result)
             elif replicas.group is not None and not replicas.is_single:
-                all_reduce(result, replicas.group, average=lane.scaling.average)
+                wire = lane.plan.dtypes.replica_wire
+                all_reduce(result, replicas.group, average=lane.scaling.average, wire=wire)
             if comm.all_reduce_hook is not None:
                 comm.all_reduce_hook(result)
 
