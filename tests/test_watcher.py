@@ -82,11 +82,12 @@ def fail(kind: str) -> None:
 
 
 def fail_in_background(kind: str) -> None:
-    """Fail as soon as another thread than the program's has something to tell the other ranks."""
+    """Fail once, when another thread than the program's has something to tell the other ranks."""
     actual = RankGroup.all_gather
 
     def all_gather(self: RankGroup, value: Any) -> list[Any]:
         if self.in_background:
+            RankGroup.all_gather = actual  # type: ignore[method-assign]
             fail(kind)
         return actual(self, value)
 

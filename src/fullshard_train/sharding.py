@@ -115,6 +115,8 @@ def _wrapped(
 ) -> nn.Module:
     mesh = mesh_for(section, world)
     strategy = STRATEGIES[section.strategy][mesh.ndim - 1]
+    if world.size == 1:
+        strategy = ShardingStrategy.NO_SHARD  # what the wrapper would warn that it does
     if strategy is ShardingStrategy.NO_SHARD and mesh.ndim == 2:
         mesh = init_device_mesh(world.device.type, (world.size,))
     dtypes = Dtypes.of(section.precision, world.device)

@@ -142,10 +142,11 @@ def train(
         from fullshard_train.run import run_and_leave
 
         run_and_leave(config)
-    if config.sharding.elastic_replicas:
+    elif config.sharding.elastic_replicas:
         from fullshard_train.replicas import launch_replicas
 
         ctx.exit(launch_replicas(config))
-    from fullshard_train.launcher import launch
+    else:
+        from fullshard_train.launcher import launch
 
-    ctx.exit(launch(config))
+        ctx.exit(launch(config))
