@@ -34,6 +34,7 @@ __all__ = [
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
+    "repeated_blocks",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",
