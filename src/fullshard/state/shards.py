@@ -474,7 +474,7 @@ def sharded_tensor(
     return sharded_tensor_from_local(
         [ShardedTensorShard(local, each) for each in own],
         ShardedTensorMetadata(metadata, shape, properties),
-        process_group=axis.group,
+        axis.group,
     )
 
 
