@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard._torch import ShardedTensor
+from fullshard._torch import STATE_DICT_STAGER, ShardedTensor
 from fullshard.state.shards import copied_sharded_tensor
 
 
@@ -29,7 +29,7 @@ def follow_import(ours: type[nn.Module]) -> None:
     teach_helpers: Callable[[Any], None] = partial(_teach, ours=ours)
     for name, teach in {
         "torch.distributed.checkpoint.state_dict": teach_helpers,
-        "torch.distributed.checkpoint._state_dict_stager": _teach_stager,
+        STATE_DICT_STAGER: _teach_stager,
     }.items():
         module = sys.modules.get(name)
         if module is not None:
