@@ -99,7 +99,7 @@ class Watcher:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.own = OwnPlace()
         self._store: StoreThread | None = StoreThread(store, address)
-        self._lock = threading.Lock()
+        self._lock, self._leaving = threading.Lock(), threading.Lock()
         self._stopped = stopped = threading.Event()
         self._lifetime = weakref.ref(lifetime_of(dist.group.WORLD), lambda _: stopped.set())
         self._path = f"fullshard/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_count()}"
@@ -153,9 +153,10 @@ class Watcher:
 
     def leave(self) -> None:
         """Tell others not to wait for this process: it ends, or its process group does."""
-        if not self.own.ended:
-            self.own.ended = _LEFT
-            self._write_soon()
+        with self._leaving:  # the program must not end while the thread says so
+            if not self.own.ended:
+                self.own.ended = _LEFT
+                self._write_soon()
         deadline = time.monotonic() + SHORT_PATIENCE_S
         with suppress(Exception):  # this process may host the store
             while self._has_verdict and time.monotonic() < deadline:
