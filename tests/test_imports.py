@@ -5,15 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.structure import (
     MAX_FUNCTION_LINES,
+    MAX_LINES,
     SOURCE,
+    TOLERANCE,
     borrowed_private_names,
     long_functions,
+    oversized,
     private_torch_names,
     torchs_own_fsdp,
     upward_imports,
@@ -52,6 +56,41 @@ def test_an_upward_import_is_noticed(module: str, source: str) -> None:
 )
 def test_a_downward_import_is_left_alone(module: str, source: str) -> None:
     assert list(upward_imports(ast.parse(source), module)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from fullshard.state.shards import tensor_shards",
+        "from fullshard.state import LocalPart",
+        "from fullshard.unit import unit",
+        "from fullshard._torch import to_local",
+        "from fullshard.runtime import hooks",
+        "import fullshard.trace.seam",
+        "from fullshard_train.cli import train",
+    ],
+)
+def test_the_application_may_not_import_what_is_inside_the_library(source: str) -> None:
+    assert list(upward_imports(ast.parse(source), "fullshard_train.trainer")) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from fullshard import fully_shard",
+        "def f():\n    from fullshard.state import save",
+        "from fullshard.errors import ConfigError",
+        "from fullshard_train.models import architecture_of",
+    ],
+)
+def test_the_application_may_import_public_names(source: str) -> None:
+    assert list(upward_imports(ast.parse(source), "fullshard_train.trainer")) == []
+
+
+def test_models_and_reports_see_only_themselves() -> None:
+    source = ast.parse("from fullshard_train.config import TrainConfig")
+    assert list(upward_imports(source, "fullshard_train.models.transformer")) != []
+    assert list(upward_imports(source, "fullshard_train.report.page")) != []
 
 
 @pytest.mark.parametrize(
@@ -124,6 +163,13 @@ dist.destroy_process_group()
 """
 # What the engine must work without.
 ROOMS = ("resilience", "captured_step.py")
+
+
+def test_a_room_that_has_grown_is_noticed_and_one_without_a_limit_too() -> None:
+    limit = MAX_LINES["fullshard.unit"]
+    assert list(oversized(Counter({"fullshard.unit": limit + TOLERANCE}))) == []
+    assert list(oversized(Counter({"fullshard.unit": limit + TOLERANCE + 1}))) != []
+    assert list(oversized(Counter({"fullshard.utils": TOLERANCE + 1}))) != []
 
 
 def test_the_engine_trains_without_the_rooms_that_listen_to_it(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from fullshard import FullyShardedDataParallel, RankFailedError, fully_shard
 from fullshard.cli.commands import fullshard
 from fullshard.comm import guard
 from fullshard.errors import DisagreementError
+from fullshard.ranks import RankGroup
 from fullshard.resilience import watcher
 from fullshard.resilience.places import (
     Place,
@@ -35,7 +36,6 @@ from fullshard.resilience.places import (
     write_places,
 )
 from fullshard.state import save, save_async
-from fullshard.state.rank_group import RankGroup
 from fullshard.testing import Rank, RankPool
 from fullshard.testing.failures import RanksFailed
 from fullshard.wrap import ModuleWrapPolicy
@@ -82,11 +82,12 @@ def fail(kind: str) -> None:
 
 
 def fail_in_background(kind: str) -> None:
-    """Fail as soon as another thread than the program's has something to tell the other ranks."""
+    """Fail once, when another thread than the program's has something to tell the other ranks."""
     actual = RankGroup.all_gather
 
     def all_gather(self: RankGroup, value: Any) -> list[Any]:
         if self.in_background:
+            RankGroup.all_gather = actual  # type: ignore[method-assign]
             fail(kind)
         return actual(self, value)
 
@@ -393,6 +394,8 @@ def test_the_table_of_a_run_is_printed_from_outside(tmp_path: Path) -> None:
     ended = CliRunner().invoke(fullshard, ["doctor", "--attach", str(tmp_path)])
     assert ended.exit_code == 0, ended.output
     assert text in ended.stdout
+    beside = CliRunner().invoke(fullshard, ["doctor", "--attach", str(tmp_path / "places.json")])
+    assert beside.output.splitlines()[1:] == ended.output.splitlines()[1:]
     ended = CliRunner().invoke(fullshard, ["doctor", "--attach", str(tmp_path / "other")])
     assert ended.exit_code == 2
     assert "pass what the run has as --out" in ended.stderr
