@@ -526,8 +526,9 @@ def sharded_tensor_from_local(
     return made
 
 
-# `async_save` copies state dicts with a class of this module.
-STATE_DICT_STAGER = "torch.distributed.checkpoint._state_dict_stager"
+# What copies a state dict before `async_save` writes it, and its method that copies a tensor.
+STAGER = "torch.distributed.checkpoint._state_dict_stager"
+STAGER_COPY = "_offload_tensor"
 
 sharded_tensor_group: Callable[[ShardedTensor], dist.ProcessGroup] = attrgetter("_process_group")
 

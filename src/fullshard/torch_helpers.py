@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard._torch import STATE_DICT_STAGER, ShardedTensor
+from fullshard._torch import STAGER, STAGER_COPY, ShardedTensor
 from fullshard.state.shards import copied_sharded_tensor
 
 
@@ -29,7 +29,7 @@ def follow_import(ours: type[nn.Module]) -> None:
     teach_helpers: Callable[[Any], None] = partial(_teach, ours=ours)
     for name, teach in {
         "torch.distributed.checkpoint.state_dict": teach_helpers,
-        STATE_DICT_STAGER: _teach_stager,
+        STAGER: _teach_stager,
     }.items():
         module = sys.modules.get(name)
         if module is not None:
@@ -120,12 +120,9 @@ _LOOKUPS: dict[str, Callable[..., Any]] = {
 }
 
 
-_COPY = "_offload_tensor"
-
-
 def _teach_stager(stager: Any) -> None:
     cls = stager.StateDictStager
-    theirs = getattr(cls, _COPY)
+    theirs = getattr(cls, STAGER_COPY)
 
     @wraps(theirs)
     def copy(self: Any, value: Any, memo: dict[int, Any], **options: Any) -> Any:
@@ -135,4 +132,4 @@ def _teach_stager(stager: Any) -> None:
         memo[id(value)] = copied_sharded_tensor(value, to_host)
         return memo[id(value)]
 
-    setattr(cls, _COPY, copy)
+    setattr(cls, STAGER_COPY, copy)
