@@ -319,7 +319,7 @@ class Trainee:
         """The state dicts of the model and of the optimizer."""
         with warnings.catch_warnings():
             if self.form is None or not self.form.is_sharded:
-                warnings.filterwarnings("ignore", ".*not sharded", UserWarning)
+                warnings.filterwarnings("ignore", ".*full_state_dict will be returned", UserWarning)
             if self.api is TORCH:
                 warnings.simplefilter("ignore")
             if kind.name == "dcp":

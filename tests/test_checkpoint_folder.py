@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.ranks import RankGroup
 from fullshard.state.checkpoint.folder import (
     begin,
     checkpoints,
@@ -32,7 +33,6 @@ from fullshard.state.checkpoint.folder import (
 from fullshard.state.checkpoint.reader import latest, open_checkpoint, verify
 from fullshard.state.checkpoint.save import save
 from fullshard.state.checkpoint.writer import write_checkpoint
-from fullshard.state.rank_group import RankGroup
 from fullshard.state.stored import TensorSource
 from fullshard.testing import Rank, RankPool, RanksFailed
 from tests.stored import damage, holds, write

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard import ConfigError, FullyShardedDataParallel, fully_shard
 from fullshard._torch import timeout_of
 from fullshard.errors import CheckpointError
+from fullshard.ranks import RankGroup, _groups
 from fullshard.state import latest, load, save, save_async, verify
 from fullshard.state.checkpoint.manifest import read_manifest
 from fullshard.state.checkpoint.reader import open_checkpoint
-from fullshard.state.rank_group import RankGroup, _groups
 from fullshard.testing import Rank, RankPool, RanksFailed, on_ranks
 
 WIDTH = 6

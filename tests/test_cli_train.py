@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from fullshard.cli import wants_tracebacks
 from fullshard.cli.commands import fullshard
-from fullshard.cli.console import printable
+from fullshard.console import printable
 from fullshard.errors import CheckpointError
 from fullshard.state.checkpoint.save import save
 from fullshard.testing import Rank, pool

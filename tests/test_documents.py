@@ -12,7 +12,10 @@ import pytest
 from click import ClickException, Command, Context, Group
 
 import fullshard
+import fullshard.facts
 import fullshard.optim
+import fullshard.ranks
+import fullshard.resilience
 import fullshard.state
 import fullshard.testing
 import fullshard.trace
@@ -21,6 +24,7 @@ import fullshard_train.report
 from fullshard.cli.commands import fullshard as command
 from fullshard.testing import pool
 from fullshard_train.config_file import read_config
+from tests import structure
 from tests.documents import KINDS, PAGES, ROOT, Block, Program, blocks_of, programs_of, run_on_rank
 from tests.programs import printed_by_ranks
 
@@ -251,6 +255,9 @@ PUBLIC = {
     for module in (
         fullshard,
         fullshard_train.report,
+        fullshard.facts,
+        fullshard.ranks,
+        fullshard.resilience,
         fullshard.state,
         fullshard.testing,
         fullshard.optim,
@@ -282,6 +289,19 @@ def test_the_keyword_index_has_every_public_name_and_pages_that_explain_it():
         section = section_of((INDEX.parent / page).read_text(), anchor)
         assert re.search(rf"\b{re.escape(bare)}\b", section), f"{name}: {page}#{anchor}"
         assert links_in(reference)[0].endswith(f".{bare}"), name
+
+
+def test_the_reference_has_every_name_of_the_library_that_the_application_uses():
+    pages = [path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")]
+    entries = re.findall(r"^::: [\w.]+?(\w+)$", "\n".join(pages), flags=re.MULTILINE)
+    used = {
+        target.rpartition(".")[2]
+        for path in (structure.SOURCE / structure.APPLICATION).rglob("*.py")
+        for _, target in structure.own_imports(ast.parse(path.read_text()))
+        if not structure.is_of_application(target)
+    }
+    assert len(used) > 50
+    assert used - {*entries, "__version__"} == set()
 
 
 def links_in(cell: str) -> list[str]:

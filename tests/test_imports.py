@@ -57,6 +57,41 @@ def test_a_downward_import_is_left_alone(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        "from fullshard.state.shards import tensor_shards",
+        "from fullshard.state import LocalPart",
+        "from fullshard.unit import unit",
+        "from fullshard._torch import to_local",
+        "from fullshard.runtime import hooks",
+        "import fullshard.trace.seam",
+        "from fullshard_train.cli import train",
+    ],
+)
+def test_the_application_may_not_import_what_is_inside_the_library(source: str) -> None:
+    assert list(upward_imports(ast.parse(source), "fullshard_train.trainer")) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from fullshard import fully_shard",
+        "def f():\n    from fullshard.state import save",
+        "from fullshard.errors import ConfigError",
+        "from fullshard_train.models import architecture_of",
+    ],
+)
+def test_the_application_may_import_public_names(source: str) -> None:
+    assert list(upward_imports(ast.parse(source), "fullshard_train.trainer")) == []
+
+
+def test_models_and_reports_see_only_themselves() -> None:
+    source = ast.parse("from fullshard_train.config import TrainConfig")
+    assert list(upward_imports(source, "fullshard_train.models.transformer")) != []
+    assert list(upward_imports(source, "fullshard_train.report.page")) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "def f():\n    import torch.distributed.fsdp",
         "from torch.distributed import fsdp",
         "from torch.distributed.fsdp._fully_shard import FSDPState",

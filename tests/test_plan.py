@@ -165,7 +165,7 @@ def test_ranks_of_a_machine_share_its_memory():
 
 
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("fullshard_train.planning.CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr("fullshard.doctor.machine._CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.max").write_text(f"{100 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{50 * 2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 3\ninactive_file {10 * 2**20}\n")

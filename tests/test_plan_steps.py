@@ -20,7 +20,9 @@ from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, auto_shard
 from fullshard.cli.commands import fullshard
 from fullshard.doctor.bandwidth import LinkSpeed, Speeds
 from fullshard.doctor.machine import gather_facts
+from fullshard.doctor.profile import measured_profile
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, UnknownNameError
+from fullshard.facts import PROCESS_KIND
 from fullshard.plan import (
     DeviceProfile,
     Kind,
@@ -36,7 +38,6 @@ from fullshard.plan.device_profile import PROFILES, known_profile
 from fullshard.plan.ledger import Ledger
 from fullshard.plan.simulator import Fabric, Simulator, _free_from
 from fullshard.testing import fake_world
-from fullshard.trace.timeline import PROCESS_KIND
 from fullshard_train import planning
 from fullshard_train.cli.plan import bytes_of, machine_of
 from fullshard_train.config import (
@@ -52,7 +53,6 @@ from fullshard_train.planning import (
     _estimated,
     choose_settings,
     chosen_for_this_machine,
-    measured_profile,
     plan_run,
     predicted,
 )

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fullshard.comm.topology import Topology
-from fullshard.errors import DisagreementError
-from fullshard.state.rank_group import OtherRankError, RankGroup
+from fullshard.errors import DisagreementError, OtherRankError
+from fullshard.ranks import RankGroup
 from fullshard.testing import Rank, on_ranks
 from fullshard_train.config import ModelSection
 from fullshard_train.config_file import config_as_toml

@@ -15,10 +15,10 @@ from torch import nn
 
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.errors import LifecycleError
-from fullshard.runtime.unit_facts import unit_facts
+from fullshard.facts import unit_facts
 from fullshard.testing import Rank, on_ranks
 from fullshard.trace import Activity, MemorySample, Span, Timeline, Track, observed, record, seam
-from fullshard.trace.recording import Clock, Exposure, Recording
+from fullshard.trace.recording import Recording, StepTimes
 from fullshard.wrap import ModuleWrapPolicy
 
 
@@ -275,7 +275,7 @@ def test_only_observers_that_want_it_are_told_of_the_end_of_a_collective(monkeyp
         torch.futures, "collect_all", lambda f: collected.append(f) or collect_all(f)
     )
     future: torch.futures.Future[None] = torch.futures.Future()
-    with observed(Exposure(Clock(torch.device("cpu")))):
+    with observed(StepTimes()):
         seam.end_after([future], Activity.GATHER, "a")
         assert collected == []  # no callback that runs Python on the thread of a process group
         with record("cpu") as recording:
@@ -287,16 +287,16 @@ def test_only_observers_that_want_it_are_told_of_the_end_of_a_collective(monkeyp
     assert doing(recording.timeline, Activity.GATHER) == ["a"]
 
 
-def test_exposure_counts_waits_and_starts_again_when_it_is_taken():
-    exposure = Exposure(Clock(torch.device("cpu")))
-    with observed(exposure):
+def test_step_times_have_the_waits_of_each_step_alone():
+    times = StepTimes()
+    with observed(times):
         with seam.doing(Activity.AWAIT_GATHER, "a"):
             pass
         with seam.doing(Activity.FORWARD, "a"):
             pass
-    waits = exposure.taken()
-    assert [begun < ended for begun, ended in waits] == [True]
-    assert exposure.taken() == []
+    waited, other = times.end_step(), times.end_step()
+    assert 0 < waited.exposed_s < waited.duration_s
+    assert other.exposed_s == 0 < other.duration_s
 
 
 @on_ranks(2)

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError, ConfigError, OtherRankError
 from fullshard.processes import end_with_parent, start_of
 from fullshard.resilience.watcher import RankFailedError
-from fullshard.state.rank_group import OtherRankError
 from fullshard_train.control import Process, StatusFolder, StopRequest, end_with_launcher
 from fullshard_train.output import RunFolder
 from fullshard_train.run import exit_status_after

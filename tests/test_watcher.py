@@ -25,6 +25,7 @@ from fullshard import FullyShardedDataParallel, RankFailedError, fully_shard
 from fullshard.cli.commands import fullshard
 from fullshard.comm import guard
 from fullshard.errors import DisagreementError
+from fullshard.ranks import RankGroup
 from fullshard.resilience import watcher
 from fullshard.resilience.places import (
     Place,
@@ -35,7 +36,6 @@ from fullshard.resilience.places import (
     write_places,
 )
 from fullshard.state import save, save_async
-from fullshard.state.rank_group import RankGroup
 from fullshard.testing import Rank, RankPool
 from fullshard.testing.failures import RanksFailed
 from fullshard.wrap import ModuleWrapPolicy

@@ -104,15 +104,15 @@ def test_what_a_hook_does_not_reduce_stays_as_it_was_on_each_rank(rank: Rank) ->
 @on_ranks(2)
 def test_a_hook_that_cannot_be_registered_says_why(rank: Rank) -> None:
     wrapped = model(OURS, "FULL_SHARD")
-    with pytest.raises(ValueError, match="a function is expected"):
+    with pytest.raises(ValueError, match="must be callable"):
         wrapped.register_comm_hook(None, "reduce")
     wrapped.check_is_root()
-    with pytest.raises(AssertionError, match="on the root"):
+    with pytest.raises(AssertionError, match="on a root instance"):
         wrapped[0].register_comm_hook(None, compress)
     wrapped.register_comm_hook(None, compress)
-    with pytest.raises(AssertionError, match="one hook"):
+    with pytest.raises(AssertionError, match="already registered"):
         wrapped.register_comm_hook(None, compress)
     mesh = rank.mesh((2, 1), ("replicate", "shard"))
     hybrid = model(OURS, "HYBRID_SHARD", device_mesh=mesh)
-    with pytest.raises(AssertionError, match="one process group"):
+    with pytest.raises(AssertionError, match="hybrid strategies"):
         hybrid.register_comm_hook(None, compress)

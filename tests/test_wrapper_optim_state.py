@@ -555,7 +555,7 @@ def names_in(state: Any) -> list[Any]:
 
 
 MISTAKES: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
-    (lambda s: s.pop("state"), ConfigError, "'state'"),
+    (lambda s: s.pop("state"), ConfigError, '"state"'),
     (
         lambda s: s.update(state=dict(enumerate(s["state"].values()))),
         ConfigError,

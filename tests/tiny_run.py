@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard_train import trainer
+from fullshard_train import meter
 from fullshard_train.config import TrainConfig
 
 TEXT = "".join(f"line {n}: the quick brown fox jumps over {n * n % 97} dogs\n" for n in range(800))
@@ -37,7 +37,7 @@ _estimates: dict[Any, Any] = {}
 def estimate_once() -> None:
     """Count the operations of equal models once per process: they are much of what a run takes."""
     if not _estimates:
-        trainer.step_tflop = _once(trainer.step_tflop)
+        meter.step_tflop = _once(meter.step_tflop)
 
 
 def _once(estimate: Callable[..., Any]) -> Callable[..., Any]:

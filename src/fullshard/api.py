@@ -135,8 +135,8 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if not self.shard_names and not self.replicate_names:
             raise ConfigError(
-                "DataParallelMeshDims: at least one of shard and replicate must name a mesh axis, "
-                "found neither; pass for example shard='dp'."
+                "At least one of shard or replicate must be set in DataParallelMeshDims: found "
+                "neither; pass for example shard='dp'."
             )
 
     @property

@@ -33,6 +33,8 @@ from fullshard.runtime.step import Scheduler
 from fullshard.runtime.trees import map_tensors
 from fullshard.trace import seam
 
+__all__ = ["CapturedStep", "capture"]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

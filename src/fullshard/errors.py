@@ -11,11 +11,25 @@
     ├── RankFailedError (torch.distributed.DistBackendError)    in resilience/watcher.py
     ├── OutOfMemoryError (torch.OutOfMemoryError)               in resilience/oom_guard.py
     └── CheckpointError (RuntimeError)      what is on disk is not what was asked for
+        └── OtherRankError                  a step failed on another rank, which raises the cause
 
 Every message reads: subject, what was expected, what was found, what to do. Each class is also
 a subclass of what `torch.distributed.fsdp` raises in the same case, so that `except` clauses
 written for torch keep working.
 """
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DisagreementError",
+    "FullshardError",
+    "LifecycleError",
+    "MisuseError",
+    "OtherRankError",
+    "TopologyError",
+    "UnknownNameError",
+    "UnsupportedError",
+]
 
 
 class FullshardError(Exception):
@@ -54,3 +68,9 @@ class DisagreementError(FullshardError, RuntimeError):
 
 class CheckpointError(FullshardError, RuntimeError):
     """What is on disk is not what was asked for."""
+
+
+class OtherRankError(CheckpointError):
+    """A step that all ranks take together failed on another rank, which raises the cause."""
+
+    machine = ""  # of that rank, if it is known

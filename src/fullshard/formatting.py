@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+__all__ = ["counted", "listed", "readable", "table"]
+
 
 def readable(num_bytes: int, word: str = "bytes") -> str:
     """A size as in "1.5 GiB"; `word` is for sizes of less than 1 KiB."""

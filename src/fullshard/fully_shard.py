@@ -150,13 +150,14 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
         is_container = isinstance(each, (nn.ModuleList, nn.ModuleDict))
         if is_container and type(each).forward is nn.Module.forward:
             raise ConfigError(
-                f"fully_shard: a module with a forward is expected, found the container {kind}; "
-                "call fully_shard on each of its modules, or on a list of them."
+                "fully_shard does not support containers that do not implement forward: found a "
+                f"{kind}; call fully_shard on each of its modules, or on a list of them."
             )
         if hooks_of(each) is not None:
             raise MisuseError(
-                f"{kind}: a module can be sharded once, found it sharded already; call fully_shard "
-                "on each module once, inner modules first."
+                "Each distinct composable distributed API can only be applied to a module once: "
+                f"found that fully_shard has already been applied to {kind}; call it on each "
+                "module once, inner modules first."
             )
     inner = {child for each in given for child in each.modules() if child is not each}
     return tuple(dict.fromkeys(each for each in given if each not in inner))
@@ -180,7 +181,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if method is None:
         raise ConfigError(
-            f"{type(module).__name__}: a method to register must exist, found no {method_name!r}; "
+            f"register_fsdp_forward_method: {type(module)} does not have a method {method_name}; "
             "correct the name."
         )
 
@@ -197,7 +198,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Share one comm context between several roots, for example the chunks of a pipeline."""
-    hooks_list = _hooks_of_all("share_comm_ctx", modules)
+    hooks_list = _hooks_of_all("share_comm_ctx: Expects list of FSDPModules", modules)
     for hooks in hooks_list:
         comm_ctx = hooks_list[0].units[0].comm_ctx
         if hooks.scheduler is None:
@@ -207,13 +208,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             hooks.scheduler.comm_ctx = comm_ctx
 
 
-def _hooks_of_all(subject: str, modules: Sequence[Any]) -> list[ModuleHooks]:
+def _hooks_of_all(wanted: str, modules: Sequence[Any]) -> list[ModuleHooks]:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ConfigError(
-                f"{subject}: a list of sharded modules is expected, found "
-                f"{type(module).__name__}; call fully_shard on it first."
-            )
+            raise ConfigError(f"{wanted} but got {type(module)}; call fully_shard on it first.")
     return [require_hooks(module) for module in modules]
 
 
@@ -338,7 +336,7 @@ class FSDPModule(ShardedModule):
         scheduler = hooks.ensure_scheduler()
         if not hooks.is_root:
             raise LifecycleError(
-                f"{hooks.name}: {method}() must be called on the root module, found a module "
+                f"{hooks.name}: {method} must be called on the root FSDP module, found a module "
                 f"below {scheduler.root.name}; call it there."
             )
         return scheduler
@@ -378,9 +376,11 @@ class FSDPModule(ShardedModule):
         """Set how many units' gradients may be in flight: more overlap, more memory."""
         is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         if not is_int or max_input_buffers < 1:
+            kind = type(max_input_buffers).__name__
+            wrong = f"a positive int, got {max_input_buffers}" if is_int else f"an int, got {kind}"
             raise (ConfigError if is_int else TypeError)(
-                "set_reduce_scatter_max_input_buffers: an int of at least 1 is expected, found "
-                f"{max_input_buffers!r}; pass 1 or more."
+                f"set_reduce_scatter_max_input_buffers: max_input_buffers must be {wrong}; pass 1 "
+                "or more."
             )
         _change(self._units(recurse), reduce_scatter_max_input_buffers=max_input_buffers)
 
@@ -408,11 +408,15 @@ class FSDPModule(ShardedModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Set the modules to all-gather while this one runs forward, instead of the next."""
-        require_hooks(self).forward_prefetch = _hooks_of_all("prefetch", modules)
+        require_hooks(self).forward_prefetch = _hooks_of_all(
+            "prefetch: Expects FSDPModule", modules
+        )
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Set the modules to all-gather while this one runs backward, instead of the previous."""
-        require_hooks(self).backward_prefetch = _hooks_of_all("prefetch", modules)
+        require_hooks(self).backward_prefetch = _hooks_of_all(
+            "prefetch: Expects FSDPModule", modules
+        )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility with torch: all-gathers return memory to their stream."""
@@ -430,8 +434,8 @@ class FSDPModule(ShardedModule):
         for unit in self._units_of_one_mesh("set_all_reduce_hook"):
             if stream is not None and not unit.mesh_info.replicate.is_single:
                 raise ConfigError(
-                    f"{unit.name}: stream must be left out on a mesh with a replicate axis, found "
-                    f"{stream}; the hook runs on the stream of the all-reduce."
+                    f"{unit.name}: stream cannot be set when using native HSDP, found {stream}; "
+                    "the hook runs on the stream of the all-reduce."
                 )
             unit.comm.all_reduce_hook, unit.comm.all_reduce_stream = hook, stream
 
@@ -486,8 +490,9 @@ class FSDPModule(ShardedModule):
         num_meshes = len({unit.mesh_info for unit in units})
         if num_meshes > 1:
             raise ConfigError(
-                f"{units[0].name}: {what} needs parameters on one mesh, found {num_meshes} meshes; "
-                "leave parameters with a mesh of their own to another fully_shard call."
+                f"{units[0].name}: {what} is not supported with multiple param groups, found "
+                f"{num_meshes} meshes; leave parameters with a mesh of their own to another "
+                "fully_shard call."
             )
         return units
 

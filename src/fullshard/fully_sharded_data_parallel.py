@@ -130,8 +130,15 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         _materialize(own, param_init_fn, device, ignored_params)
         if sync_module_states:
             _broadcast_states(own, ignored_params, mesh_info, device)
-        # As in torch, a group of one rank shards nothing.
-        self.sharding_strategy = strategy if mesh_info.main.size > 1 else ShardingStrategy.NO_SHARD
+        if mesh_info.main.size == 1 and strategy is not ShardingStrategy.NO_SHARD:
+            # As in torch, a group of one rank shards nothing.
+            warnings.warn(
+                f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size "
+                "is 1; give more ranks, or pass NO_SHARD.",
+                stacklevel=2,
+            )
+            strategy = ShardingStrategy.NO_SHARD
+        self.sharding_strategy = strategy
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
@@ -242,6 +249,13 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply a function to every module inside; it sees full parameters and may change them."""
+        state = self.training_state
+        if state is not TrainingState.IDLE:
+            raise MisuseError(
+                f"{require_hooks(self).name}: apply is expected to be in states "
+                f"[{TrainingState.IDLE!r}] but current state is {state}; call "
+                "it outside of forward, backward and summon_full_params."
+            )
         with summon.summon_full_params(self, recurse=False, writeback=True):
             super().apply(fn)
         return self
@@ -260,7 +274,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication inside this scope. Only on the root."""
-        self._require_root("no_sync")
+        self._require_root("`no_sync()` on inner FSDP instances is not supported")
         units = units_below(self)
         return settings_scope(units, requires_gradient_sync=False, requires_all_reduce=False)
 
@@ -269,7 +283,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
 
         Only on the root, on all ranks; counts sharded and unsharded parameters alike.
         """
-        self._require_root("clip_grad_norm_")
+        self._require_root("`clip_grad_norm_()` should only be called on the root FSDP instance")
         managed: set[nn.Parameter] = set()
         sharded: list[tuple[Iterable[torch.Tensor], Groups]] = []
         for unit in units_below(self):
@@ -296,19 +310,19 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         """
         if not callable(hook):
             raise ConfigError(
-                f"register_comm_hook: a function is expected, found {hook!r}; pass one that takes "
-                "(state, gradients, shard)."
+                f"register_comm_hook: The communication hook must be callable but got {hook}; "
+                "pass a function of (state, gradients, shard)."
             )
-        self._require_root("register_comm_hook", MisuseError)
+        self._require_root("register_comm_hook can only be called on a root instance", MisuseError)
         units = units_below(self)
         if any(unit.mesh_info.shard.group and unit.mesh_info.replicate.group for unit in units):
             raise MisuseError(
-                "register_comm_hook: a strategy with one process group is expected, found a hybrid "
-                "one; hooks do not know of replicas."
+                "register_comm_hook: Communication hook is not supported for hybrid strategies: "
+                f"found {self.sharding_strategy}; hooks do not know of replicas."
             )
         if any(unit.comm.comm_hook is not None for unit in units):
             raise MisuseError(
-                "register_comm_hook: one hook can be registered, found one already; build the "
+                "register_comm_hook: A communication hook is already registered; build the "
                 "model anew to register another."
             )
         for unit in units:
@@ -320,11 +334,11 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         """Gather this wrapper's parameters; with `async_op`, returns a handle to wait for."""
         return require_hooks(self).unshard(async_op)
 
-    def _require_root(self, what: str, kind: type[FullshardError] = LifecycleError) -> None:
+    def _require_root(self, rule: str, kind: type[FullshardError] = LifecycleError) -> None:
         if not self.check_is_root():
             raise kind(
-                f"{require_hooks(self).name}: {what}() must be called on the root, found a wrapper "
-                "inside another one; call it on the outermost wrapper."
+                f"{require_hooks(self).name}: {rule}, found a wrapper inside another one; call it "
+                "on the outermost wrapper."
             )
 
     # State
@@ -366,9 +380,8 @@ def _checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> Sha
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
-            f"FullyShardedDataParallel: a module that is called is expected, found "
-            f"{type(module).__name__}, which has no forward: its parameters will not be gathered "
-            "when the modules inside run. Wrap those, or the module around it.",
+            "FSDP will not all-gather parameters for containers that do not implement forward: "
+            f"found a {type(module).__name__}; wrap the modules inside, or the module around it.",
             stacklevel=3,
         )
     strategy = own_value(ShardingStrategy, strategy)
@@ -397,13 +410,17 @@ def _ignored(
         ("ignored_states", (nn.Module, nn.Parameter), ignored_states),
     ):
         for each in given:
-            is_wrapped = isinstance(each, nn.Module) and hooks_of(each) is not None
-            if not isinstance(each, kinds) or is_wrapped:
+            if not isinstance(each, kinds):
+                wanted = " or all ".join(f"nn.{kind.__name__}" for kind in reversed(kinds))
                 raise ConfigError(
-                    f"{name}: {' or '.join(kind.__name__ for kind in kinds)} objects that are not "
-                    f"wrapped are expected, found a {type(each).__name__}"
-                    f"{' that is wrapped' if is_wrapped else ''}; pass modules of the model "
-                    "itself, and parameters as ignored_states."
+                    f"{name} expects {'all ' * (len(kinds) > 1)}{wanted} list elements but got "
+                    f"types [{type(each)}]; pass modules of the model itself, and "
+                    "parameters as ignored_states."
+                )
+            if isinstance(each, nn.Module) and hooks_of(each) is not None:
+                raise ConfigError(
+                    f"{name}: `{name}` should not include FSDP modules, found a "
+                    f"{type(each).__name__}; pass modules of the model itself."
                 )
             if isinstance(each, nn.Module):
                 modules.update(each.modules())
@@ -412,8 +429,9 @@ def _ignored(
                 params.add(each)
     if module in modules:
         warnings.warn(
-            f"{type(module).__name__}: a module inside the wrapped one is expected to be ignored, "
-            "found the wrapped one itself: none of its parameters are sharded.",
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            f"result in all parameters being ignored: found {type(module).__name__}; ignore "
+            "modules inside it.",
             stacklevel=3,
         )
     return modules, params
@@ -539,6 +557,11 @@ def _materialize(
         for name, param in inner._parameters.items():
             if param is not None:
                 ties.setdefault(param, []).append((inner, name))
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ConfigError(
+            f"param_init_fn: Expected {param_init_fn} to be callable but got "
+            f"{type(param_init_fn)}; pass one that initialises a module."
+        )
     for inner in own:
         if not _meta_states(inner, ignored):
             continue

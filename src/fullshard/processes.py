@@ -11,6 +11,8 @@ import uuid
 from functools import cache
 from pathlib import Path
 
+__all__ = ["end_with_parent", "is_stopped", "machine_id", "start_of"]
+
 
 @cache
 def machine_id() -> str:

@@ -34,6 +34,7 @@ __all__ = [
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
+    "repeated_blocks",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",
@@ -93,8 +94,9 @@ class CustomPolicy(Policy):
             answer = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
                 raise ConfigError(
-                    f"{name or type(module).__name__}: the lambda_fn of a CustomPolicy must return "
-                    f"True, False or a dict of options, found {answer!r}; return one of these."
+                    f"{name or type(module).__name__}: The lambda_fn passed to CustomPolicy should "
+                    f"return False/True or a kwarg dict, but it returned {answer!r}; "
+                    "return one of these."
                 )
             if answer:
                 taken[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
@@ -207,8 +209,8 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
         )
     if _wrapping.get() is not None:
         raise UnsupportedError(
-            "enable_wrap: blocks must not be nested, found one around this; end that one first, or "
-            "pass the options that differ to wrap()."
+            "enable_wrap: You are already within an autowrap context; end that one first, or "
+            " pass the options that differ to wrap()."
         )
     token = _wrapping.set(functools.partial(wrapper_cls, **wrapper_kwargs))
     try:
@@ -353,8 +355,8 @@ def wrap_chosen(
     for name, module in model.named_modules():
         if isinstance(wrapper_cls, type) and isinstance(module, wrapper_cls):
             raise ConfigError(
-                f"{name or type(module).__name__}: modules that are not wrapped yet are "
-                f"expected, found a {wrapper_cls.__name__}; wrap either by hand or by a policy."
+                f"{type(model).__name__}: FSDP auto wrapping requires modules to not already have "
+                f"FSDP applied but found {name or 'it'}; wrap either by hand or by a policy."
             )
         for child_name, child in module._modules.items():
             if child is not None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext, suppress
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from fullshard._torch import FakeTensorMode
-from fullshard.plan.device_profile import known_profile
+from fullshard.plan import count_flops, known_profile
 from fullshard_train.config import TrainConfig
 from fullshard_train.models.architecture import Architecture
 from fullshard_train.sharding import Dtypes
@@ -24,13 +21,12 @@ def step_tflop(config: TrainConfig, architecture: Architecture) -> float:
     shape = (config.optimizer.batch, config.model.sequence)
     tokens, model = torch.zeros(shape, dtype=torch.int64, device="meta"), architecture.build()
     trained = [param for param in model.parameters() if param.requires_grad]
-    # Fake tensors are slower, but work for models that read values.
-    for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
-        with suppress(Exception), mode, FlopCounterMode(display=False) as counter:
-            loss = architecture.logits(model, tokens).sum()
-            torch.autograd.grad(loss, trained, allow_unused=True)
-            return float(counter.get_total_flops() * config.optimizer.accumulate / 1e12)
-    return math.nan
+
+    def step() -> None:
+        torch.autograd.grad(architecture.logits(model, tokens).sum(), trained, allow_unused=True)
+
+    found = count_flops(step)
+    return math.nan if found is None else found * config.optimizer.accumulate / 1e12
 
 
 def peak_tflops(config: TrainConfig, device: torch.device) -> float:

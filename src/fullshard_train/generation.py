@@ -25,11 +25,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from fullshard.cli import wants_tracebacks
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, TopologyError
-from fullshard.state.checkpoint.folder import is_ours, located
-from fullshard.state.checkpoint.index import MODEL
-from fullshard.state.checkpoint.load import load
-from fullshard.state.checkpoint.reader import open_checkpoint
-from fullshard.state.shards import tensor_shards
+from fullshard.state import checkpoint_at, load, stored_shapes, tensor_shards
 from fullshard_train.config import ShardingSection, TrainConfig
 from fullshard_train.control import (
     StatusFolder,
@@ -39,7 +35,7 @@ from fullshard_train.control import (
 )
 from fullshard_train.launcher import local_launch, prepare_environment
 from fullshard_train.models.sampling import sample
-from fullshard_train.output import checkpoint_at, config_beside
+from fullshard_train.output import config_beside
 from fullshard_train.sharding import architecture_for, build_sharded_model
 from fullshard_train.world import World, best_device, joined, leave, require_devices
 
@@ -82,13 +78,13 @@ def find_checkpoint(path: Path) -> tuple[Path, TrainConfig]:
 
     Returns its path, and the configuration of the run that wrote it.
     """
-    if not located(path).is_dir():
+    found = checkpoint_at(path)
+    if found is None and not path.is_dir():
         raise CheckpointError(
             f"{path}: the folder of a run or of a checkpoint is expected, found "
             f"{'a file' if path.exists() else 'nothing'}."
         )
-    found = checkpoint_at(path)
-    if not is_ours(located(found)):
+    if found is None:
         raise CheckpointError(
             f"{path}: a checkpoint, or a folder of checkpoints, is expected, found no complete "
             "one; train with --save-every to save before the end."
@@ -140,7 +136,7 @@ def _generated(request: GenerateRequest, world: World) -> str:
     model = build_sharded_model(architecture, sharding, world)
     # A checkpoint may lack the base weights of adapters, and buffers that are computed.
     architecture.fill(model, config.run.seed)
-    _require_same_model(path, architecture.name, model)
+    _require_same_model(path, config, architecture.name, model)
     load(path, model, random_state=False)
     tokenizer = architecture.tokenizer(config.data.tokenizer)
     tokens = sample(
@@ -157,16 +153,15 @@ def _generated(request: GenerateRequest, world: World) -> str:
     return tokenizer.decode(tokens)
 
 
-def _require_same_model(path: Path, name: str, model: nn.Module) -> None:
+def _require_same_model(path: Path, config: TrainConfig, name: str, model: nn.Module) -> None:
     """Raise a short error for a checkpoint of another model; `load` would list every parameter."""
-    opened = open_checkpoint(path)
-    stored = {key.removeprefix(MODEL): opened.shape(key) for key in opened.keys}
-    is_partial = opened.manifest is not None and opened.manifest.selection != "all"
+    stored = {key.removeprefix("model."): shape for key, shape in stored_shapes(path).items()}
+    is_partial = bool(config.model.lora_rank)
     others, is_any = [], False
     for shard in tensor_shards(model):
         shapes = [stored[each] for each in shard.names if each in stored]
         is_any = is_any or bool(shapes)
-        if (not shapes and not is_partial) or any(shape != tuple(shard.shape) for shape in shapes):
+        if (not shapes and not is_partial) or any(shape != shard.shape for shape in shapes):
             others.append(f"{shard.name} {list(shapes[0]) if shapes else 'is missing'}")
     if others or not is_any:
         shown = f"{others[0]} and {len(others) - 1} more" if others else "none of its parameters"

@@ -8,10 +8,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fullshard import by_unit
 from fullshard.errors import ConfigError
-from fullshard.optim.by_unit import by_unit
-from fullshard.optim.muon import Muon
-from fullshard.optim.selection import select
+from fullshard.optim import Muon, select
 from fullshard_train.config import OptimizerSection
 from fullshard_train.models.optional import optional
 

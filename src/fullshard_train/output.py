@@ -17,9 +17,7 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.processes import machine_id, start_of
-from fullshard.state.checkpoint.folder import checkpoints, is_ours
-from fullshard.state.checkpoint.manifest import read_manifest
-from fullshard.state.checkpoint.reader import latest
+from fullshard.state import checkpoints
 from fullshard_train.config import TrainConfig
 from fullshard_train.config_file import config_of
 from fullshard_train.models.optional import optional
@@ -119,12 +117,9 @@ class RunFolder:
 
     def incomplete(self) -> list[Path]:
         """Return checkpoints newer than complete ones: files are missing or of another size."""
-        complete = self.complete()
-        step = read_manifest(complete[0]).step or 0 if complete else -1
-        names = (
-            (path, re.fullmatch(r"step_(\d+)", path.name)) for path in self.checkpoints.glob("*")
-        )
-        return [path for path, match in names if match and int(match[1]) > step and path.is_dir()]
+        newest = max(map(_step_of, self.complete()), default=-1)
+        folders = (path for path in self.checkpoints.glob("step_*") if path.is_dir())
+        return [path for path in folders if _step_of(path) > newest]
 
     def put_aside(self, damaged: Path) -> None:
         """Move a checkpoint to a folder where it does not count among those to keep."""
@@ -152,18 +147,17 @@ class RunFolder:
             )
 
 
-def checkpoint_at(path: Path) -> Path:
-    """Return the newest checkpoint of a run or of a folder of checkpoints; other paths stay."""
-    if is_ours(path):
-        return path
-    return latest(RunFolder(path).checkpoints) or latest(path) or path
-
-
 def config_beside(checkpoint: Path) -> TrainConfig | None:
     """Return the configuration of the run whose folder contains a checkpoint, or None."""
     # abspath removes `..` but, unlike resolve, does not follow a link to a checkpoint.
     file = RunFolder(Path(os.path.abspath(checkpoint)).parent.parent).config
     return config_of(file, {}) if file.is_file() else None
+
+
+def _step_of(checkpoint: Path) -> int:
+    """Return the step in a name; the name of a checkpoint that was put aside begins with a dot."""
+    match = re.match(r"\.?step_(\d+)(?:\.|$)", checkpoint.name)
+    return int(match[1]) if match else -1
 
 
 _NUM_RECENT = 4  # metrics of steps that another replica may have had no time to write

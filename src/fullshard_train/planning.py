@@ -17,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.doctor.bandwidth import Speeds
-from fullshard.doctor.machine import MachineFacts, meminfo
+from fullshard.doctor import available_bytes
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.formatting import readable
-from fullshard.plan import DeviceProfile, Job, Kind, Machine, StepPlan, profile_named, simulate
-from fullshard.plan.device_profile import known_profile
+from fullshard.plan import Job, Kind, Machine, StepPlan, known_profile, profile_named, simulate
 from fullshard.wrap import repeated_blocks
 from fullshard_train.config import KEYS, TrainConfig, mesh_shape, value_of
 from fullshard_train.models.architecture import Architecture
@@ -42,7 +40,6 @@ _FEW_MICRO_BATCHES = 2
 _SELECTIVE_LAUNCH = 2.0
 _CPU_RANKS = 2  # as the launcher starts
 _MOST_RANKS = 1024  # that are suggested
-CONTROL_GROUP = Path("/sys/fs/cgroup")
 Place = tuple[str, str]
 _RECOMPUTED: Place = ("sharding", "activation_checkpointing")
 _SELECTIVE: Place = ("sharding", "selective_checkpointing")
@@ -525,26 +522,7 @@ def capacity_of(device: torch.device, num_local_ranks: int) -> int:
     """Return the memory of a rank's GPU, or its share of the available host memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    available = meminfo().get("MemAvailable")
-    if available is None:
-        raise ConfigError("/proc/meminfo: a line MemAvailable is expected, found none.")
-    return min(available, _allowed_bytes()) // num_local_ranks
-
-
-def _allowed_bytes() -> int:
-    """Return what the control group, such as a container's, still allows this process."""
-    try:
-        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
-        if limit == "max":
-            return sys.maxsize
-        stat = dict(
-            line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines()
-        )
-        # The page cache of files that are not in use is reclaimed on demand.
-        used = int((CONTROL_GROUP / "memory.current").read_text()) - int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):
-        return sys.maxsize  # there is no known limit
-    return max(0, int(limit) - used)
+    return available_bytes() // num_local_ranks
 
 
 def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> TrainConfig:
@@ -561,23 +539,3 @@ def chosen_for_this_machine(config: TrainConfig, given: Collection[Place]) -> Tr
         flush=True,
     )
     return best.config
-
-
-def measured_profile(facts: MachineFacts, speeds: Speeds) -> DeviceProfile:
-    """Return the profile of this machine's devices: measured speeds, known values for the rest."""
-    profile, name = profile_named("CPU"), facts.processor
-    if facts.gpus:
-        name = facts.gpus[0].name
-        profile = known_profile(name) or profile_named("H100")
-    size = facts.gpus[0].memory_bytes if facts.gpus else facts.memory_bytes // speeds.num_ranks
-    matmul, copy = speeds.matmul / profile.matmul_efficiency, 2 * speeds.copy
-    return replace(
-        profile,
-        name=name,
-        memory_gib=size / (1 << 30),
-        memory_gbs=copy / profile.memory_efficiency,
-        link_gbs=max((each.gather for each in speeds.links), default=profile.link_gbs),
-        link_efficiency=1.0 if speeds.links else profile.link_efficiency,
-        tflops_16=matmul if facts.gpus else profile.tflops_16,
-        tflops_32=profile.tflops_32 if facts.gpus else matmul,
-    )

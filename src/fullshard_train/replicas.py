@@ -94,7 +94,7 @@ class ReplicaLaunch(Launch):
 
         Returns whether the run is over, and how many restarts are left.
         """
-        from fullshard.resilience.elastic import ReplicaGroup
+        from fullshard import ReplicaGroup
 
         num_replicas, _ = mesh_shape(self._config.sharding, self._num_ranks)
         for number in range(num_replicas):

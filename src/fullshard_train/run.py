@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 import uuid
@@ -18,15 +19,14 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from fullshard import RankFailedError
 from fullshard.cli import wants_tracebacks
-from fullshard.doctor.machine import environment
-from fullshard.errors import CheckpointError, FullshardError, TopologyError
+from fullshard.doctor import environment
+from fullshard.errors import CheckpointError, FullshardError, OtherRankError, TopologyError
 from fullshard.processes import machine_id, start_of
-from fullshard.resilience import watcher
-from fullshard.resilience.watcher import RankFailedError
-from fullshard.state.checkpoint.folder import require_room
-from fullshard.state.rank_group import OtherRankError, RankGroup
-from fullshard.state.shards import tensor_shards
+from fullshard.ranks import RankGroup
+from fullshard.resilience import report_failure
+from fullshard.state import tensor_shards
 from fullshard_train.batches import Batches
 from fullshard_train.config import TrainConfig
 from fullshard_train.config_file import config_as_toml, config_of
@@ -93,7 +93,7 @@ class Run:
     def run(self, stop: StopRequest) -> bool:
         """Train, save, sample and report; return False if stopped before the last step."""
         if self._replica is None or self._replica.replica == 0:
-            os.environ[watcher.FILE] = str(self._folder.places)
+            os.environ["FULLSHARD_WATCH_FILE"] = str(self._folder.places)
         stop.neighbours = self._neighbours
         try:
             return self._run(stop)
@@ -209,7 +209,13 @@ class Run:
         )
         num_saves = -(-self._config.optimizer.steps // run.save_every) if run.save_every else 1
         num_more = min(num_saves, max(run.keep, 2) + 1) + bool(run.eval_every) - num_complete
-        require_room(self._folder.checkpoints, num_bytes * num_more)
+        expected, free = num_bytes * num_more, shutil.disk_usage(self._folder.path).free
+        if free < expected:
+            raise CheckpointError(
+                f"{self._folder.checkpoints}: a disk with {expected:,} free bytes is expected for "
+                f"the checkpoints of the run, found {free:,} free, {expected - free:,} bytes are "
+                "missing; make room, or pass a smaller --keep or another --out."
+            )
 
     def _build(self, inputs: Inputs) -> Parts:
         config, world, ranks = self._config, self._world, self._ranks
@@ -384,7 +390,7 @@ def exit_status_after(error: Exception, status: StatusFolder | None) -> int:
     is_expected = isinstance(error, FullshardError | OSError)
     if status is not None and is_expected and is_own:
         status.report_error(str(error))
-    watcher.report(error)
+    report_failure(error)
     if not is_expected:
         raise error
     if wants_tracebacks():

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.errors import DisagreementError
-from fullshard.state.checkpoint.manifest import versions_here
-from fullshard.state.rank_group import OtherRankError, RankGroup
+import torch
+
+from fullshard import __version__
+from fullshard.errors import DisagreementError, OtherRankError
+from fullshard.ranks import RankGroup
 from fullshard_train.config import KEYS, TrainConfig, value_of
 from fullshard_train.corpus import Documents, TextFile, fingerprint_of
 from fullshard_train.models.architecture import Architecture
@@ -66,7 +68,7 @@ def facts_of(config: TrainConfig, inputs: Inputs, world: World) -> dict[str, str
     if inputs.eval_documents is not None:
         found["data.eval_paths (--eval-data)"] = _text(inputs.eval_documents)
     found["the tokenizer"] = f"fingerprint {inputs.tokenizer.fingerprint}"
-    found |= versions_here()
+    found |= {"fullshard": __version__, "torch": torch.__version__}
     return found | {name: os.environ.get(name, "not set") for name in _VARIABLES}
 
 
@@ -89,7 +91,7 @@ def _model(name: str) -> str:
 
 def require_same(ranks: RankGroup, own: Mapping[str, str], *, is_told: bool) -> None:
     """Raise on all ranks where a fact differs; those that are not told do not say it again."""
-    everyone, named = ranks.all_gather(dict(own)), ranks.topology.named
+    everyone, named = ranks.all_gather(dict(own)), ranks.named
     lines = []
     for fact in dict.fromkeys(name for each in everyone for name in each):
         by_value: dict[str, list[int]] = {}

@@ -11,19 +11,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fullshard.api import (
+from fullshard import (
     CPUOffload,
     CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
+    auto_shard,
 )
-from fullshard.auto_shard import auto_shard
 from fullshard.errors import ConfigError
-from fullshard.fully_shard import FSDPModule
-from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
-from fullshard.state.materialize import give_memory
+from fullshard.state import give_memory
 from fullshard.wrap import ModuleWrapPolicy
 from fullshard_train.config import ModelSection, ShardingSection, mesh_shape
 from fullshard_train.models import architecture_of
@@ -115,6 +115,8 @@ def _wrapped(
 ) -> nn.Module:
     mesh = mesh_for(section, world)
     strategy = STRATEGIES[section.strategy][mesh.ndim - 1]
+    if world.size == 1:
+        strategy = ShardingStrategy.NO_SHARD  # what the wrapper would warn that it does
     if strategy is ShardingStrategy.NO_SHARD and mesh.ndim == 2:
         mesh = init_device_mesh(world.device.type, (world.size,))
     dtypes = Dtypes.of(section.precision, world.device)

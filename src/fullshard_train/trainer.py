@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,29 +19,22 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-from fullshard.captured_step import CapturedStep, capture
-from fullshard.comm.placement import full_tensor
-from fullshard.errors import ConfigError, FullshardError
-from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
-from fullshard.optim.grad_scaler import ShardedGradScaler
-from fullshard.optim.muon import Muon
-from fullshard.resilience.elastic import ReplicaGroup
-from fullshard.resilience.oom_guard import explained, oom_guard
-from fullshard.runtime.unit_facts import memory_by_kind, unit_facts
-from fullshard.state.checkpoint.load import load
-from fullshard.state.checkpoint.save import Handle, save, save_async
-from fullshard.state.rank_group import OtherRankError, RankGroup
-from fullshard.trace import seam
-from fullshard.trace.profiling import profiled
-from fullshard.trace.recording import Clock, Exposure, record
-from fullshard.trace.seam import Activity
+from fullshard import FullyShardedDataParallel, ReplicaGroup, capture, oom_guard
+from fullshard.captured_step import CapturedStep
+from fullshard.errors import ConfigError, FullshardError, OtherRankError
+from fullshard.facts import memory_by_kind, unit_facts
+from fullshard.optim import Muon
+from fullshard.ranks import RankGroup
+from fullshard.resilience import explain_out_of_memory, first_nonfinite
+from fullshard.sharded_grad_scaler import ShardedGradScaler
+from fullshard.state import Handle, load, save, save_async
+from fullshard.trace import Activity, doing, observed, profiled, record
 from fullshard_train.batches import Batches
 from fullshard_train.config import TrainConfig
 from fullshard_train.control import PREDICTED, ReplicaPlace, StopRequest
 from fullshard_train.display import Display
-from fullshard_train.flops import peak_tflops, step_tflop
+from fullshard_train.meter import Meter, PendingStep
 from fullshard_train.models.architecture import Architecture
-from fullshard_train.nonfinite import first_nonfinite
 from fullshard_train.optimizer import learning_rate, make_state
 from fullshard_train.output import MetricsLog, ReplicaLog, RunFolder
 from fullshard_train.report.record import StepMetrics
@@ -250,11 +242,9 @@ class Trainer:
                     meter.restart()  # a second pass is no part of a step
             return must_stop
 
-        parts, world = self._parts, self._world
-        told = explained(
-            parts.model, parts.optimizer, world.device, self._predicted.get("remedies", "")
-        )
-        with seam.observed(meter.exposure), told:
+        remedies = self._predicted.get("remedies", "")
+        explained = explain_out_of_memory(self._parts.model, self._parts.optimizer, remedies)
+        with observed(meter.times), explained:
             while self._goes_on(display):
                 is_traced = self.step + 1 == traced_step
                 is_profiled = self.step + 1 == self._config.run.profile
@@ -339,7 +329,7 @@ class Trainer:
         optimizer, scaler = self._parts.optimizer, self._scaler
         total = (self._backward if self._on_oom == "stop" else self._guarded_backward)(tensors)
         total = self._average(total)
-        with seam.doing(Activity.OPTIMIZER, "optimizer"):
+        with doing(Activity.OPTIMIZER, "optimizer"):
             if scaler is not None:
                 scaler.unscale_(optimizer)
             norm = self._clip_grad_norm()
@@ -425,7 +415,7 @@ class Trainer:
         else:
             norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
         if isinstance(norm, DTensor):
-            norm = full_tensor(norm)
+            norm = norm.full_tensor()
         return norm.to(self._world.device)
 
     # Steps that are not finite
@@ -442,8 +432,7 @@ class Trainer:
             self.num_nonfinite = 0
             return False
         if self.num_nonfinite == 1:
-            model, device = self._parts.model, self._world.device
-            first = first_nonfinite(model, device, lambda: self._backward(tensors))
+            first = first_nonfinite(self._parts.model, lambda: self._backward(tensors))
             self._parts.optimizer.zero_grad()
             figures = f"loss {metrics.loss:.4g}, gradient norm {metrics.grad_norm:.4g}"
             self._cause = f"step {metrics.step}: {figures}; {first or 'a second pass is finite'}"
@@ -498,8 +487,8 @@ class Trainer:
         ranks.all_gather(None)  # so that the clocks of all ranks start together
         with record(self._world.device, self._world.rank) as recording:
             yield
-        model, timeline, device = self._parts.model, recording.timeline, self._world.device
-        memory = ranks.all_gather(memory_by_kind(model, self._parts.optimizer, timeline, device))
+        model, timeline = self._parts.model, recording.timeline
+        memory = ranks.all_gather(memory_by_kind(model, self._parts.optimizer, timeline))
         timelines = ranks.all_gather(timeline.as_json())
         if self._world.is_first and self.leads:
             found = {
@@ -516,90 +505,3 @@ class Trainer:
         file, rank = self._folder.profile / f"rank{self._world.rank}.json.gz", self._world.rank
         is_written = is_profiled and self.leads
         return profiled(file, self._world.device, rank) if is_written else nullcontext()
-
-
-# Metrics
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A step of this rank that may still be running on its device.
-
-    `facts` are the known metrics. `waits` are compute's waits for communication; None if they were
-    not measured. `own` is how long the host was busy with the step, and whether the run must stop.
-    """
-
-    facts: Mapping[str, Any]
-    loss_and_norm: torch.Tensor
-    own: tuple[float, bool]
-    start: Any
-    end: Any
-    waits: list[tuple[Any, Any]] | None
-
-
-class Meter:
-    """Measures the steps of this rank, and combines them with those of the other ranks.
-
-    On a device with streams, a step is read while the next one runs, so that no stream waits.
-    `host_share` is the share of the last read step in which the busiest host was busy.
-    """
-
-    def __init__(self, world: World, config: TrainConfig, architecture: Architecture) -> None:
-        self._world = world
-        self._step_tflop = step_tflop(config, architecture) if world.is_first else math.nan
-        self._peak_tflops = peak_tflops(config, world.device)
-        self._clock = Clock(world.device)
-        self.exposure = Exposure(self._clock)
-        self._end = self._clock.stamp()
-        self.host_share = 0.0
-        # How many steps may be unread when the next one begins.
-        self.max_pending = 0 if world.device.type == "cpu" else 1
-
-    def start(
-        self, facts: Mapping[str, Any], both: torch.Tensor, own: Any, *, is_replayed: bool
-    ) -> PendingStep:
-        """Start reading the loss, the norm and the times of a step that has been issued."""
-        if self._world.device.type != "cpu":
-            host = torch.empty(2, dtype=torch.float64, pin_memory=True)
-            both = host.copy_(both, non_blocking=True)
-        start, self._end = self._end, self._clock.stamp()
-        taken = self.exposure.taken()
-        waits = None if is_replayed else taken
-        return PendingStep(facts, both, own, start, self._end, waits)
-
-    def finish(self, pending: PendingStep) -> tuple[StepMetrics, bool]:
-        """Return the metrics of a step over all ranks, and whether any of them must stop."""
-        if self._world.device.type != "cpu":
-            pending.end.synchronize()
-        step_s = self._clock.between(pending.start, pending.end)
-        exposed_s = math.nan
-        if pending.waits is not None:
-            exposed_s = sum(self._clock.between(*wait) for wait in pending.waits)
-        loss, norm = pending.loss_and_norm.tolist()
-        own = [loss, norm, step_s, exposed_s, self._memory(), *pending.own]
-        columns = zip(*self._world.all_gather(own), strict=True)
-        losses, norms, steps_s, waits_s, memory, hosts_s, must_stop = columns
-        self.host_share = max(hosts_s) / max(steps_s)
-        tflops = self._step_tflop / max(steps_s)
-        metrics = StepMetrics(
-            **pending.facts,
-            loss=sum(losses) / len(losses),
-            grad_norm=norms[0],
-            step_s=max(steps_s),
-            exposed_s=max(waits_s),
-            memory_bytes=int(max(memory)),
-            tflops=tflops,
-            mfu=tflops / self._peak_tflops,
-        )
-        return metrics, any(must_stop)
-
-    def restart(self) -> None:
-        """Exclude the time since the last step from the next one."""
-        self.exposure.taken()
-        self._end = self._clock.stamp()
-
-    def _memory(self) -> int:
-        device = self._world.device
-        if device.type == "cpu":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return int(torch.get_device_module(device).max_memory_allocated(device))

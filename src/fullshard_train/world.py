@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import TopologyError
-from fullshard.resilience import watcher
-from fullshard.state.rank_group import RankGroup
+from fullshard.ranks import RankGroup
+from fullshard.resilience import report_exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def joined(asked_device: str) -> Iterator[World]:
 
 def leave(status: int) -> NoReturn:
     """End a process that has nothing left to do, whatever its threads do."""
-    watcher.leave()
+    report_exit()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+__all__ = ["DEBUG", "wants_tracebacks"]
+
 DEBUG = "FULLSHARD_DEBUG"
 
 

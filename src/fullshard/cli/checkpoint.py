@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from fullshard.cli.console import progress, say, say_facts, say_table
 from fullshard.cli.group import Commands
+from fullshard.console import progress, say, say_facts, say_table
 from fullshard.errors import CheckpointError
 from fullshard.formatting import counted, readable
 
@@ -40,9 +40,9 @@ def _num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 def _newest(ctx: click.Context, param: click.Parameter, path: Path) -> Path:
     """Return the newest checkpoint of the folder of a run."""
-    from fullshard_train.output import checkpoint_at
+    from fullshard.state import checkpoint_at
 
-    return checkpoint_at(path)
+    return checkpoint_at(path) or path
 
 
 _STORED: dict[str, Any] = {"type": _CHECKPOINT, "callback": _newest}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fullshard.cli.console import say, say_facts, say_table
+from fullshard.console import say, say_facts, say_table
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.formatting import counted, readable
 
@@ -136,8 +136,8 @@ def _say_speeds(speeds: Speeds) -> None:
 
 
 def _write_profile(facts: MachineFacts, speeds: Speeds, path: Path) -> None:
+    from fullshard.doctor.profile import measured_profile
     from fullshard.plan import write_profile
-    from fullshard_train.planning import measured_profile
 
     found = measured_profile(facts, speeds)
     if path == Path("-"):

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from fullshard.cli import DEBUG, wants_tracebacks
-from fullshard.cli.console import note
+from fullshard.console import note
 from fullshard.errors import FullshardError
 
 

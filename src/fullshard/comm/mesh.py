@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard._torch import flatten_mesh, is_registered, lifetime_of, local_group, timeout_of
 from fullshard.api import DataParallelMeshDims, ShardingStrategy
 from fullshard.device import simulation
-from fullshard.errors import ConfigError, LifecycleError, TopologyError
+from fullshard.errors import ConfigError, LifecycleError, TopologyError, UnsupportedError
 
 
 class Axis:
@@ -104,11 +104,6 @@ class MeshInfo:
 
     def subgroup_axis(self, size: int) -> Axis:
         """Groups of `size` neighbours on the shard axis; all its ranks must call this alike."""
-        if self.dims is not None:
-            raise TopologyError(
-                "reshard_after_forward: a number of ranks needs a mesh of one or two axes, "
-                "found dp_mesh_dims on a full mesh; pass True or False."
-            )
         return self._new_axis(size)
 
     def second_shard_axis(self) -> Axis:
@@ -201,26 +196,32 @@ def current_device(device_type: str) -> torch.device:
 def _of_plain_mesh(mesh: DeviceMesh) -> MeshInfo:
     if mesh.ndim not in (1, 2):
         raise TopologyError(
-            f"mesh: one axis (shard) or two (replicate, shard) expected, found {mesh.ndim} in "
-            f"{mesh}; pass a slice such as mesh['dp'], or name the axes with dp_mesh_dims."
+            f"mesh: fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; pass a slice such "
+            "as mesh['dp'], or name the axes with dp_mesh_dims."
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise TopologyError(
-            "mesh: the two axes of a mesh must have names, found none; pass "
-            "mesh_dim_names=('replicate', 'shard') to init_device_mesh."
+            "mesh: the axes to replicate and to shard over must have names, found none. Please "
+            "init the 2D mesh for HSDP with mesh_dim_names specified; these are usually "
+            "('replicate', 'shard')."
         )
     replicate = Axis(mesh.get_group(0)) if mesh.ndim == 2 else Axis()
     return MeshInfo(mesh, Axis(mesh.get_group(mesh.ndim - 1)), replicate)
 
 
 def _of_full_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
-    names = mesh.mesh_dim_names or ()
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise TopologyError(
+            "dp_mesh_dims: mesh must have mesh_dim_names when dp_mesh_dims is provided, found "
+            "none; pass mesh_dim_names to init_device_mesh."
+        )
     dp_names = (*dims.shard_names, *dims.replicate_names)
     for name in dp_names:
         if name not in names:
             raise TopologyError(
-                f"dp_mesh_dims: {name!r} must be an axis of the mesh, found {names}; correct the "
-                "name, or pass mesh_dim_names to init_device_mesh."
+                f"dp_mesh_dims: Mesh dim name {name!r} not found in mesh.mesh_dim_names {names}; "
+                "correct the name."
             )
     meshes = [
         joined_axes(mesh, each) if each else None
@@ -240,12 +241,17 @@ def joined_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 def subgroup_size(mesh_info: MeshInfo, value: int) -> bool | int:
     """Check `reshard_after_forward` as a number of ranks; the extremes are plain True and False."""
+    if mesh_info.dims is not None:
+        raise UnsupportedError(
+            "fully_shard: reshard_after_forward as int is not yet supported with SPMD mesh "
+            f"(dp_mesh_dims), found {value}; pass True or False."
+        )
     size = mesh_info.shard.size
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     if value not in divisors:
         raise ConfigError(
-            f"reshard_after_forward: a number of ranks must divide the shard axis of size {size}, "
-            f"found {value}; choose one of {divisors}."
+            "fully_shard: If passing reshard_after_forward as an int, it should be a factor of "
+            f"{size}, not {value}; choose one of {divisors}."
         )
     if value == 1:
         return False
@@ -261,8 +267,8 @@ def mesh_info_for_strategy(
     """The axes of a wrapper. Wrappers with the same arguments share one MeshInfo."""
     if process_group is not None and device_mesh is not None:
         raise ConfigError(
-            "FullyShardedDataParallel: a process group or a device mesh is expected, found both; "
-            "pass the device mesh alone."
+            "FullyShardedDataParallel: Cannot pass both process_group and device_mesh at the same "
+            "time, found both; pass the device mesh alone."
         )
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
         raise ConfigError(
@@ -291,8 +297,8 @@ def _of_strategy(
         mesh = _mesh_of_groups(strategy, process_group or dist.group.WORLD, device_type)
     if mesh.ndim != ndim:
         raise TopologyError(
-            f"device_mesh: {strategy} needs a mesh of {ndim} axes, found {mesh.ndim} in {mesh}; "
-            "pass a slice of it, or another strategy."
+            f"{strategy}: Expected device_mesh to have ndim={ndim} but got {mesh.ndim} in "
+            f"{mesh}; pass a slice of it, or another strategy."
         )
     if ndim == 2:
         return MeshInfo(mesh, Axis(mesh.get_group(1)), Axis(mesh.get_group(0)))
@@ -311,10 +317,11 @@ def _mesh_of_groups(strategy: ShardingStrategy, given: Any, device_type: str) ->
     groups = given if isinstance(given, tuple) else (given,)
     is_hybrid = strategy in HYBRID
     if len(groups) != 1 + is_hybrid or not all(map(_is_group, groups)):
-        pair = "a pair of groups (to shard in, to replicate over)"
+        pair = "Tuple[dist.ProcessGroup, dist.ProcessGroup]"  # to shard in, to replicate over
         raise ConfigError(
-            f"process_group: {strategy} needs {pair if is_hybrid else 'one process group'}, found "
-            f"{given!r}; pass that, a device mesh, or neither."
+            f"{strategy}: Expected process_group to be passed in as either None or "
+            f"{pair if is_hybrid else 'one process group'} but got {type(given)}; "
+            "pass that, a device mesh, or neither."
         )
     if not is_hybrid:
         return DeviceMesh.from_group(groups[0], device_type)

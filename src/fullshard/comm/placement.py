@@ -46,8 +46,9 @@ def place(name: str, param: torch.Tensor, dim: int | None, mesh_info: MeshInfo) 
     if not isinstance(param, DTensor):
         if mesh_info.dims is not None:
             raise ConfigError(
-                f"{name}: with dp_mesh_dims every parameter must be a DTensor on the full mesh, "
-                "found a plain tensor; distribute the module first, or leave dp_mesh_dims out."
+                f"{name}: When dp_mesh_dims is provided, all parameters must be DTensors on the "
+                "full SPMD mesh, found a plain tensor; distribute the module first, or leave "
+                "dp_mesh_dims out."
             )
         stride = torch.empty(param.size(), device="meta").stride()  # full parameters are contiguous
         meta = TensorMeta(param.size(), stride, param.dtype)
@@ -88,14 +89,15 @@ def _on_full_mesh(
     names = mesh.mesh_dim_names or ()
     if mesh is not mesh_info.full_mesh:
         raise TopologyError(
-            f"{name}: a parameter must be on the mesh that fully_shard was given, found "
-            f"{mesh}; distribute it on {mesh_info.full_mesh}."
+            f"{name}: Expected param's DTensor mesh to be the same mesh passed to fully_shard, but "
+            f"got different mesh objects: found {mesh}; distribute it on {mesh_info.full_mesh}."
         )
     for axis in mesh_info.dp_axes:
         if not isinstance(placements[axis], Replicate):
+            kind = "shard" if names[axis] in dims.shard_names else "replicate"
             raise ConfigError(
-                f"{name}: a parameter must be Replicate() on the data-parallel axis "
-                f"{names[axis]!r}, found {placements[axis]}; leave that axis to fully_shard."
+                f"{name}: Expected Replicate() on DP {kind} dim {names[axis]!r} (index {axis}) but "
+                f"got {placements[axis]}; leave that axis to fully_shard."
             )
     first = mesh_info.dp_axes[0]
     cut = _cut(mesh, placements, first, dim if dims.shard_names else None)
@@ -225,15 +227,15 @@ def shard_dim(name: str, param: torch.Tensor, placement: Shard | None) -> int | 
     """The dim that a parameter is cut along, counted from the front; None for a 0-dim one."""
     if placement is not None and not isinstance(placement, Shard):
         raise UnsupportedError(
-            f"{name}: shard_placement_fn must return a Shard, a ShardPlacementResult or None, "
-            f"found {placement!r}; return for example Shard(0)."
+            f"{name}: Invalid shard_placement_fn result: placement {placement!r}; return a Shard "
+            "such as Shard(0)."
         )
     if param.ndim == 0:
         return None
     dim = 0 if placement is None else placement.dim
     if not -param.ndim <= dim < param.ndim:
         raise UnsupportedError(
-            f"{name}: the dim to shard must be one of its {param.ndim} dims, found Shard({dim}) "
-            f"for shape {tuple(param.shape)}; return a dim between 0 and {param.ndim - 1}."
+            f"{name}: Shard dim {dim} is invalid for {param.ndim}D tensor: {param.shape}; "
+            f"return a dim between 0 and {param.ndim - 1}."
         )
     return dim % param.ndim

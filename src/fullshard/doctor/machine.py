@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import socket
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -19,7 +20,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fullshard.errors import ConfigError
+
 OPTIONAL = ("click", "rich", "jinja2", "transformers", "peft", "tensorboard")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 _PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "FULLSHARD_", "CUDA_", "OMP_", "PYTORCH_", "TORCHELASTIC_")
 
 
@@ -208,6 +212,30 @@ def meminfo() -> dict[str, int]:
     return {part[0].rstrip(":"): int(part[1]) * 1024 for part in parts}
 
 
+def available_bytes() -> int:
+    """The memory of this machine that processes can still take, within its control group."""
+    available = meminfo().get("MemAvailable")
+    if available is None:
+        raise ConfigError("/proc/meminfo: a line MemAvailable is expected, found none.")
+    return min(available, _allowed_bytes())
+
+
+def _allowed_bytes() -> int:
+    """Return what the control group, such as a container's, still allows this process."""
+    try:
+        limit = (_CONTROL_GROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return sys.maxsize
+        stat = dict(
+            line.split() for line in (_CONTROL_GROUP / "memory.stat").read_text().splitlines()
+        )
+        # The page cache of files that are not in use is reclaimed on demand.
+        used = int((_CONTROL_GROUP / "memory.current").read_text()) - int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return sys.maxsize  # there is no known limit
+    return max(0, int(limit) - used)
+
+
 def _text(path: str | Path) -> str:
     """Return the text of a file; empty if it is missing or not readable."""
     with suppress(OSError):
@@ -231,7 +259,7 @@ def _soft(which: int) -> int | None:
 
 def _control_values(name: str, old_name: str) -> Iterator[str]:
     """Yield a value from each control group of this process, in version 1 or 2."""
-    root = Path("/sys/fs/cgroup")
+    root = _CONTROL_GROUP
     folders = [root]
     for line in _text("/proc/self/cgroup").splitlines():
         if line.startswith("0::/"):

@@ -71,8 +71,9 @@ def clip_grads(
     if any(group is not None for groups in by_groups for group in groups):
         # Ranks with gradients return their dtype, which this rank does not know.
         warnings.warn(
-            f"clip_grad_norm_: rank {dist.get_rank()} was called with no gradients; it returns "
-            "the total norm in float32, whatever dtype the gradients of other ranks have.",
+            f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with no gradients -- "
+            "returning the total norm in the default dtype torch.float32, whatever that of other "
+            "ranks is.",
             stacklevel=4,
         )
     return norm.float()

@@ -3,6 +3,8 @@
 Importing it has `comm/guard.py` make watchers.
 """
 
-from fullshard.resilience import watcher
+from fullshard.resilience.nonfinite import first_nonfinite
+from fullshard.resilience.oom_guard import explain_out_of_memory
+from fullshard.resilience.watcher import report_exit, report_failure
 
-__all__ = ["watcher"]
+__all__ = ["explain_out_of_memory", "first_nonfinite", "report_exit", "report_failure"]

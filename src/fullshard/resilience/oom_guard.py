@@ -25,9 +25,9 @@ from fullshard.comm import guard
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.collectives import CustomCollectives, Issued, all_reduce
 from fullshard.errors import FullshardError, LifecycleError
+from fullshard.facts import memory_by_kind
 from fullshard.formatting import readable
 from fullshard.runtime.hooks import hooks_below
-from fullshard.runtime.unit_facts import memory_by_kind
 
 _REMEDY = "use smaller batches, recompute activations in backward, or shard over more ranks"
 
@@ -198,7 +198,7 @@ class oom_guard:  # noqa: N801 (used like a function)
         return bool(said.item())
 
     def _memory(self, error: BaseException | None) -> dict[str, int]:
-        return memory_by_kind(self._model, self._optimizer, error, self._device)
+        return memory_by_kind(self._model, self._optimizer, error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -218,16 +218,19 @@ def _described(failed: Mapping[int, Mapping[str, int]], more: str = "") -> OutOf
 
 
 @contextmanager
-def explained(
-    model: nn.Module, optimizer: Optimizer, device: torch.device, more: str
+def explain_out_of_memory(
+    model: nn.Module, optimizer: Optimizer | None = None, more: str = ""
 ) -> Iterator[None]:
-    """Make out-of-memory errors of a block say what used the memory, and `more`."""
+    """Let out-of-memory errors of a block say what used the memory of this rank, and `more`.
+
+    They are raised as an `OutOfMemoryError`.
+    """
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        memory = memory_by_kind(model, optimizer, error, device)
+        memory = memory_by_kind(model, optimizer, error)
         is_known = isinstance(error, OutOfMemoryError)
         known = error if is_known else _described({dist.get_rank(): memory})
         raise OutOfMemoryError(f"{known} {more}".rstrip()) from error

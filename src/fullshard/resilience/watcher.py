@@ -382,14 +382,20 @@ def make() -> Watcher | None:
     return _last
 
 
-def report(error: BaseException) -> None:
-    """Tell all ranks that the program of this one has failed, and ends."""
+def report_failure(error: BaseException) -> None:
+    """Tell all ranks that the program of this one has failed, and ends.
+
+    An error that ends the program is reported without this call; one that it catches is not.
+    """
     if _last is not None and _last.is_running:
         _last.report(error)
 
 
-def leave() -> None:
-    """Tell all ranks that this process ends, also if its process group has ended before."""
+def report_exit() -> None:
+    """Tell all ranks that this process ends, also if its process group has ended before.
+
+    For programs that call `os._exit`: at a normal exit, this happens by itself.
+    """
     if _last is not None:
         _last.leave()
 
@@ -398,12 +404,12 @@ def _follow_the_end_of_the_process() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        report(error)
+        report_failure(error)
         before(kind, error, frames)
 
     sys.excepthook = hook
-    atexit.register(leave)
-    Finalize(None, leave, exitpriority=100)  # processes of multiprocessing have no atexit
+    atexit.register(report_exit)
+    Finalize(None, report_exit, exitpriority=100)  # processes of multiprocessing have no atexit
 
 
 def _after_fork() -> None:

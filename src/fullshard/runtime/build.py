@@ -199,8 +199,8 @@ def _dtensor_param(
         mesh_info = mesh_info_of(mesh if isinstance(inner, torch.Tensor) else inner)
     else:
         raise ConfigError(
-            f"{name}: shard_placement_fn must return a Shard, a ShardPlacementResult or None, "
-            f"found {chosen!r}; return for example Shard(0)."
+            f"{name}: Invalid shard_placement_fn result: {chosen!r}; return a Shard such as "
+            "Shard(0), a ShardPlacementResult or None."
         )
     device = Store.of(request.offload, request.device).device
     dim = shard_dim(name, to_local(original), placement)
@@ -231,8 +231,9 @@ def reshard_of(unit: Unit, value: Any) -> bool | int | None:
         return value
     if not isinstance(value, int):
         raise ConfigError(
-            "reshard_after_forward: a bool, a number of ranks or None is expected, found "
-            f"{value!r}; pass True, False or a divisor of {unit.mesh_info.shard.size}."
+            "fully_shard: reshard_after_forward should be a bool or an int representing the group "
+            f"size to reshard to, not {value!r}; pass True, False or a divisor of "
+            f"{unit.mesh_info.shard.size}."
         )
     after = subgroup_size(unit.mesh_info, value)
     if not isinstance(after, bool):
@@ -312,8 +313,9 @@ def make_scheduler(top: ModuleHooks) -> Scheduler:
     for hooks in members:
         if hooks.scheduler is not None and hooks.scheduler.phase != "idle":
             raise LifecycleError(
-                f"{hooks.name}: a unit must be idle when an outer module runs for the first time, "
-                f"found it in {hooks.scheduler.phase}; run the outer module's forward first."
+                f"{hooks.name}: FSDP requires running forward through the root module first, found "
+                f"this unit in {hooks.scheduler.phase} when an outer module runs for the first "
+                "time; run the outer module's forward before, or end this one's backward."
             )
     _set_names(tops, members)
     units = [unit for hooks in members for unit in hooks.units]

@@ -43,9 +43,9 @@ class ShardedModule:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise MisuseError(
-            f"{type(self).__name__}: a sharded module must not be copied object by object, found "
-            "copy.deepcopy on it; copy before sharding, or build a second model, shard it alike "
-            "and load the state dict of this one."
+            f"{type(self).__name__}: FSDP does not support deepcopy, found it called on a sharded "
+            "module; copy before sharding, or build a second model, shard it alike and load the "
+            "state dict of this one."
         )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,32 +14,52 @@ if TYPE_CHECKING:
     from fullshard.state.checkpoint.load import Loaded, load
     from fullshard.state.checkpoint.reader import Problem, latest, verify
     from fullshard.state.checkpoint.save import Handle, save, save_async
+    from fullshard.state.contents import checkpoint_at, stored_shapes
+    from fullshard.state.initial_values import draw_into
+    from fullshard.state.materialize import give_memory, recreate_buffers
     from fullshard.state.safetensors.export import export_safetensors
     from fullshard.state.safetensors.load import LoadedWeights, load_safetensors
+    from fullshard.state.shards import TensorShard, tensor_shards
 
 __all__ = [
     "Handle",
     "Loaded",
     "LoadedWeights",
     "Problem",
+    "TensorShard",
+    "checkpoint_at",
     "checkpoints",
+    "draw_into",
     "export_safetensors",
+    "give_memory",
     "latest",
     "load",
     "load_safetensors",
     "prune",
+    "recreate_buffers",
     "save",
     "save_async",
+    "stored_shapes",
+    "tensor_shards",
     "verify",
 ]
 
-_MODULES = [f"checkpoint.{each}" for each in ("folder", "reader", "save", "load")]
-_MODULES += ["safetensors.export", "safetensors.load"]
+_FILES = {
+    "checkpoint.folder": ("checkpoints", "prune"),
+    "checkpoint.load": ("Loaded", "load"),
+    "checkpoint.reader": ("Problem", "latest", "verify"),
+    "checkpoint.save": ("Handle", "save", "save_async"),
+    "contents": ("checkpoint_at", "stored_shapes"),
+    "initial_values": ("draw_into",),
+    "materialize": ("give_memory", "recreate_buffers"),
+    "safetensors.export": ("export_safetensors",),
+    "safetensors.load": ("LoadedWeights", "load_safetensors"),
+    "shards": ("TensorShard", "tensor_shards"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    for module in _MODULES if name in __all__ else ():
-        found = importlib.import_module(f"{__name__}.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
+    for file, names in _FILES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{file}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,7 +38,7 @@ from fullshard.api import (
     StateDictType,
     own_value,
 )
-from fullshard.errors import CheckpointError, LifecycleError
+from fullshard.errors import CheckpointError, LifecycleError, MisuseError
 from fullshard.layout.split import Box
 from fullshard.runtime.names import WRAPPED, clean_name
 from fullshard.state.shards import (
@@ -97,8 +97,8 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     """The settings of all wrappers at or below a module, which must be the same."""
     found = [own_settings(wrapper) for wrapper in wrappers_of(module)] or [_default()]
     if any(each != found[0] for each in found):
-        raise LifecycleError(
-            f"{type(module).__name__}: all wrappers below it must have the same state-dict type, "
+        raise MisuseError(
+            f"{type(module).__name__}: All FSDP modules must have the same state dict settings, "
             f"found {sorted({str(each) for each in found})}; call set_state_dict_type on the root."
         )
     return found[0]
@@ -126,12 +126,13 @@ def set_settings(
     before = settings_of(module)
     given = (state_dict_config, optim_state_dict_config)
     configs: list[Any] = []
-    for cls, config in zip(_CONFIGS[state_dict_type], given, strict=True):
+    names = ("state_dict_config", "optim_state_dict_config")
+    for name, cls, config in zip(names, _CONFIGS[state_dict_type], given, strict=True):
         configs.append(cls() if config is None else own_value(cls, config))
         if type(configs[-1]) is not cls:
             raise LifecycleError(
-                f"state_dict_type: {state_dict_type} goes with a {cls.__name__}, found "
-                f"{type(config).__name__}; pass a {cls.__name__}."
+                f"{state_dict_type}: Expected {name} of type {cls} but got {type(config)}; "
+                f"pass a {cls.__name__}."
             )
     is_sharded = state_dict_type is StateDictType.SHARDED_STATE_DICT
     for wrapper in wrappers_of(module):
@@ -164,8 +165,8 @@ def require_kind(wrapper: nn.Module, name: str) -> None:
     is_local = own_settings(wrapper).state_dict_type is StateDictType.LOCAL_STATE_DICT
     if is_local and wrapper.__dict__.get("_device_mesh") is not None:
         raise LifecycleError(
-            f"{name}: LOCAL_STATE_DICT needs a wrapper without device_mesh, found one; use "
-            "SHARDED_STATE_DICT, which holds DTensors."
+            f"{name}: DeviceMesh is not compatible with LOCAL_STATE_DICT, found a wrapper with "
+            "one; use SHARDED_STATE_DICT, which holds DTensors."
         )
 
 
@@ -183,8 +184,8 @@ def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadat
     require_kind(wrapper, name)
     if (is_local or is_sharded) and not all(lane.is_sharded for lane in own):
         warnings.warn(
-            f"{name}: parameters are not sharded, so the state dict holds them whole and not as "
-            f"{kind.name} asks.",
+            f"{name}: When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be "
+            f"returned; {kind.name} was asked for.",
             stacklevel=2,
         )
     for key in [key for key in state if key.startswith(prefix)]:

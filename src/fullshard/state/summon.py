@@ -46,37 +46,39 @@ def summon_full_params(
     wrappers = [wrapper for wrapper in wrappers_of(module) if recurse or wrapper is module]
     if wrappers and in_backward():
         raise MisuseError(
-            f"{type(module).__name__}: summon_full_params must be called outside of backward, "
-            "found it in a hook of one; call it after backward."
+            f"{type(module).__name__}: Cannot manually unshard parameters during forward/backward, "
+            "found summon_full_params in a hook of a backward; call it after backward."
         )
     for unit in map(wrapper_unit, wrappers):
         if unit.is_summoned:
             raise MisuseError(
-                f"{unit.name}: summon_full_params must be called while parameters are "
-                "sharded, found them summoned already; leave the outer context first, or pass "
-                "recurse=False to it."
+                f"{unit.name}: Cannot manually unshard parameters when already unsharding "
+                "parameters, found summon_full_params inside another one; leave the outer context "
+                "first, or pass recurse=False to it."
             )
     try:
         what = "summon_full_params"
         lanes = [lane for w in wrappers for lane in lanes_of(w, recurse=False, what=what)]
     except LifecycleError as error:
-        raise MisuseError(str(error)) from error
+        raise MisuseError(
+            f"Cannot manually unshard parameters during forward/backward: {error}"
+        ) from error
     for lane in lanes:
         if with_grads and (offload_to_cpu or lane.is_flat):
             raise UnsupportedError(
-                f"{lane.unit.name}: with_grads needs use_orig_params=True and "
-                f"offload_to_cpu=False, found use_orig_params={not lane.is_flat} and "
-                f"offload_to_cpu={offload_to_cpu}; read .grad outside of the context."
+                f"{lane.unit.name}: {with_grads=}, use_orig_params={not lane.is_flat}, "
+                f"{offload_to_cpu=} is not supported yet; read .grad outside of "
+                "the context."
             )
         if offload_to_cpu and not lane.is_sharded:
             raise UnsupportedError(
-                f"{lane.unit.name}: offload_to_cpu needs sharded parameters, found them whole "
-                "on every rank (NO_SHARD, or one rank); copy them to the host yourself."
+                f"{lane.unit.name}: offload_to_cpu=True and NO_SHARD is not supported yet, found "
+                "parameters whole on every rank; copy them to the host yourself."
             )
     if writeback and rank0_only:
         raise UnsupportedError(
-            "summon_full_params: rank0_only goes with writeback=False, found writeback=True; "
-            "other ranks would not see what rank 0 wrote."
+            "summon_full_params: writeback=True and rank0_only=True is not supported yet; "
+            "pass writeback=False, since other ranks would not see what rank 0 wrote."
         )
     if offload_to_cpu and not rank0_only:
         warnings.warn(

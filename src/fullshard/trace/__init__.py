@@ -1,7 +1,8 @@
 """What the engine does, reported to observers: `record` one step, or write an observer."""
 
-from fullshard.trace.recording import Recording, record
-from fullshard.trace.seam import Activity, Observer, Track, observed
+from fullshard.trace.profiling import profiled
+from fullshard.trace.recording import Recording, StepTime, StepTimes, record
+from fullshard.trace.seam import Activity, Observer, Track, doing, observed
 from fullshard.trace.timeline import MemorySample, Span, Timeline, UnitFacts
 
 __all__ = [
@@ -10,9 +11,13 @@ __all__ = [
     "Observer",
     "Recording",
     "Span",
+    "StepTime",
+    "StepTimes",
     "Timeline",
     "Track",
     "UnitFacts",
+    "doing",
     "observed",
+    "profiled",
     "record",
 ]

@@ -1,4 +1,4 @@
-"""Observers that turn what the engine reports into a timeline, or into one number."""
+"""Observers that turn what the engine reports into a timeline, or into the times of steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,11 @@ class Clock:
         """Wait until every stamp has passed."""
         if self._module is not None:
             self._module.synchronize(self._device)
+
+    def wait_for(self, stamp: Any) -> None:
+        """Wait until a stamp has passed."""
+        if self._module is not None:
+            stamp.synchronize()
 
     def between(self, first: Any, second: Any) -> float:
         """Seconds from one stamp to another, once both have passed."""
@@ -137,15 +143,45 @@ def record(device: torch.device | str = "cpu", rank: int = 0) -> Iterator[Record
     recording.finish()
 
 
-class Exposure:
-    """How long compute waits for communication: an observer for every step of a run."""
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step of this rank, which may still be running: to read a time waits for the step's end."""
+
+    _clock: Clock
+    _start: Any
+    _end: Any
+    _waits: tuple[tuple[Any, Any], ...]
+
+    @property
+    def duration_s(self) -> float:
+        """How long the step took, on the device if it has streams."""
+        self._clock.wait_for(self._end)
+        return self._clock.between(self._start, self._end)
+
+    @property
+    def exposed_s(self) -> float:
+        """How long compute waited for communication in it."""
+        self._clock.wait_for(self._end)
+        return sum(self._clock.between(*wait) for wait in self._waits)
+
+
+class StepTimes:
+    """Times every step of a run: an observer whose cost is two stamps for each wait of compute.
+
+    times = StepTimes(device)
+    with observed(times):
+        for batch in batches:
+            train(batch)
+            step = times.end_step()  # what follows belongs to the next step
+    """
 
     wants_collective_ends = False
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._clock = Clock(torch.device(device))
         self._begun: Any = None
         self._waits: list[tuple[Any, Any]] = []
+        self._start = self._clock.stamp()
 
     def begin(self, activity: Activity, unit: str) -> None:
         if activity.is_exposed:
@@ -159,7 +195,8 @@ class Exposure:
     def hold(self, unit: str, num_bytes: int) -> None:
         """Ignore memory."""
 
-    def taken(self) -> list[tuple[Any, Any]]:
-        """The stamps at which each wait since the last call began and ended."""
-        waits, self._waits = self._waits, []
-        return waits
+    def end_step(self) -> StepTime:
+        """End a step here, and begin the next; reads nothing, so that the device need not wait."""
+        start, waits = self._start, tuple(self._waits)
+        self._start, self._waits = self._clock.stamp(), []
+        return StepTime(self._clock, start, self._start, waits)

@@ -9,9 +9,6 @@ from typing import Any
 
 from fullshard.trace.seam import Activity, Track
 
-# The rest of the memory on a CPU, where the memory of the whole process is measured.
-PROCESS_KIND = "activations, program and libraries"
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -324,8 +324,9 @@ class ExtensionAllGather:
         for (param, _), by_rank in zip(self.params, zip(*everyone, strict=True), strict=True):
             if len(set(by_rank)) > 1:
                 raise ConfigError(
-                    f"{param.name}: fsdp_pre_all_gather must return as many bytes on every rank, "
-                    f"found {list(by_rank)} on the ranks of the shard axis; pad an uneven shard."
+                    f"{param.name}: fsdp_pre_all_gather must return all-gather inputs with the "
+                    f"padded sharded size, found {list(by_rank)} bytes on the ranks of the shard "
+                    "axis; pad an uneven shard."
                 )
         self._is_compared = True
 

@@ -40,16 +40,18 @@ class Extension:
         has_pre = hasattr(local, "fsdp_pre_all_gather")
         if has_pre != hasattr(local, "fsdp_post_all_gather"):
             raise UnsupportedError(
-                f"{name}: {type(local).__name__} must define both fsdp_pre_all_gather and "
-                f"fsdp_post_all_gather, found only one; define the other."
+                f"{name}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if "
+                f"using all-gather extensions, found only one in {type(local).__name__}; define "
+                "the other."
             )
         if not has_pre:
             return None
         signature = inspect.signature(local.fsdp_pre_all_gather)
         if len(signature.parameters) not in (1, 5):
             raise UnsupportedError(
-                f"{name}: fsdp_pre_all_gather must take (mesh) or (mesh, outer_size, outer_stride, "
-                f"module, mp_policy), found {signature}; change {type(local).__name__}."
+                f"{name}: Invalid fsdp_pre_all_gather: {signature} found in "
+                f"{type(local).__name__}; it must take (mesh) or (mesh, outer_size, outer_stride, "
+                "module, mp_policy)."
             )
         return cls(name)
 
@@ -74,8 +76,9 @@ class Extension:
         expected = [out.numel() for out in self.outs]
         if found != expected:
             raise ConfigError(
-                f"{self._name}: fsdp_pre_all_gather must return tensors of the same sizes each "
-                f"time and on every rank, expected {expected}, found {found}; pad an uneven shard."
+                f"{self._name}: fsdp_pre_all_gather must return all-gather inputs with the padded "
+                f"sharded size, the same each time and on every rank: expected {expected}, found "
+                f"{found}; pad an uneven shard."
             )
         for buffer in self.buffers:
             buffer.allocate()

@@ -231,15 +231,19 @@ class Unit:
         for param in self.params:
             local = param.current_local
             if has_no_memory(local):
+                names = [each.name for each in self.params if has_no_memory(each.current_local)]
                 raise LifecycleError(
-                    f"{self.name}: parameters must have values before they are used, found "
-                    f"'{param.name}' on meta; call module.to_empty(device='{device.type}') and "
-                    "initialise it, or load a state dict with assign=True."
+                    f"{self.name}: FSDP parameters should be materialized from meta device before "
+                    f"training, but the following were still on meta device: {names}; call "
+                    f"module.to_empty(device='{device.type}') and initialise them, or load a state "
+                    "dict with assign=True."
                 )
             if local.device.type != device.type:
+                offloading = "on CPU when enabling CPU offloading"
                 raise LifecycleError(
-                    f"{self.name}: parameters must be on {device.type}, found '{param.name}' on "
-                    f"{local.device}; call module.to('{device.type}')."
+                    f"{self.name}: FSDP parameters should be materialized "
+                    f"{offloading if not self.store.is_on_device else f'on {device.type}'}, found "
+                    f"'{param.name}' on {local.device}; call module.to('{device.type}')."
                 )
 
     def require_not_replaced(self) -> None:
@@ -248,9 +252,9 @@ class Unit:
         if found is not None:
             self.forget_full()  # it may be what was replaced
             raise MisuseError(
-                f"{found.name}: a wrapper's parameter must stay the same tensor between a forward "
-                "and its backward, found it or its data replaced; replace it before the forward "
-                "or after the backward."
+                f"{found.name}: FSDP does not support changing the parameters between forward and "
+                "backward for wrappers that keep them in between, found this one or its data "
+                "replaced; replace it before the forward or after the backward."
             )
 
     def _find_replaced(self) -> ShardedParam | None:

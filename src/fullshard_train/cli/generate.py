@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fullshard.cli.console import printable
+from fullshard.console import printable
 from fullshard_train.config import DEVICES
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fullshard.cli.console import progress, say, say_table
+from fullshard.console import progress, say, say_table
 from fullshard.errors import ConfigError
 from fullshard.formatting import readable
 from fullshard_train.cli.train import KeyCommand, given_options

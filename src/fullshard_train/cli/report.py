@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from fullshard.cli.console import say
+from fullshard.console import say
 from fullshard.formatting import readable
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import click
 
-from fullshard.cli.group import suggestion
 from fullshard_train.config import KEYS, SECTIONS, Key, Value, validate, value_of
 from fullshard_train.config_file import config_as_toml, config_of
 
@@ -34,7 +34,9 @@ class _Choice(click.Choice[str]):
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         known = [str(choice) for choice in self.choices]
-        return f"{value!r} is not one of {', '.join(known)}{suggestion(str(value), known)}"
+        close = get_close_matches(str(value), known, n=1, cutoff=0.5)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        return f"{value!r} is not one of {', '.join(known)}{meant}"
 
 
 def _name(key: Key) -> str:

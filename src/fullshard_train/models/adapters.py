@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.state.shards import TensorShard
-from fullshard_train.models.initialization import constant, draw_into, uniform
+from fullshard.state import TensorShard, draw_into
+from fullshard_train.models.initialization import constant, uniform
 from fullshard_train.models.optional import optional
 
 # Names that peft gives: a module with an adapter becomes the `base_layer` of its replacement.

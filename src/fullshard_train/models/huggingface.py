@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import CheckpointError, ConfigError, LifecycleError, UnsupportedError
-from fullshard.runtime.names import clean_name
-from fullshard.state.materialize import recreate_buffers
-from fullshard.state.safetensors.files import open_tensors
-from fullshard.state.safetensors.load import LoadedWeights, load_safetensors
-from fullshard.state.shards import tensor_shards
+from fullshard.state import (
+    LoadedWeights,
+    load_safetensors,
+    recreate_buffers,
+    stored_shapes,
+    tensor_shards,
+)
 from fullshard.wrap import repeated_blocks
 from fullshard_train.models.adapters import (
     LoraSettings,
@@ -37,6 +39,8 @@ from fullshard_train.models.tokenizers import (
     has_tokenizer,
 )
 
+# What a wrapper adds to the names of its modules.
+_WRAPPED = "_fsdp_wrapped_module."
 # The most names listed in an error.
 _NUM_LISTED = 8
 
@@ -132,7 +136,7 @@ class FolderArchitecture(Architecture):
 
     def _require_weights(self) -> None:
         try:
-            open_tensors(self._folder)
+            stored_shapes(self._folder)
         except (CheckpointError, OSError) as error:
             raise ConfigError(
                 f"model {self.name}: weights as safetensors files were expected beside config.json,"
@@ -195,7 +199,8 @@ class FolderArchitecture(Architecture):
             for name in sorted(module._non_persistent_buffers_set):
                 buffer = module._buffers[name]
                 if buffer is not None:
-                    buffer.copy_(expected[base_name(clean_name(f"{path}.{name}".lstrip(".")))])
+                    name = f"{path}.{name}".lstrip(".").replace(_WRAPPED, "")
+                    buffer.copy_(expected[base_name(name)])
 
 
 def _listed(names: Sequence[str]) -> str:

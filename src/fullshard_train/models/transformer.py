@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.errors import ConfigError, UnknownNameError
-from fullshard.state.shards import tensor_shards
+from fullshard.state import draw_into, tensor_shards
 from fullshard_train.models.adapters import LoraSettings, add_adapters, base_name, fill_adapters
 from fullshard_train.models.architecture import Architecture, token_ids, write_json
-from fullshard_train.models.initialization import Draw, constant, draw_into, normal
+from fullshard_train.models.initialization import Draw, constant, normal
 from fullshard_train.models.tokenizers import ByteTokenizer, Tokenizer
 
 # 256 bytes and the end-of-document token, rounded up to a multiple of 8.

@@ -3,7 +3,7 @@
 The packages that draw it belong to the extra `report` and are imported when a report is written.
 """
 
-from fullshard.runtime.unit_facts import unit_facts
+from fullshard.facts import unit_facts
 from fullshard_train.report.page import write_report
 from fullshard_train.report.record import RunRecord, StepMetrics, read_record
 

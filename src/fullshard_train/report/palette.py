@@ -7,7 +7,7 @@ text colour that is legible on both.
 
 from __future__ import annotations
 
-from fullshard.trace.seam import Activity
+from fullshard.trace import Activity
 
 KEYS = {
     Activity.FORWARD: "forward",

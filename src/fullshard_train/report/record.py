@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.trace.timeline import Timeline, UnitFacts
+from fullshard.trace import Timeline, UnitFacts
 
 METRICS = "metrics.jsonl"
 TIMELINE = "timeline.json"

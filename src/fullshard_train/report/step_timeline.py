@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.formatting import counted
-from fullshard.trace.seam import Activity, Track
-from fullshard.trace.timeline import Timeline
+from fullshard.trace import Activity, Timeline, Track
 from fullshard_train.report.curves import downsampled
 from fullshard_train.report.formatting import ByteScale, plain, shown_bytes, shown_share, shown_time
 from fullshard_train.report.palette import KEYS

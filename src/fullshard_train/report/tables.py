@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite
 
+from fullshard.facts import PROCESS_KIND
 from fullshard.formatting import counted
-from fullshard.trace.seam import Activity, Track
-from fullshard.trace.timeline import PROCESS_KIND, Timeline, UnitFacts
+from fullshard.trace import Activity, Timeline, Track, UnitFacts
 from fullshard_train.report.curves import exposed_share, tokens_per_s
 from fullshard_train.report.formatting import (
     DASH,

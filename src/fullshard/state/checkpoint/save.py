@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from fullshard.comm import guard
 from fullshard.errors import CheckpointError
+from fullshard.ranks import RankGroup
 from fullshard.state.checkpoint.manifest import Manifest
 from fullshard.state.checkpoint.writer import Writer
-from fullshard.state.rank_group import RankGroup
 
 
 def save(

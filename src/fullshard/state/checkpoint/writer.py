@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fullshard._torch import to_local
 from fullshard.errors import CheckpointError, ConfigError, FullshardError
 from fullshard.layout.split import Box, row_chunks, tiles
+from fullshard.ranks import RankGroup
 from fullshard.state.checkpoint.checksum import as_text, checksum, joined
 from fullshard.state.checkpoint.folder import (
     begin,
@@ -50,7 +51,6 @@ from fullshard.state.checkpoint.reader import seal
 from fullshard.state.matching import require_values, selection
 from fullshard.state.optim_state import optim_params
 from fullshard.state.plain import RANDOM, as_json, dequantized, packed, plain_extra, random_state
-from fullshard.state.rank_group import RankGroup
 from fullshard.state.shards import LocalPart, TensorShard, tensor_shards
 from fullshard.state.stored import TensorSource
 

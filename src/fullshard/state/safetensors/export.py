@@ -22,9 +22,9 @@ from fullshard.layout.split import (
     slices,
     tiles,
 )
+from fullshard.ranks import RankGroup
 from fullshard.state.checkpoint.folder import discard, staging_folder, sync, write_synced
 from fullshard.state.matching import require_values, selection
-from fullshard.state.rank_group import RankGroup
 from fullshard.state.safetensors.files import (
     INDEX_FILE,
     ONE_FILE,

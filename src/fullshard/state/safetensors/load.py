@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fullshard.errors import CheckpointError
+from fullshard.ranks import RankGroup
 from fullshard.state.matching import NameMatch
 from fullshard.state.materialize import give_memory, recreate_buffers
-from fullshard.state.rank_group import RankGroup
 from fullshard.state.safetensors.files import SafetensorsReader, TensorFile, as_bytes
 from fullshard.state.shards import TensorShard, tensor_shards
 

@@ -26,6 +26,8 @@ from rich.text import Text
 
 from fullshard.formatting import readable
 
+__all__ = ["note", "printable", "progress", "say", "say_facts", "say_table"]
+
 Report = Callable[[int, int], None]
 
 _ANY_WIDTH = 100_000
@@ -44,6 +46,7 @@ def note(text: str) -> None:
 
 
 def printable(text: str) -> str:
+    """The text with characters escaped that could control a terminal."""
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
     )

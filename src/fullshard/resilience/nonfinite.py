@@ -1,4 +1,4 @@
-"""Finds the first value of a step that is not finite, by a second pass with hooks."""
+"""Finds the first value of a step that is not finite."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ import torch
 from torch import nn
 
 from fullshard._torch import to_local
+from fullshard.ranks import RankGroup
 from fullshard.runtime.names import clean_name
 from fullshard.runtime.trees import map_tensors
-from fullshard.state.rank_group import RankGroup
+from fullshard.state.materialize import device_of
 
 # In the order in which one causes the next, on this rank or on another.
 _KINDS = ("parameter", "output of", "gradient of the output of", "gradient of")
 
 
-def first_nonfinite(model: nn.Module, device: torch.device, step: Callable[[], object]) -> str:
-    """Repeat a step on all ranks; say what is the first not finite, or nothing if all is finite."""
+def first_nonfinite(model: nn.Module, step: Callable[[], object]) -> str:
+    """Repeat a step with hooks, and say in words which of its values is the first not finite.
+
+    All ranks call it, and the result is the same on all: the parameter, or the module whose output
+    or gradient it is, and the rank. It is empty if everything is finite. Gradients are added to
+    those that are there, and random generators are left as they were.
+
+    Args:
+        model: The model, sharded or not.
+        step: Runs forward and backward.
+    """
     found: list[tuple[int, str]] = []
 
     def check(kind: int, name: str, values: torch.Tensor) -> None:
@@ -39,6 +49,7 @@ def first_nonfinite(model: nn.Module, device: torch.device, step: Callable[[], o
 
     for name, param in model.named_parameters():
         check(0, clean_name(name), to_local(param))
+    device = device_of(model)
     devices = [] if device.type == "cpu" else [device]
     modules = [(clean_name(name), module) for name, module in model.named_modules()]
     hooks = [module.register_forward_hook(hook_of(name)) for name, module in modules if name]

@@ -1,4 +1,4 @@
-"""The units of a model, for tables and reports."""
+"""What a sharded model consists of, and what its memory is used for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from torch.optim import Optimizer
 from fullshard._torch import to_local
 from fullshard.runtime.hooks import units_below
 from fullshard.runtime.step import FULL_BYTES
+from fullshard.state.materialize import device_of
 from fullshard.trace.recording import Clock
 from fullshard.trace.seam import Activity
-from fullshard.trace.timeline import PROCESS_KIND, Timeline, UnitFacts
+from fullshard.trace.timeline import Timeline, UnitFacts
 from fullshard.unit.unit import Unit
+
+__all__ = ["PROCESS_KIND", "memory_by_kind", "unit_facts"]
+
+# The rest of the memory on a CPU, where the memory of the whole process is measured.
+PROCESS_KIND = "activations, program and libraries"
 
 
 def unit_facts(model: nn.Module) -> list[UnitFacts]:
@@ -24,9 +30,17 @@ def unit_facts(model: nn.Module) -> list[UnitFacts]:
 
 
 def memory_by_kind(
-    model: nn.Module, optimizer: Optimizer | None, moment: object, device: torch.device
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    moment: Timeline | BaseException | None = None,
 ) -> dict[str, int]:
-    """Bytes at a timeline's peak, at an error, or now; on a CPU, the rest is the process."""
+    """The bytes on this rank's device by what they are used for.
+
+    `moment` is a timeline, for its peak; an error, for what was in use when it was raised; or now.
+    What is left after shards, optimizer state and full parameters are activations. On a CPU, where
+    the memory of the process is measured, the rest is called `PROCESS_KIND`.
+    """
+    device = device_of(model)
     units = units_below(model)
     params = [param for unit in units for param in unit.params]
     held = {*model.parameters()} - {param.full for param in params}  # full while in use

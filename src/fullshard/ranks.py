@@ -1,13 +1,10 @@
-"""Steps that all ranks take together, apart from training's collectives.
-
-A step that fails on one rank fails on all of them: no rank is left waiting for one that gave up.
-"""
+"""Steps that all ranks take together, apart from training's collectives."""
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +19,10 @@ from fullshard.comm import guard
 from fullshard.comm.collectives import pause_at_exit
 from fullshard.comm.order import enter_call
 from fullshard.comm.topology import Topology
-from fullshard.errors import CheckpointError, FullshardError
+from fullshard.errors import CheckpointError, FullshardError, OtherRankError
 from fullshard.processes import machine_id
+
+__all__ = ["RankGroup"]
 
 _T = TypeVar("_T")
 
@@ -37,15 +36,13 @@ _groups: WeakKeyDictionary[object, tuple[dist.ProcessGroup, dist.ProcessGroup]] 
 )
 
 
-class OtherRankError(CheckpointError):
-    """Something failed on another rank, which raises the original error."""
-
-    machine = ""  # of that rank, if it is known
-
-
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks that take steps together; by default this process alone."""
+    """The ranks that take steps together; by default this process alone.
+
+    A step that fails on one rank fails on all of them: no rank is left waiting for one that gave
+    up. It raises its own error, and the others an `OtherRankError`.
+    """
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
@@ -73,9 +70,9 @@ class RankGroup:
         group = _groups[lifetime][in_background]
         return cls(group, dist.get_rank(), dist.get_world_size(), in_background)
 
-    @property
-    def topology(self) -> Topology:
-        return Topology.of(self.group)
+    def named(self, ranks: Iterable[int]) -> str:
+        """Name some of the ranks, and their hosts, as in "ranks 0 to 3 (host1)"."""
+        return Topology.of(self.group).named(ranks)
 
     @property
     def is_first(self) -> bool:
@@ -129,7 +126,7 @@ class RankGroup:
             raise error
         for rank, (_, text) in enumerate(everyone):
             if text:
-                topology = self.topology
+                topology = Topology.of(self.group)
                 machine, host = topology.machines[rank], topology.hosts[rank]
                 place = f"rank {rank}" if machine == machine_id() else f"rank {rank} ({host})"
                 is_told = text.startswith(what)
@@ -155,11 +152,11 @@ class RankGroup:
             time.sleep(_POLL_S)
         sight = self.all_gather(is_seen)
         if not all(sight):
-            blind = self.topology.named(rank for rank, sees in enumerate(sight) if not sees)
+            blind = self.named(rank for rank, sees in enumerate(sight) if not sees)
             raise (CheckpointError if self.is_first or not is_seen else OtherRankError)(
                 f"{what}: all hosts must share the folder. {blind} cannot see {path.name}, which "
-                f"rank 0 ({self.topology.hosts[0]}) has just made in {path.parent}. Choose a "
-                "folder on a file system that all hosts mount."
+                f"{self.named([0])} has just made in {path.parent}. Choose a folder on a file "
+                "system that all hosts mount."
             )
 
 

@@ -1,0 +1,92 @@
+"""The metrics of steps: times, losses and memory over all ranks."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fullshard.trace import StepTime, StepTimes
+from fullshard_train.config import TrainConfig
+from fullshard_train.flops import peak_tflops, step_tflop
+from fullshard_train.models.architecture import Architecture
+from fullshard_train.report.record import StepMetrics
+from fullshard_train.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step of this rank that may still be running on its device.
+
+    `facts` are the known metrics. `own` is how long the host was busy with the step, and whether
+    the run must stop. Waits of a step that was replayed as a CUDA graph were not measured.
+    """
+
+    facts: Mapping[str, Any]
+    loss_and_norm: torch.Tensor
+    own: tuple[float, bool]
+    time: StepTime
+    is_replayed: bool
+
+
+class Meter:
+    """Measures the steps of this rank, and combines them with those of the other ranks.
+
+    On a device with streams, a step is read while the next one runs, so that no stream waits.
+    `times` is an observer of the steps. `host_share` is the share of the last read step in which
+    the busiest host was busy.
+    """
+
+    def __init__(self, world: World, config: TrainConfig, architecture: Architecture) -> None:
+        self._world = world
+        self._step_tflop = step_tflop(config, architecture) if world.is_first else math.nan
+        self._peak_tflops = peak_tflops(config, world.device)
+        self.times = StepTimes(world.device)
+        self.host_share = 0.0
+        # How many steps may be unread when the next one begins.
+        self.max_pending = 0 if world.device.type == "cpu" else 1
+
+    def start(
+        self, facts: Mapping[str, Any], both: torch.Tensor, own: Any, *, is_replayed: bool
+    ) -> PendingStep:
+        """Start reading the loss, the norm and the times of a step that has been issued."""
+        if self._world.device.type != "cpu":
+            host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            both = host.copy_(both, non_blocking=True)
+        return PendingStep(facts, both, own, self.times.end_step(), is_replayed)
+
+    def finish(self, pending: PendingStep) -> tuple[StepMetrics, bool]:
+        """Return the metrics of a step over all ranks, and whether any of them must stop."""
+        step_s = pending.time.duration_s  # once the step has ended, its loss can be read, too
+        exposed_s = math.nan if pending.is_replayed else pending.time.exposed_s
+        loss, norm = pending.loss_and_norm.tolist()
+        own = [loss, norm, step_s, exposed_s, self._memory(), *pending.own]
+        columns = zip(*self._world.all_gather(own), strict=True)
+        losses, norms, steps_s, waits_s, memory, hosts_s, must_stop = columns
+        self.host_share = max(hosts_s) / max(steps_s)
+        tflops = self._step_tflop / max(steps_s)
+        metrics = StepMetrics(
+            **pending.facts,
+            loss=sum(losses) / len(losses),
+            grad_norm=norms[0],
+            step_s=max(steps_s),
+            exposed_s=max(waits_s),
+            memory_bytes=int(max(memory)),
+            tflops=tflops,
+            mfu=tflops / self._peak_tflops,
+        )
+        return metrics, any(must_stop)
+
+    def restart(self) -> None:
+        """Exclude the time since the last step from the next one."""
+        self.times.end_step()
+
+    def _memory(self) -> int:
+        device = self._world.device
+        if device.type == "cpu":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(torch.get_device_module(device).max_memory_allocated(device))
