@@ -2,6 +2,9 @@
 
     with Hosts(2) as hosts:
         ranks = [hosts.start(host, ["train.py"], log=folder / f"{host}.log") for host in (0, 1)]
+        hosts.cut(1)
+        hosts.mend(1)
+        hosts.lose(1)
 
 Each host has a network, processes, a name ("host0", "host1", ...) and mounts of its own. It needs
 root on Linux, and `ip` of iproute2.
@@ -17,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 _PORT = 29500
@@ -39,72 +43,118 @@ def reason_not_here() -> str:
     return tried.stderr.strip()
 
 
+def _run(*command: str, check: bool = True) -> None:
+    subprocess.run(command, check=check, capture_output=True, text=True)
+
+
 def _ip(*command: str, check: bool = True) -> None:
-    subprocess.run(["ip", *command], check=check, capture_output=True, text=True)
+    _run("ip", *command, check=check)
 
 
 class Hosts:
-    """A number of hosts, which can reach each other, for as long as the block lasts."""
+    """A number of hosts, which can reach each other, for as long as the block lasts.
 
-    def __init__(self, num: int) -> None:
-        self.num = num
+    `rate` is that of each link, in each direction, as `tc` of iproute2 writes it: "1gbit".
+    """
+
+    def __init__(self, num: int, rate: str = "") -> None:
+        self.num, self._rate = num, rate
         self._tag = f"fs{os.getpid()}"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[list[subprocess.Popen[bytes]]] = [[] for _ in range(num)]
 
     def __enter__(self) -> Hosts:
         self._folder = tempfile.TemporaryDirectory(prefix="fullshard-hosts-")
         names = [f"{self._address(host)} host{host}" for host in range(self.num)]
         self._names = Path(self._folder.name, "hosts")
         self._names.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-        switch = f"{self._tag}s"
         try:
-            _ip("netns", "add", switch)
-            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-            _ip("-n", switch, "link", "set", "br0", "up")
+            _ip("netns", "add", self._switch)
+            _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "br0", "up")
             for host in range(self.num):
-                name, port = self._namespace(host), f"p{host}"
-                _ip("netns", "add", name)
-                link = ["link", "add", "eth0", "netns", name, "type", "veth"]
-                _ip(*link, "peer", "name", port, "netns", switch)
-                _ip("-n", switch, "link", "set", port, "master", "br0", "up")
-                _ip("-n", name, "addr", "add", f"{self._address(host)}/24", "dev", "eth0")
-                for device in ("eth0", "lo"):
-                    _ip("-n", name, "link", "set", device, "up")
+                self._connect(host)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         for host in range(self.num):
+            self._kill(host)
             _ip("netns", "del", self._namespace(host), check=False)
-        _ip("netns", "del", f"{self._tag}s", check=False)
+        _ip("netns", "del", self._switch, check=False)
         self._folder.cleanup()
 
     def start(
         self, host: int, program: list[str], *, log: Path, setup: str = ":"
     ) -> subprocess.Popen[bytes]:
         """Start the only rank of a host; `setup` is a shell command that may mount folders."""
+        world = {"RANK": host, "WORLD_SIZE": self.num, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        world |= {"MASTER_ADDR": "host0", "MASTER_PORT": _PORT}
+        return self.run(host, program, log=log, setup=setup, env=world)
+
+    def run(
+        self,
+        host: int,
+        program: list[str],
+        *,
+        log: Path,
+        setup: str = ":",
+        env: Mapping[str, object],
+    ) -> subprocess.Popen[bytes]:
+        """Start a Python program as the first process of a host, with more variables."""
         mount = f"mount --bind {self._names} /etc/hosts"
         command = shlex.join([sys.executable, *program])
         script = f"hostname host{host} && {mount} && {setup} && exec {command}"
-        ranks = {"RANK": host, "WORLD_SIZE": self.num, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        ranks |= {"MASTER_ADDR": "host0", "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": "eth0"}
         enter = ["ip", "netns", "exec", self._namespace(host), "unshare", *_NAMESPACES]
+        more = {name: str(value) for name, value in env.items()}
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*enter, "sh", "-c", script],
-                env={**os.environ, **{name: str(value) for name, value in ranks.items()}},
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **more},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
-        self._processes.append(process)
+        self._processes[host].append(process)
         return process
+
+    def cut(self, host: int) -> None:
+        """Cut the link of a host: what it sends is lost, and nothing says so."""
+        _ip("-n", self._switch, "link", "set", f"p{host}", "down")
+
+    def mend(self, host: int) -> None:
+        _ip("-n", self._switch, "link", "set", f"p{host}", "up")
+
+    def lose(self, host: int) -> None:
+        """End a host as a power failure does: no process says goodbye, and no kernel answers."""
+        self.cut(host)
+        self._kill(host)
+        _ip("netns", "del", self._namespace(host), check=False)
+
+    def _connect(self, host: int) -> None:
+        name, port, switch = self._namespace(host), f"p{host}", self._switch
+        _ip("netns", "add", name)
+        link = ["link", "add", "eth0", "netns", name, "type", "veth"]
+        _ip(*link, "peer", "name", port, "netns", switch)
+        _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+        _ip("-n", name, "addr", "add", f"{self._address(host)}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            _ip("-n", name, "link", "set", device, "up")
+        if self._rate:
+            bucket = ["root", "tbf", "rate", self._rate, "burst", "512k", "latency", "100ms"]
+            for namespace, device in ((name, "eth0"), (switch, port)):
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *bucket)
+
+    def _kill(self, host: int) -> None:
+        for process in self._processes[host]:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._tag}s"
 
     def _namespace(self, host: int) -> str:
         return f"{self._tag}h{host}"
