@@ -30,8 +30,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.placement import full_tensor
+from fullshard.formatting import readable
 from fullshard.fully_sharded_data_parallel import FullyShardedDataParallel
-from fullshard.plan import Machine, StepPlan, profile_named, readable
+from fullshard.plan import Machine, StepPlan, profile_named
 from fullshard.testing import Rank, RankPool, quiet_world
 from fullshard_train.config import ModelSection, OptimizerSection, ShardingSection, TrainConfig
 from fullshard_train.optimizer import build_optimizer

@@ -14,6 +14,7 @@ from click import ClickException, Command, Context, Group
 import fullshard
 import fullshard.facts
 import fullshard.optim
+import fullshard.plan
 import fullshard.ranks
 import fullshard.resilience
 import fullshard.state
@@ -256,6 +257,7 @@ PUBLIC = {
         fullshard,
         fullshard_train.report,
         fullshard.facts,
+        fullshard.plan,
         fullshard.ranks,
         fullshard.resilience,
         fullshard.state,

@@ -5,15 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.structure import (
     MAX_FUNCTION_LINES,
+    MAX_LINES,
     SOURCE,
+    TOLERANCE,
     borrowed_private_names,
     long_functions,
+    oversized,
     private_torch_names,
     torchs_own_fsdp,
     upward_imports,
@@ -159,6 +163,13 @@ dist.destroy_process_group()
 """
 # What the engine must work without.
 ROOMS = ("resilience", "captured_step.py")
+
+
+def test_a_room_that_has_grown_is_noticed_and_one_without_a_limit_too() -> None:
+    limit = MAX_LINES["fullshard.unit"]
+    assert list(oversized(Counter({"fullshard.unit": limit + TOLERANCE}))) == []
+    assert list(oversized(Counter({"fullshard.unit": limit + TOLERANCE + 1}))) != []
+    assert list(oversized(Counter({"fullshard.utils": TOLERANCE + 1}))) != []
 
 
 def test_the_engine_trains_without_the_rooms_that_listen_to_it(tmp_path: Path) -> None:

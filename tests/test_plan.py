@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import ConfigError, TopologyError
-from fullshard.plan import DeviceProfile, Machine, profile_named, readable
+from fullshard.formatting import readable
+from fullshard.plan import DeviceProfile, Machine, profile_named
 from fullshard_train.config import (
     ModelSection,
     OptimizerSection,

@@ -1,11 +1,15 @@
 """`torch.distributed.checkpoint.state_dict` treats wrapped models like unsharded ones."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -18,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Adam, Optimizer
 
-from fullshard import FullyShardedDataParallel
+from fullshard import FullyShardedDataParallel, StateDictType
 from fullshard.testing import Rank, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
 from tests.programs import outcome_of_forks
@@ -148,3 +152,32 @@ def test_the_helpers_know_the_wrapper_whichever_is_imported_first() -> None:
     )
     programs = (first + second + check, second + first + check, hiding + check)
     assert outcome_of_forks("import torch.distributed.tensor", *programs) == 3 * "known\n"
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
+@on_ranks(2)
+def test_a_sharded_state_dict_is_saved_while_training_goes_on(
+    rank: Rank, use_orig_params: bool
+) -> None:
+    pair, other = (built(seed, use_orig_params=use_orig_params) for seed in (0, 1))
+    folder: list[Any] = [mkdtemp() if rank.rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    kind = FullyShardedDataParallel.state_dict_type
+    expected = copy.deepcopy(pair[0].state_dict())
+    with kind(pair[0], StateDictType.SHARDED_STATE_DICT):
+        state = pair[0].state_dict()
+        saving = dcp.async_save(state, checkpoint_id=folder[0])
+        for value in state.values():
+            for shard in value.local_shards():
+                shard.tensor.zero_()
+        train(rank, pair)
+        saving.result()
+    with kind(other[0], StateDictType.SHARDED_STATE_DICT):
+        state = other[0].state_dict()
+        dcp.load(state, checkpoint_id=folder[0])
+        other[0].load_state_dict(state)
+    dist.barrier()
+    if rank.rank == 0:
+        rmtree(folder[0])
+    assert_same(other[0].state_dict(), expected)

@@ -396,6 +396,8 @@ def test_the_table_of_a_run_is_printed_from_outside(tmp_path: Path) -> None:
     ended = CliRunner().invoke(fullshard, ["doctor", "--attach", str(tmp_path)])
     assert ended.exit_code == 0, ended.output
     assert text in ended.stdout
+    beside = CliRunner().invoke(fullshard, ["doctor", "--attach", str(tmp_path / "places.json")])
+    assert beside.output.splitlines()[1:] == ended.output.splitlines()[1:]
     ended = CliRunner().invoke(fullshard, ["doctor", "--attach", str(tmp_path / "other")])
     assert ended.exit_code == 2
     assert "pass what the run has as --out" in ended.stderr

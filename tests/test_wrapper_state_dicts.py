@@ -1,5 +1,6 @@
 """State dicts of wrapped models: full, sharded and local, out and in, against torch's class."""
 
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+)
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.remote_device import _remote_device
 from torch.optim import SGD
 
-from fullshard import LifecycleError, StateDictType
+from fullshard import LifecycleError, StateDictType, fully_shard
 from fullshard.testing import Rank, on_ranks
 from tests.sharded_states import assert_same
 from tests.wrapped import OURS, TORCH
@@ -358,6 +368,45 @@ def test_a_local_state_dict_is_loaded_by_its_like(rank: Rank) -> None:
             assert not result.missing_keys
             assert_holds(model, whole(1))
             assert_trains_alike(model, 1, rank)
+
+
+ALLOWED = [ChunkShardingSpec, MEM_FORMAT_ENCODING, _remote_device, ShardedTensor, ShardMetadata]
+ALLOWED += [
+    ShardedTensor.ProcessGroupState,
+    ShardedTensorMetadata,
+    Shard,
+    TensorProperties,
+    getattr,
+]
+"""What programs that keep a wrapper's state dict in a file allow to be in it."""
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+@pytest.mark.parametrize("inside", [False, True], ids=["fully_shard inside", "wrapper inside"])
+@on_ranks(2)
+def test_state_of_both_apis_in_one_model_goes_through_a_file(rank: Rank, inside: bool) -> None:
+    def sharded(seed: int) -> Any:
+        model = built(seed)
+        if inside:
+            model.inner = OURS(model.inner, use_orig_params=True)
+            return fully_shard(model, mesh=rank.mesh())
+        fully_shard(model.inner, mesh=rank.mesh())
+        return OURS(model)
+
+    for kind in (FULL, SHARDED, LOCAL):
+        source, model, file = sharded(1), sharded(0), io.BytesIO()
+        with OURS.FSDP.state_dict_type(source, StateDictType[kind]):
+            torch.save(source.state_dict(), file)
+        file.seek(0)
+        with torch.serialization.safe_globals(ALLOWED):
+            state = torch.load(file, weights_only=True)
+        with OURS.FSDP.state_dict_type(model, StateDictType[kind]):
+            assert not model.load_state_dict(state).missing_keys
+        for each in (source, model):
+            each.eval()
+        batch = torch.ones(2, 3)
+        torch.testing.assert_close(model(batch), source(batch))
+        torch.testing.assert_close(model(batch), built(1).eval()(batch))
 
 
 @on_ranks(2)

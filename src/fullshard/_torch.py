@@ -36,7 +36,12 @@ from torch.distributed.tensor import DTensor
 # Names imported here for other modules; names defined here need no list.
 __all__ = ["AllgatherOptions", "BatchNormBase", "DTensorSpec", "FakeStore", "FakeTensor"]
 __all__ += ["FakeTensorMode"]
-__all__ += ["RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata"]
+__all__ += [
+    "RemoteDevice",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorMetadata",
+]
 __all__ += ["ShardedTensorShard", "StorageInfo", "StridedShard", "TensorMeta", "TensorProperties"]
 __all__ += ["create_fake_group", "current_transform", "default_store", "disable_torch_function"]
 __all__ += ["outside_transforms"]
@@ -108,6 +113,7 @@ try:
     from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
     from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorShard
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
     # torch.distributed neither tells when a group was destroyed nor gives its store.
     from torch.distributed import distributed_c10d as _c10d
@@ -503,8 +509,27 @@ all_to_all_single = _collective("all_to_all_single", "alltoall_base")
 concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
 flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 
-# A ShardedTensor whose metadata all ranks know: the public constructors communicate.
-sharded_tensor_from_local = ShardedTensor._init_from_local_shards_and_global_metadata
+
+def sharded_tensor_from_local(
+    shards: list[ShardedTensorShard],
+    metadata: ShardedTensorMetadata,
+    group: dist.ProcessGroup | None,
+) -> ShardedTensor:
+    """A ShardedTensor whose metadata all ranks know: the public constructors communicate."""
+    made = ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=group
+    )
+    # Otherwise it is of a class that programs do not allow `torch.load` to read, if shards are not
+    # of the sizes that `torch.chunk` makes. Sizes are read from the metadata.
+    placements: list[Any] = [each.placement for each in metadata.shards_metadata]
+    made._sharding_spec = ChunkShardingSpec(0, placements)
+    return made
+
+
+# What copies a state dict before `async_save` writes it, and its method that copies a tensor.
+STAGER = "torch.distributed.checkpoint._state_dict_stager"
+STAGER_COPY = "_offload_tensor"
+
 sharded_tensor_group: Callable[[ShardedTensor], dist.ProcessGroup] = attrgetter("_process_group")
 
 

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from fullshard.formatting import readable
 
-__all__ = ["note", "printable", "progress", "say", "say_facts", "say_table"]
+__all__ = ["printable", "progress", "say", "say_table"]
 
 Report = Callable[[int, int], None]
 

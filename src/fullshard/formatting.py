@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["counted", "listed", "readable", "table"]
+__all__ = ["counted", "readable"]
 
 
 def readable(num_bytes: int, word: str = "bytes") -> str:

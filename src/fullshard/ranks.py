@@ -83,9 +83,9 @@ class RankGroup:
         if self.group is None:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(each) for each in self._all_gather(torch.tensor([own.numel()]))]
+        sizes = [int(each) for each in self.all_gather_tensor(torch.tensor([own.numel()]))]
         own = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
-        everyone = zip(self._all_gather(own), sizes, strict=True)
+        everyone = zip(self.all_gather_tensor(own), sizes, strict=True)
         return [pickle.loads(each[:size].numpy().tobytes()) for each, size in everyone]
 
     def gather_to_first(self, value: _T) -> list[_T]:
@@ -93,14 +93,17 @@ class RankGroup:
         if self.group is None:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(each) for each in self._all_gather(torch.tensor([own.numel()]))]
+        sizes = [int(each) for each in self.all_gather_tensor(torch.tensor([own.numel()]))]
         own = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
         found = [torch.empty_like(own) for _ in sizes] if self.is_first else None
         guard.wait_for(dist.gather(own, found, group=self.group, async_op=True))
         everyone = zip(found or (), sizes, strict=False)
         return [pickle.loads(each[:size].numpy().tobytes()) for each, size in everyone]
 
-    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather_tensor(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The host tensors of all ranks, which have one shape."""
+        if self.group is None:
+            return [own]
         found = [torch.empty_like(own) for _ in range(self.size)]
         guard.wait_for(dist.all_gather(found, own, group=self.group, async_op=True))
         return found

@@ -1,15 +1,17 @@
-"""`get_state_dict`, `set_state_dict` and the others of `torch.distributed.checkpoint.state_dict`.
+"""What `torch.distributed.checkpoint` does with a wrapper's state.
 
-They look for torch's wrapper by its class and take anything else for an ordinary module. They would
-save the state dict of our wrapper as it is: local parts under wrapped names. So the names by which
-they find the wrapper are replaced, as soon as their module is imported, by ones that know both.
+`get_state_dict`, `set_state_dict` and the others of its module `state_dict` look for torch's
+wrapper by its class and take anything else for an ordinary module. They would save the state dict
+of our wrapper as it is: local parts under wrapped names. So the names by which they find the
+wrapper are replaced by ones that know both. `async_save` copies a state dict in memory, but cannot
+copy a `ShardedTensor`, so it learns to. Both happen as soon as these modules are imported.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -18,24 +20,30 @@ from typing import Any
 
 from torch import nn
 
-_HELPERS = "torch.distributed.checkpoint.state_dict"
+from fullshard._torch import STAGER, STAGER_COPY, ShardedTensor
+from fullshard.state.shards import copied_sharded_tensor
 
 
 def follow_import(ours: type[nn.Module]) -> None:
-    """Make the helpers recognise our wrapper, now or when they are imported."""
-    module = sys.modules.get(_HELPERS)
-    if module is not None:
-        _teach(module, ours)
-    else:
-        sys.meta_path.insert(0, _Finder(ours))
+    """Make torch's checkpoints know our wrapper, now or when they are imported."""
+    teach_helpers: Callable[[Any], None] = partial(_teach, ours=ours)
+    for name, teach in {
+        "torch.distributed.checkpoint.state_dict": teach_helpers,
+        STAGER: _teach_stager,
+    }.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            teach(module)
+        else:
+            sys.meta_path.insert(0, _Finder(name, teach))
 
 
 class _Finder(MetaPathFinder):
-    def __init__(self, ours: type[nn.Module]) -> None:
-        self._ours = ours
+    def __init__(self, name: str, teach: Callable[[Any], None]) -> None:
+        self._name, self._teach = name, teach
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != _HELPERS:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
@@ -45,7 +53,7 @@ class _Finder(MetaPathFinder):
 
         def load_and_teach(module: ModuleType) -> None:
             load(module)
-            _teach(module, self._ours)
+            self._teach(module)
 
         spec.loader.exec_module = load_and_teach  # type: ignore[method-assign]
         return spec
@@ -110,3 +118,18 @@ _LOOKUPS: dict[str, Callable[..., Any]] = {
     "_get_module_fsdp_state_if_fully_sharded_module": _state_of,
     "_get_fsdp_process_group": _group_of,
 }
+
+
+def _teach_stager(stager: Any) -> None:
+    cls = stager.StateDictStager
+    theirs = getattr(cls, STAGER_COPY)
+
+    @wraps(theirs)
+    def copy(self: Any, value: Any, memo: dict[int, Any], **options: Any) -> Any:
+        if not isinstance(value, ShardedTensor):
+            return theirs(self, value, memo, **options)
+        to_host = partial(self.deepcopy_with_tensor_offload, memo=memo, **options)
+        memo[id(value)] = copied_sharded_tensor(value, to_host)
+        return memo[id(value)]
+
+    setattr(cls, STAGER_COPY, copy)

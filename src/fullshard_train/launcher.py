@@ -36,7 +36,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fullshard.cli import DEBUG
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.processes import end_with_parent, is_stopped
 from fullshard_train.config import TrainConfig, mesh_shape, parse_mesh
@@ -278,9 +277,13 @@ class Launch:
 
     def _environment(self) -> dict[str, str]:
         """Return the variables that a fork of the server needs from this process."""
-        names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", DEBUG, PREDICTED)
-        inherited = {name: os.environ[name] for name in names if name in os.environ}
-        return self._status.export() | inherited
+        names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name in names or name.startswith("FULLSHARD_")
+        }
+        return inherited | self._status.export()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1

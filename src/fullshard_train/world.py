@@ -34,10 +34,7 @@ class World:
     def all_gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return the values of every rank; uses host memory, so that no device waits."""
         own = torch.tensor(values, dtype=torch.float64)
-        everyone = [own] + [torch.empty_like(own) for _ in range(self.size - 1)]
-        if self.size > 1:
-            dist.all_gather(everyone, own.clone(), group=RankGroup.world().group)
-        return [each.tolist() for each in everyone]
+        return [each.tolist() for each in RankGroup.world().all_gather_tensor(own)]
 
 
 def best_device(asked: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["DEBUG", "wants_tracebacks"]
+__all__ = ["wants_tracebacks"]
 
 DEBUG = "FULLSHARD_DEBUG"
 

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Write the speeds as a device profile for `fullshard plan`, or print it without a file.",
 )
-@click.option("--attach", metavar="RUN", help="Only show where the ranks of a run are.")
+@click.option(
+    "--attach",
+    metavar="RUN",
+    help="Only show where the ranks of a run are: its folder, or its FULLSHARD_WATCH_FILE.",
+)
 def doctor(quick: bool, profile: Path | None, attach: str | None) -> None:
     """Show the devices and limits of this machine, measure its speed and list its problems.
 
@@ -66,15 +70,14 @@ def doctor(quick: bool, profile: Path | None, attach: str | None) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _say_places(folder: Path) -> None:
+def _say_places(place: Path) -> None:
     from fullshard.resilience.places import read_places, table
-    from fullshard_train.output import RunFolder
 
-    path = RunFolder(folder).places
+    path = place if place.is_file() else place / "places.json"
     if not path.exists():
         raise ConfigError(
             f"--attach: the folder of a run on several ranks is expected, found no {path.name} in "
-            f"{folder}; pass what the run has as --out."
+            f"{place}; pass what the run has as --out, or the file of FULLSHARD_WATCH_FILE."
         )
     places, age_s = read_places(path)
     say(f"where its ranks were {age_s:.0f} s ago:")

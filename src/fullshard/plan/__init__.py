@@ -1,6 +1,5 @@
 """What a run will need and how long it will take, without a process group or a device."""
 
-from fullshard.formatting import readable
 from fullshard.plan.device_profile import (
     DeviceProfile,
     known_profile,
@@ -24,7 +23,6 @@ __all__ = [
     "plan",
     "profile_named",
     "read_profile",
-    "readable",
     "simulate",
     "write_profile",
 ]

@@ -21,9 +21,10 @@ from fullshard.comm.guard import Place, Watched
 # How long ranks wait before they give up one that has left or is stopped.
 SHORT_PATIENCE_S = 3.0
 
+_ASKED_WITHIN_S = 1.5
 _SHOWN_RANKS = 8
 _TORCH = Path(torch.__file__).parent
-_PACKAGES = str(_TORCH), str(Path(__file__).parent.parent), "<"
+_PACKAGES = str(_TORCH), str(Path(__file__).parent.parent), str(threading.__file__), "<"
 # The files in which a program waits in its own collectives, at most `_MAX_DEPTH` calls deep. Not
 # all of torch.distributed: a rank that writes a checkpoint there does not wait for others.
 _COLLECTIVES = tuple(
@@ -36,8 +37,9 @@ class OwnPlace:
     """Follows where this rank is, from another thread than the program's.
 
     `watched` are the schedulers of this process. `waiting_since` and `doing` are set by code that
-    waits for others on the host; a wait of the device, or in a collective of the program's own, is
-    recognized from outside: the rank stays where it is.
+    waits for others on the host, which notes in `asked_at` when it last asked whether there is
+    hope; a wait of the device, or in a collective of the program's own, is recognized from
+    outside: the rank stays where it is.
     """
 
     def __init__(self) -> None:
@@ -45,6 +47,7 @@ class OwnPlace:
         self.doing = ""
         self.ended = ""
         self.waiting_since: float | None = None
+        self.asked_at: float | None = None
         self._program = threading.main_thread().ident or 0
         self._num_left = 0
         self._seen = Place()
@@ -67,6 +70,12 @@ class OwnPlace:
         if found != self._seen or not is_behind:
             self._seen, self._seen_since = found, now
         return replace(found, waited_s=round(now - (self.waiting_since or self._seen_since), 1))
+
+    def is_beyond_reach(self) -> bool:
+        """Whether the program waits for others, and does not ask whether there is hope."""
+        if self.asked_at is not None:
+            return time.monotonic() - self.asked_at > _ASKED_WITHIN_S
+        return bool(self._line()[1])
 
     def _line(self) -> tuple[str, str]:
         """The line that the program is at, and the collective that it waits in there, if any."""

@@ -6,31 +6,38 @@ of a reason to give up writes it to the store (the verdict):
 
 - a rank whose program raises;
 - a rank that sees another process of its machine gone, or stopped while it waits for it;
+- a rank whose link to another host shows a process gone, or no answer for too long (`links.py`);
 - the first rank, which compares the places of all, and finds ranks waiting for one that has left,
   for one that does not come within the timeout of the process group, or for each other.
 
+Between hosts, the verdict goes over the links as well, since the store may be on the lost host.
+
 A rank raises the verdict where it waits for a collective, and otherwise when it next enters the
-engine. On NCCL, where compute waits and not the program, communicators are aborted first.
+engine. On NCCL, where compute waits and not the program, communicators are aborted first. A
+program that waits where no error can reach it is ended.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -40,6 +47,8 @@ from fullshard.comm import guard
 from fullshard.comm.guard import Place, Watched, patience_s
 from fullshard.errors import DisagreementError, FullshardError
 from fullshard.processes import is_stopped, machine_id, start_of
+from fullshard.resilience.hosts import Hosts, clock
+from fullshard.resilience.links import Links, Peer
 from fullshard.resilience.places import (
     SHORT_PATIENCE_S,
     OwnPlace,
@@ -49,16 +58,21 @@ from fullshard.resilience.places import (
     table,
     write_places,
 )
+from fullshard.resilience.store_thread import StoreThread
 
 SWITCH = "FULLSHARD_WATCH"
 FILE = "FULLSHARD_WATCH_FILE"
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
 _RANKS_PER_PERIOD = 2048  # more ranks ask less often: the store answers all of them
 _STORE_TIMEOUT_S = 5.0
+_SHORT_TIMEOUT_S = 2.0  # for what the program waits for
 _SLICE_S = 0.5
+_END_S = 4.0
 _SHOWN_FRAMES = 3
 _LEFT = "it has left"
 
@@ -76,22 +90,26 @@ class Watcher:
     """The thread of one process, for as long as its default process group lives.
 
     `failure` is what the ranks were told. `_neighbours` are the processes of other ranks on this
-    machine: rank to process id and start.
+    machine: rank to process id and start. `_links` and `_hosts` are about the other ones.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, address: tuple[str, int]) -> None:
         assert dist.group.WORLD is not None
         self.failure: FullshardError | None = None
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.own = OwnPlace()
-        self._store = store
-        self._lock = threading.Lock()
+        self._store: StoreThread | None = StoreThread(store, address)
+        self._lock, self._leaving = threading.Lock(), threading.Lock()
         self._stopped = stopped = threading.Event()
         self._lifetime = weakref.ref(lifetime_of(dist.group.WORLD), lambda _: stopped.set())
         self._path = f"fullshard/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_count()}"
         self._written: Place | None = None
         self._neighbours: dict[int, tuple[str, str]] = {}
         self._num_stopped: dict[int, int] = {}
+        self._links: Links | None = None
+        with suppress(OSError, AttributeError):  # of a system without such sockets
+            self._links = Links(self.rank, *address)
+        self._hosts: Hosts | None = None
         self._lost_since: float | None = None
         self._is_complete = False
         self._has_verdict = self._has_raised = False
@@ -108,15 +126,16 @@ class Watcher:
     # Called by the program's thread
 
     def begin_waiting(self, doing: str) -> None:
-        self.own.doing = doing
+        self.own.doing, self.own.asked_at = doing, time.monotonic()
 
     def keep_waiting(self, since: float) -> None:
-        if time.monotonic() - since > _PERIOD_S:
+        self.own.asked_at = now = time.monotonic()
+        if now - since > _PERIOD_S:
             self.own.waiting_since = since
         self.check()
 
     def stop_waiting(self) -> None:
-        self.own.waiting_since, self.own.doing = None, ""
+        self.own.waiting_since, self.own.asked_at, self.own.doing = None, None, ""
 
     def report(self, error: BaseException) -> None:
         """Tell all ranks that the program of this one has failed."""
@@ -134,17 +153,18 @@ class Watcher:
 
     def leave(self) -> None:
         """Tell others not to wait for this process: it ends, or its process group does."""
-        if not self.own.ended:
-            self.own.ended = _LEFT
-            with suppress(Exception), self._lock:
-                self._write(self.own.look())
+        with self._leaving:  # the program must not end while the thread says so
+            if not self.own.ended:
+                self.own.ended = _LEFT
+                self._write_soon()
         deadline = time.monotonic() + SHORT_PATIENCE_S
-        # This process may host the store.
-        while self._has_verdict and self._store is not None and time.monotonic() < deadline:
-            with suppress(Exception):
+        with suppress(Exception):  # this process may host the store
+            while self._has_verdict and time.monotonic() < deadline:
                 if self._num_heard() >= self.size - 1:
                     break
-            self._stopped.wait(_SLICE_S / 5)
+                self._stopped.wait(_SLICE_S / 5)
+        if self._links is not None:
+            self._links.close()
         self._stopped.set()
 
     def note_failure(self, text: str, error: BaseException | None) -> None:
@@ -154,8 +174,7 @@ class Watcher:
         text = text if error is None else f"{text} with {_described(error)}"
         was_noted, self.own.ended = self.own.ended, text
         if text and not was_noted:
-            with suppress(Exception), self._lock:
-                self._write(self.own.look())
+            self._write_soon()
 
     def explained(self, error: BaseException) -> BaseException:
         """The reason for a failed collective, if the ranks learn of one soon."""
@@ -178,71 +197,117 @@ class Watcher:
 
     def _num_heard(self, more: int = 0) -> int:
         """How many ranks have heard of the verdict."""
+        key = f"{self._path}/heard"
+        return int(self._ask(lambda store: store.add(key, more), _SHORT_TIMEOUT_S))
+
+    def _write_soon(self) -> None:
+        place = self.own.look()
+        with suppress(Exception):
+            self._ask(lambda store: self._write(store, place), _SHORT_TIMEOUT_S)
+
+    def _ask(self, what: Callable[[Any], _T], timeout_s: float = _STORE_TIMEOUT_S) -> _T:
+        """Ask the store; raises if it is gone or does not answer."""
         with self._lock:
-            return int(self._store.add(f"{self._path}/heard", more))
+            store = self._store
+        if store is None:
+            raise ConnectionError("the store is gone")
+        return store.call(what, timeout_s)
 
     # The thread
 
     def _run(self) -> None:
         with suppress(Exception):
-            self._register()
+            self._ask(self._register)
         while self.failure is None and not self._stopped.wait(period_s(self.size)):
             try:
                 self._look()
                 self._lost_since = None
-            except Exception as error:  # the store is gone, or does not answer
-                if isinstance(error, dist.DistNetworkError):
-                    self._store = None  # c10d would print a stack trace with every attempt
+            except TimeoutError:
+                continue  # a link may come back: those to other hosts show whether it does
+            except Exception as error:
+                if isinstance(error, ConnectionError):
+                    self._close_store()
                 self._on_lost_store()
-        if self._stopped.is_set():
-            self.leave()
-            with self._lock:
-                self._store = None  # closes the connection
+        self._end_what_hangs()
+        self.leave()
+        self._close_store()
 
-    def _register(self) -> None:
-        own = [self.rank, os.getpid(), start_of(os.getpid())]
+    def _close_store(self) -> None:
         with self._lock:
-            self._write(self.own.look())
-            self._store.append(f"{self._path}/{machine_id()}", json.dumps(own) + "\n")
-            self._store.add(f"{self._path}/registered", 1)
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _register(self, store: Any) -> None:
+        own = [self.rank, os.getpid(), start_of(os.getpid())]
+        self._write(store, self.own.look())
+        store.append(f"{self._path}/{machine_id()}", json.dumps(own) + "\n")
+        if self._links is not None:
+            found = self._links
+            peer = Peer(
+                self.rank,
+                machine_id(),
+                socket.gethostname(),
+                found.address,
+                found.port,
+                found.token,
+            )
+            store.append(f"{self._path}/peers", json.dumps(asdict(peer)) + "\n")
+        store.add(f"{self._path}/registered", 1)
 
     def _look(self) -> None:
         place = self.own.look()
-        verdict = ""
-        with self._lock:
-            if place != self._written:
-                self._write(place)
-            if self._store.check([f"{self._path}/verdict"]):
-                verdict = self._store.get(f"{self._path}/verdict").decode()
-            elif not self._is_complete:
-                self._find_neighbours()
-        if verdict:
-            self._deliver(verdict)
-            return
+        if self._hosts is not None and self._links is not None:
+            self._links.send_place(asdict(place))
         self._look_at_neighbours(place)
-        if self._is_complete and self.rank == 0:
+        if self.failure is not None:
+            return
+        if verdict := self._ask(lambda store: self._exchange(store, place)):
+            self._deliver(verdict)
+        elif self._is_complete and self.rank == 0:
             self._compare()
         elif place.waited_s > SHORT_PATIENCE_S and self._place_of(0).ended:
             self._give_up(0, self._place_of(0))
 
-    def _write(self, place: Place) -> None:
+    def _exchange(self, store: Any, place: Place) -> str:
+        """Write where this rank is, and return the verdict."""
+        if place != self._written:
+            self._write(store, place)
+        if store.check([f"{self._path}/verdict"]):
+            return str(store.get(f"{self._path}/verdict").decode())
+        if not self._is_complete:
+            self._find_others(store)
+        return ""
+
+    def _write(self, store: Any, place: Place) -> None:
         self._written = place
-        self._store.set(f"{self._path}/place/{self.rank}", json.dumps(asdict(place)))
+        store.set(f"{self._path}/place/{self.rank}", json.dumps(asdict(place)))
 
     def _place_of(self, rank: int) -> Place:
         key = f"{self._path}/place/{rank}"
-        with self._lock:
-            known: dict[str, Any] = {}
-            if self._store.check([key]):
-                known = json.loads(self._store.get(key))
-        return Place(**known)
 
-    def _find_neighbours(self) -> None:
-        said = self._store.get(f"{self._path}/{machine_id()}").decode()
+        def read(store: Any) -> dict[str, Any]:
+            return dict(json.loads(store.get(key))) if store.check([key]) else {}
+
+        return Place(**self._ask(read))
+
+    def _find_others(self, store: Any) -> None:
+        said = store.get(f"{self._path}/{machine_id()}").decode()
         for rank, pid, start in map(json.loads, said.splitlines()):
             if rank != self.rank:
                 self._neighbours[rank] = str(pid), str(start)
-        self._is_complete = self._store.add(f"{self._path}/registered", 0) >= self.size
+        self._is_complete = store.add(f"{self._path}/registered", 0) >= self.size
+        if not self._is_complete or self._links is None:
+            return
+        if len(self._neighbours) + 1 < self.size:
+            rows = map(json.loads, store.get(f"{self._path}/peers").decode().splitlines())
+            peers = {row["rank"]: Peer(**row) for row in rows}
+            if len(peers) == self.size:  # all hosts have links
+                self._hosts = Hosts(self.rank, peers)
+                self._links.start(peers, self)
+                return
+        self._links.close()
+        self._links = None
 
     def _look_at_neighbours(self, own: Place) -> None:
         for rank, (pid, start) in list(self._neighbours.items()):
@@ -250,18 +315,53 @@ class Watcher:
             self._num_stopped[rank] = self._num_stopped.get(rank, 0) + 1 if is_waited_for else 0
             if start_of(pid) != start:
                 del self._neighbours[rank]
-                place = self._place_of(rank)
-                if place.ended != _LEFT:  # otherwise nobody may need it
-                    ended = place.ended or "its process is gone"
-                    self._give_up(rank, replace(place, ended=ended))
+                self.on_gone(rank, None)
             elif self._num_stopped[rank] > 1:
-                place = replace(self._place_of(rank), ended="its process is stopped")
-                self._give_up(rank, place)
+                place = self._place_or(rank, Place())
+                self._give_up(rank, replace(place, ended="its process is stopped"))
+
+    def _place_or(self, rank: int, otherwise: Place) -> Place:
+        """Where a rank is, as far as the store can say."""
+        try:
+            return self._place_of(rank)
+        except Exception:
+            return otherwise
+
+    # Of the links, in their thread
+
+    def on_gone(self, rank: int, place: Place | None) -> None:
+        found = self._place_or(rank, place or Place())
+        if found.ended != _LEFT:  # otherwise nobody may need it
+            self._give_up(rank, replace(found, ended=found.ended or "its process is gone"))
+
+    def on_silent(self, rank: int, since: float) -> None:
+        lost_s = time.monotonic() - since
+        is_waiting = self.own.look().waited_s >= SHORT_PATIENCE_S
+        if self.failure is None and self._hosts and is_waiting and lost_s >= patience_s():
+            self._tell(
+                RankFailedError(
+                    f"{self._hosts.host_of(rank)}: all ranks must go on together, found that this "
+                    f"host has not answered {self._hosts.named(self.rank)} since "
+                    f"{clock(time.time() - lost_s)}, for {lost_s:.0f} s; look whether it runs and "
+                    f"its link is up, and start the ranks again. {guard.PATIENCE} says how long "
+                    "ranks wait for a link that may come back."
+                )
+            )
+
+    def on_news(self, rank: int, news: Mapping[str, Any]) -> None:
+        assert self._hosts is not None
+        for line in self._hosts.hear(rank, news.get("silent", {})):
+            if self._hosts.is_first_here:
+                _log.warning("fullshard: %s", line)
+        if "verdict" in news:
+            self._deliver(news["verdict"])
+
+    # The thread
 
     def _compare(self) -> None:
-        with self._lock:
-            keys = [f"{self._path}/place/{rank}" for rank in range(self.size)]
-            places = [Place(**json.loads(text)) for text in self._store.multi_get(keys)]
+        keys = [f"{self._path}/place/{rank}" for rank in range(self.size)]
+        found = self._ask(lambda store: store.multi_get(keys))
+        places = [Place(**json.loads(text)) for text in found]
         if FILE in os.environ:
             write_places(Path(os.environ[FILE]), places)
         lost, patience = rank_to_give_up(places), patience_s()
@@ -304,29 +404,36 @@ class Watcher:
         """Tell all ranks that one is lost."""
         self._tell(
             RankFailedError(
-                f"rank {rank}: all ranks must go on together, found it at {place}; look at its own "
-                "output, and start the ranks again."
+                f"{self._named(rank)}: all ranks must go on together, found it at {place}; look "
+                "at its own output, and start the ranks again."
             )
         )
 
+    def _named(self, rank: int) -> str:
+        return f"rank {rank}" if self._hosts is None else self._hosts.named(rank)
+
     def _tell(self, failure: FullshardError) -> None:
-        verdict = json.dumps([type(failure).__name__, str(failure)])
-        with suppress(Exception), self._lock:
-            verdict = self._store.compare_set(f"{self._path}/verdict", "", verdict).decode()
+        key, verdict = f"{self._path}/verdict", json.dumps([type(failure).__name__, str(failure)])
+        with suppress(Exception):
+            found = self._ask(lambda store: store.compare_set(key, "", verdict), _SHORT_TIMEOUT_S)
+            verdict = found.decode()
+        if self._links is not None and self._hosts is not None:
+            self._links.tell(verdict=verdict)
         self._deliver(verdict)
 
     def _deliver(self, verdict: str) -> None:
         self._has_verdict = True
         name, text = json.loads(verdict)
-        is_own = self._has_raised and text.startswith(f"rank {self.rank}:")
-        if is_own or self.failure is not None:
-            return  # this rank raises its own error
         kind = DisagreementError if name == DisagreementError.__name__ else RankFailedError
-        self.failure = kind(text)
+        is_own = self._has_raised and text.startswith(f"{self._named(self.rank)}:")
+        with self._lock:
+            if is_own or self.failure is not None:
+                return  # this rank raises its own error
+            self.failure = kind(text)
         with suppress(Exception):
             self._num_heard(more=1)
         # A wait in a collective of the program's own is not ended by raising this.
-        if self.rank == 0 or (self.own.look().doing and not self.own.doing):
+        if self.own.look().doing and not self.own.doing:
             _log.error("fullshard: %s", text)
         # All at once: an abort waits for the device, which may wait for another group's collective.
         aborts = [threading.Thread(target=self._abort, args=(each,)) for each in all_groups()]
@@ -335,6 +442,17 @@ class Watcher:
             abort.start()
         for abort in aborts:
             abort.join()
+
+    def _end_what_hangs(self) -> None:
+        """End this process if its program waits where the failure cannot be raised."""
+        stuck_since = None
+        while not self._stopped.wait(_SLICE_S):
+            now = time.monotonic()
+            stuck_since = (stuck_since or now) if self.own.is_beyond_reach() else None
+            if stuck_since is not None and now - stuck_since > SHORT_PATIENCE_S:
+                at = self.own.look()
+                _log.error("fullshard: rank %d ends, as it waits for others at %s", self.rank, at)
+                _end()
 
     def _abort(self, group: dist.ProcessGroup) -> None:
         with suppress(Exception):
@@ -378,7 +496,7 @@ def make() -> Watcher | None:
     own.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
     if _num_started == 0:
         _follow_the_end_of_the_process()
-    _last = Watcher(own)
+    _last = Watcher(own, (base.host, base.port))
     return _last
 
 
@@ -406,10 +524,26 @@ def _follow_the_end_of_the_process() -> None:
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         report_failure(error)
         before(kind, error, frames)
+        is_given_up = _last is not None and _last.failure is not None
+        if is_given_up and not hasattr(sys, "ps1"):  # an interactive interpreter goes on
+            _end()
 
     sys.excepthook = hook
     atexit.register(report_exit)
     Finalize(None, report_exit, exitpriority=100)  # processes of multiprocessing have no atexit
+
+
+def _end() -> NoReturn:
+    """End this process, whose backend may have threads that wait for ranks which never come.
+
+    The interpreter would wait for these threads.
+    """
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        faulthandler.dump_traceback_later(_END_S, exit=True, file=nowhere)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _after_fork() -> None:

@@ -12,7 +12,7 @@ wrapper that have one dtype and are trained alike; each rank holds a contiguous 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any, TypeAlias, TypeVar
@@ -474,7 +474,28 @@ def sharded_tensor(
     return sharded_tensor_from_local(
         [ShardedTensorShard(local, each) for each in own],
         ShardedTensorMetadata(metadata, shape, properties),
-        process_group=axis.group,
+        axis.group,
+    )
+
+
+def copied_sharded_tensor(
+    value: ShardedTensor, to_host: Callable[[torch.Tensor], torch.Tensor]
+) -> ShardedTensor:
+    """A copy of which this rank's part is in host memory."""
+    metadata = value.metadata()
+    shards_metadata = []
+    for each in metadata.shards_metadata:
+        assert each.placement is not None  # a ShardedTensor places all its shards
+        place = RemoteDevice(f"rank:{each.placement.rank()}/cpu")
+        shards_metadata.append(ShardMetadata(each.shard_offsets, each.shard_sizes, place))
+    own = {tuple(each.shard_offsets): each for each in shards_metadata}
+    return sharded_tensor_from_local(
+        [
+            ShardedTensorShard(to_host(shard.tensor), own[tuple(shard.metadata.shard_offsets)])
+            for shard in value.local_shards()
+        ],
+        ShardedTensorMetadata(shards_metadata, metadata.size, metadata.tensor_properties),
+        sharded_tensor_group(value),
     )
 
 
