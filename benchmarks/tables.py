@@ -1,6 +1,6 @@
 """Puts the results of benchmarks into the documentation, or checks that they are there.
 
-    python benchmarks/tables.py            fills docs/benchmarks.md, planning.md and reliability.md
+    python benchmarks/tables.py            fills docs/benchmarks.md and other pages
     python benchmarks/tables.py --check    fails if that would change them
 
 A result benchmarks/results/NAME.json belongs between `<!-- result: NAME -->` and `<!-- end -->`.
@@ -19,7 +19,7 @@ from measuring import Result
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
-PAGES = (PAGE, ROOT / "docs" / "planning.md", ROOT / "docs" / "reliability.md")
+PAGES = (PAGE, *(ROOT / "docs" / f"{each}.md" for each in ("planning", "reliability", "several_hosts")))
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 

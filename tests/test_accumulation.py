@@ -542,7 +542,7 @@ def test_a_hook_comes_after_the_replicas_were_reduced(rank: Rank) -> None:
     model.set_requires_all_reduce(True)
     model(batch_of(1, rank.rank)).sum().backward()
     assert alike == [True]
-    with pytest.raises(ConfigError, match="stream must be left out"):
+    with pytest.raises(ConfigError, match="stream cannot be set"):
         model.set_all_reduce_hook(compare, stream=object())
 
 

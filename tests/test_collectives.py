@@ -25,7 +25,7 @@ import fullshard.comm.agreement as agreement_module
 import fullshard.comm.order as order_module
 from fullshard import DisagreementError, FullyShardedDataParallel, LifecycleError, fully_shard
 from fullshard._torch import StridedShard, default_store, local_group, timeout_of
-from fullshard.comm import shm
+from fullshard.comm import heap
 from fullshard.comm.agreement import Agreement, UnitPlan
 from fullshard.comm.collectives import CollectiveWork
 from fullshard.comm.guard import PATIENCE
@@ -310,11 +310,11 @@ def test_a_program_counts_the_collectives_of_torch_from_the_first_step_on(
     rank: Rank, api: str
 ) -> None:
     group = dist.new_group()
-    os.environ[shm.SWITCH] = "0"
+    os.environ[heap.SWITCH] = "0"
     try:
         expected, found = (counts_of(api, each, group) for each in (TORCH, OURS))
     finally:
-        del os.environ[shm.SWITCH]
+        del os.environ[heap.SWITCH]
     for backward in expected[1::2]:
         backward["all-gather"] -= 1  # what forward ran last is still there
     assert found == expected

@@ -19,7 +19,7 @@ from fullshard import (
     oom_guard,
 )
 from fullshard._torch import to_local
-from fullshard.comm import shm
+from fullshard.comm import heap
 from fullshard.errors import LifecycleError
 from fullshard.resilience import watcher
 from fullshard.testing import Rank, RankPool, RanksFailed, pool
@@ -140,14 +140,14 @@ def losses_and_weights(
 
 
 def recovers(rank: Rank, api: str, shape: tuple[int, ...], no_sync: bool) -> None:
-    os.environ[shm.SWITCH] = "0" if api == "wrapper" else "1"
+    os.environ[heap.SWITCH] = "0" if api == "wrapper" else "1"
     names = ("replicate", "shard")[-len(shape) :]
     mesh = DeviceMesh("cpu", torch.arange(rank.size).view(shape), mesh_dim_names=names)
     try:
         expected = losses_and_weights(rank, mesh, api, fails=False, no_sync=no_sync)
         found = losses_and_weights(rank, mesh, api, fails=True, no_sync=no_sync)
     finally:
-        del os.environ[shm.SWITCH]
+        del os.environ[heap.SWITCH]
     assert found[0] == expected[0]
     assert all(torch.equal(*each) for each in zip(found[1], expected[1], strict=True))
     assert expected[2] == [()] * len(expected[0])

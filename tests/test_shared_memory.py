@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import ConfigError, DisagreementError, fully_shard
-from fullshard.comm import shm
+from fullshard.comm import heap
 from fullshard.comm.collectives import Collectives, GlooCollectives, all_reduce, collectives_for
-from fullshard.comm.shm import SWITCH, Link, link_of
+from fullshard.comm.heap import SWITCH
+from fullshard.comm.link import ALL_GATHER, RECORD, Link
+from fullshard.comm.shm import link_of
 from fullshard.testing import Rank, RankPool, RanksFailed, Training, assert_same_training, on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
@@ -328,8 +330,8 @@ def heaps() -> list[int]:
 
 @on_ranks(2)
 def test_memory_that_nobody_uses_for_long_is_given_back(rank: Rank) -> None:
-    limit, large = shm.IDLE_COLLECTIVES, 6 << 20
-    shm.IDLE_COLLECTIVES = 300
+    limit, large = heap.IDLE_COLLECTIVES, 6 << 20
+    heap.IDLE_COLLECTIVES = 300
     try:
         with new_group() as group:
             _, shared = chosen(rank, group)
@@ -343,7 +345,7 @@ def test_memory_that_nobody_uses_for_long_is_given_back(rank: Rank) -> None:
             assert sum(heaps()) < before + large
             assert_right(gather(rank, shared, group, large // 4))
     finally:
-        shm.IDLE_COLLECTIVES = limit
+        heap.IDLE_COLLECTIVES = limit
 
 
 @on_ranks(2)
@@ -503,8 +505,8 @@ def test_memory_outside_of_a_heap_is_not_read(rank: Rank) -> None:
         offsets = [-1, -(2**40), end - 39, end, 2**62]
         if rank.rank == 1:  # announces what it has no memory for
             for number, offset in enumerate(offsets, start=link.num_started + 1):
-                os.write(peer.outbox, shm._RECORD.pack(number, shm._ALL_GATHER, 1, 40, 1, offset))
-            os.write(peer.outbox, shm._RECORD.pack(number + 1, 99, 1, 40, 1, 0))
+                os.write(peer.outbox, RECORD.pack(number, ALL_GATHER, 1, 40, 1, offset))
+            os.write(peer.outbox, RECORD.pack(number + 1, 99, 1, 40, 1, 0))
         dist.barrier()
         if rank.rank == 0:
             for offset in offsets:

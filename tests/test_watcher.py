@@ -94,20 +94,20 @@ def fail_in_background(kind: str) -> None:
     RankGroup.all_gather = all_gather  # type: ignore[method-assign]
 
 
-def train(rank: Rank, kind: str, phase: str, api: str) -> None:
+def train(rank: Rank, kind: str, phase: str, api: str, folder: Path) -> None:
     """Take several steps; in one of them, one rank fails in a phase."""
     os.environ[watcher.SWITCH] = "1"
     os.environ[guard.PATIENCE] = "4"
     pids = [0] * rank.size
     dist.all_gather_object(pids, os.getpid())
     try:
-        take_steps(rank, kind, phase, api)
+        take_steps(rank, kind, phase, api, folder)
     finally:
         if kind == "is stopped":
             os.kill(pids[ODD], signal.SIGCONT)  # so that it ends, too
 
 
-def take_steps(rank: Rank, kind: str, phase: str, api: str) -> None:
+def take_steps(rank: Rank, kind: str, phase: str, api: str, folder: Path) -> None:
     model = sharded(rank, api, timeout_s=10 if phase == "optimizer" else 100)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
@@ -124,11 +124,11 @@ def take_steps(rank: Rank, kind: str, phase: str, api: str) -> None:
         if is_bad and phase in ("optimizer", "saving"):
             fail(kind)
         if phase == "saving" and step == BAD_STEP:
-            save("never", model)
+            save(folder / "step_3", model)
         if phase == "writing" and step == BAD_STEP:
             if is_bad:
                 fail_in_background(kind)
-            save_async("never", model).wait()
+            save_async(folder / "step_3", model).wait()
         optimizer.step()
 
 
@@ -156,15 +156,17 @@ FAULTS = [
 
 @pytest.mark.parametrize(("kind", "phase", "api", "found"), FAULTS)
 def test_a_rank_that_fails_is_named_on_all_others(
-    ranks: RankPool, kind: str, phase: str, api: str, found: str
+    ranks: RankPool, kind: str, phase: str, api: str, found: str, tmp_path: Path
 ) -> None:
-    require_named(ranks, kind, phase, api, found)
+    require_named(ranks, kind, phase, api, found, tmp_path)
 
 
-def require_named(ranks: RankPool, kind: str, phase: str, api: str, found: str) -> None:
+def require_named(
+    ranks: RankPool, kind: str, phase: str, api: str, found: str, folder: Path
+) -> None:
     """All ranks but one raise an error that says what that one did."""
     with pytest.raises(RanksFailed) as failed:
-        ranks.run(train, kind, phase, api, expect_failure=True)
+        ranks.run(train, kind, phase, api, folder, expect_failure=True)
     errors = errors_of(failed.value)
     errors.pop(ODD, None)
     assert set(errors) == {0, 2}, failed.value
@@ -176,10 +178,10 @@ def require_named(ranks: RankPool, kind: str, phase: str, api: str, found: str) 
 
 
 def test_a_call_on_one_rank_alone_is_an_error_on_all_with_the_places_of_all(
-    ranks: RankPool,
+    ranks: RankPool, tmp_path: Path
 ) -> None:
     with pytest.raises(RanksFailed) as failed:
-        ranks.run(train, "", "clipping", "wrapper", expect_failure=True)
+        ranks.run(train, "", "clipping", "wrapper", tmp_path, expect_failure=True)
     errors = errors_of(failed.value)
     assert set(errors) == {0, 1, 2}
     for error in errors.values():

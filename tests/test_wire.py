@@ -30,8 +30,9 @@ from fullshard.comm.collectives import (
     ShmCollectives,
     collectives_for,
 )
+from fullshard.comm.heap import SWITCH
 from fullshard.comm.placement import full_tensor
-from fullshard.comm.shm import SWITCH, link_of
+from fullshard.comm.shm import link_of
 from fullshard.layout import CostModel, Plain
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks

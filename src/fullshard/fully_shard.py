@@ -23,7 +23,7 @@ from fullshard.api import (
     own_offload,
     own_precision,
 )
-from fullshard.comm.collectives import (
+from fullshard.comm.allocating import (
     ProcessGroupAllGather,
     ProcessGroupMemory,
     ProcessGroupReduceScatter,

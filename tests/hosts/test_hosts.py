@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import bench_hosts
 from tests.support.hosts import Hosts
 from tests.tiny_run import TEXT
 
@@ -86,3 +87,13 @@ def test_a_save_to_a_folder_that_is_not_shared_writes_nothing(tmp_path: Path) ->
     assert statuses == [1, 1], logs
     assert all("rank 1 (host1) cannot see .step_1.incoming-" in log for log in logs), logs
     assert not list((tmp_path / "shared").iterdir())
+
+
+@pytest.mark.exhaustive
+def test_steps_on_several_hosts_are_measured_beside_torchs(tmp_path: Path) -> None:
+    numbers = {"hosts": 2, "ranks": 2, "blocks": 2, "width": 64, "steps": 1}
+    numbers |= {"vocabulary": 64, "batch": 1, "length": 8, "variants": bench_hosts.VARIANTS}
+    rows = bench_hosts.measured(numbers, "1gbit").rows
+    sent = {row[0]: row[3] for row in rows}
+    assert list(sent) == bench_hosts.VARIANTS
+    assert sent["fullshard fully_shard"] < 0.6 * sent["torch fully_shard"]

@@ -43,15 +43,22 @@ def reason_not_here() -> str:
     return tried.stderr.strip()
 
 
+def _run(*command: str, check: bool = True) -> None:
+    subprocess.run(command, check=check, capture_output=True, text=True)
+
+
 def _ip(*command: str, check: bool = True) -> None:
-    subprocess.run(["ip", *command], check=check, capture_output=True, text=True)
+    _run("ip", *command, check=check)
 
 
 class Hosts:
-    """A number of hosts, which can reach each other, for as long as the block lasts."""
+    """A number of hosts, which can reach each other, for as long as the block lasts.
 
-    def __init__(self, num: int) -> None:
-        self.num = num
+    `rate` is that of each link, in each direction, as `tc` of iproute2 writes it: "1gbit".
+    """
+
+    def __init__(self, num: int, rate: str = "") -> None:
+        self.num, self._rate = num, rate
         self._tag = f"fs{os.getpid()}"
         self._processes: list[list[subprocess.Popen[bytes]]] = [[] for _ in range(num)]
 
@@ -134,6 +141,13 @@ class Hosts:
         _ip("-n", name, "addr", "add", f"{self._address(host)}/24", "dev", "eth0")
         for device in ("eth0", "lo"):
             _ip("-n", name, "link", "set", device, "up")
+<<<<<<< HEAD
+        if self._rate:
+            bucket = ["root", "tbf", "rate", self._rate, "burst", "512k", "latency", "100ms"]
+            for namespace, device in ((name, "eth0"), (switch, port)):
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *bucket)
+=======
+>>>>>>> main
 
     def _kill(self, host: int) -> None:
         for process in self._processes[host]:

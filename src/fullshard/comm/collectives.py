@@ -14,22 +14,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import prod
 from operator import methodcaller
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from fullshard import _torch
 from fullshard._torch import (
     AllgatherOptions,
     all_gather_coalesced,
     all_gather_single,
     all_to_all_single,
     backend_name,
-    backend_of,
     devices_of,
     is_registered,
     lifetime_of,
@@ -40,11 +37,11 @@ from fullshard._torch import (
 )
 from fullshard.api import AllGather, ReduceScatter
 from fullshard.comm import guard, shm
-from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.comm.link import Link
+from fullshard.comm.mesh import Axis
 from fullshard.comm.order import enter_call
 from fullshard.comm.two_level import StagedWork, levels_of
 from fullshard.device import simulation
-from fullshard.errors import UnsupportedError
 from fullshard.layout import Plain, Wire
 
 Tensors = Sequence[torch.Tensor]
@@ -67,7 +64,7 @@ class Issued:
         """Issue it with zeros, and wait for it."""
         outs, ins = _zeros(self.outs), _zeros(self.ins)
         work = self.call(self.group, outs, ins, *self.options)
-        is_on_host = isinstance(self.group, shm.Link)
+        is_on_host = isinstance(self.group, Link)
         one = outs[0] if isinstance(outs, list) else outs
         wait = methodcaller("wait") if is_on_host else wait_of(self.group, one.device)
         CollectiveWork([work], wait=wait).wait()
@@ -560,93 +557,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _in_bytes(tensor: torch.Tensor, numel: Sequence[int]) -> list[int]:
     return [each * tensor.itemsize for each in numel]
-
-
-# Collectives in memory of a particular kind, behind the interface of custom collectives
-
-
-class ProcessGroupMemory:
-    """Buffers from the backend's own allocator where it has one."""
-
-    def __init__(self, group: Group | None) -> None:
-        self._axis = Axis(group)
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        group = self._axis.group
-        assert group is not None
-        backend: Any = backend_of(group, device)
-        if backend.supports_tensor_alloc(device):
-            made: torch.Tensor = backend.allocate_tensor(prod(size), dtype=dtype, device=device)
-            return made
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class ProcessGroupAllGather(ProcessGroupMemory, AllGather):
-    """All-gathers in memory of the process group."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: Group,
-        async_op: bool = False,
-    ) -> None:
-        collectives = collectives_for(group, output_tensor.device)
-        collectives.all_gather([output_tensor], [input_tensor], group).wait()
-
-
-class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
-    """Reduce-scatters in memory of the process group."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: Group,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        average = op == dist.ReduceOp.AVG
-        collectives = collectives_for(group, output_tensor.device)
-        collectives.reduce_scatter([output_tensor], [input_tensor], group, average=average).wait()
-
-
-class SymmetricAllGather(ProcessGroupAllGather):
-    """All-gathers in symmetric memory, from a device's pool of it."""
-
-    def __init__(self, name: str, mesh_info: MeshInfo, backend: Literal["NCCL"]) -> None:
-        if mesh_info.device_type != "cuda" or not torch.cuda.is_available():
-            raise UnsupportedError(
-                f"{name}: symmetric memory needs CUDA devices, found a mesh of "
-                f"{mesh_info.device_type}; leave set_symm_mem_for_comm out."
-            )
-        super().__init__(mesh_info.shard.group)
-        try:
-            _torch.symmetric_memory.set_backend(backend)
-            dist.barrier(group=mesh_info.shard.group)  # a rendezvous needs a live communicator
-        except (RuntimeError, ValueError) as error:
-            raise UnsupportedError(
-                f"{name}: symmetric memory needs GPUs and a NCCL that support it, found that "
-                f"backend {backend!r} cannot be set ({error}); leave set_symm_mem_for_comm out."
-            ) from error
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(_torch.symmetric_memory.get_mem_pool(device)):
-            return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: Group,
-        async_op: bool = False,
-    ) -> None:
-        _torch.symmetric_memory.rendezvous(output_tensor, group=group.group_name)
-        super().__call__(output_tensor, input_tensor, group)
 
 
 # The end of a process that has used gloo

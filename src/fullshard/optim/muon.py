@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from fullshard.errors import ConfigError
 from fullshard.optim.by_unit import by_unit
 from fullshard.optim.matrices import require_matrices
-from fullshard.optim.muon_step import Exchange, State, Work, names_of, require_options
+from fullshard.optim.muon_options import State, names_of, require_options
+from fullshard.optim.muon_step import Exchange, Work
 from fullshard.optim.owners import Owners
 from fullshard.optim.selection import Choice, select
 

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import sqrt
 from typing import Any, Literal
 
 import torch
@@ -42,53 +41,15 @@ from fullshard.device import simulation
 from fullshard.errors import ConfigError, DisagreementError
 from fullshard.layout.split import Box, slices
 from fullshard.optim.matrices import HeldTensor, require_matrices
+from fullshard.optim.muon_options import State, adjustment, names_of, ns_options, require_options
 from fullshard.optim.newton_schulz import cost, orthogonalize_
 from fullshard.optim.owners import Matrix, OwnedMatrix, OwnerPlan, Owners, plan_owners
 
 Exchange = Literal["all_to_all", "all_gather"]
-State = dict[str, Any]
 Scale = float | torch.Tensor
 
 _SENT = torch.bfloat16
 _LARGE_NUMEL = 1 << 20
-_MOST_STEPS = 99
-_OPTIONS = ("ns_coefficients", "eps", "ns_steps")
-
-
-def names_of(group: State) -> list[str]:
-    names = group.get("param_names")
-    return names or [f"parameter {number}" for number in range(len(group["params"]))]
-
-
-def require_options(options: State) -> None:
-    steps, adjust = options["ns_steps"], options["adjust_lr_fn"]
-    problem = None
-    if not isinstance(steps, int) or not 1 <= steps <= _MOST_STEPS:
-        problem = f"ns_steps must be from 1 to {_MOST_STEPS}, found {steps!r}"
-    elif len(options["ns_coefficients"]) != 3:
-        problem = f"ns_coefficients must be three numbers, found {options['ns_coefficients']!r}"
-    elif adjust not in (None, "original", "match_rms_adamw"):
-        problem = f"adjust_lr_fn must be 'original' or 'match_rms_adamw', found {adjust!r}"
-    else:
-        # A learning rate on the device is not read: a step may be captured.
-        names = ("lr", "weight_decay", "momentum")
-        known = {name: options[name] for name in names if not _is_on_device(options[name])}
-        wrong = [name for name, value in known.items() if not float(value) >= 0]
-        if wrong:
-            problem = f"{wrong[0]} must not be negative, found {options[wrong[0]]!r}"
-    if problem is not None:
-        raise ConfigError(f"Muon: {problem}.")
-
-
-def _is_on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_cpu
-
-
-def _adjusted(rows: int, cols: int, adjust_lr_fn: str | None) -> float:
-    """What the learning rate is multiplied by for a matrix."""
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * sqrt(max(rows, cols))
-    return sqrt(max(1.0, rows / cols))
 
 
 class Work:
@@ -102,7 +63,7 @@ class Work:
         self, groups: list[State], exchange: Exchange, *, is_compared: bool = True
     ) -> None:
         self._params = _params(groups)
-        self._options = _options(groups)
+        self._options = ns_options(groups)
         self._views: dict[tuple[int, bool], tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
         self.held: list[HeldTensor] = []
         self.group_of: list[int] = []
@@ -127,7 +88,7 @@ class Work:
         return (
             len(found) == len(self._params)
             and all(a is b and c == d for (a, c), (b, d) in zip(found, self._params, strict=True))
-            and _options(groups) == self._options
+            and ns_options(groups) == self._options
             and all(each.is_current for each in self.held)
         )
 
@@ -159,14 +120,6 @@ class Work:
 
 def _params(groups: list[State]) -> list[tuple[torch.Tensor, bool]]:
     return [(param, param.requires_grad) for group in groups for param in group["params"]]
-
-
-def _options(groups: list[State]) -> list[tuple[Any, ...]]:
-    return [tuple(_frozen(group[name]) for name in _OPTIONS) for group in groups]
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +233,7 @@ class _Values:
             if self.params[part.held]:
                 param = part.of(self.params)
                 number, matrix = self._work.group_of[part.held], part.matrix
-                adjust = _adjusted(matrix.rows, matrix.cols, self._groups[number]["adjust_lr_fn"])
+                adjust = adjustment(matrix.rows, matrix.cols, self._groups[number]["adjust_lr_fn"])
                 key = number, adjust, param.dtype, param.device
                 alike[key].append((param, result))
         for (number, adjust, _, device), pairs in alike.items():

@@ -11,23 +11,17 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.utils.flop_counter import flop_registry
 
 from fullshard._torch import (
-    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    cpu_attention_backend,
     fused_optimizers_on,
     has_own_dispatch,
     hosts_of_meta_devices,
@@ -36,11 +30,21 @@ from fullshard.comm.collectives import Collectives, CollectiveWork
 from fullshard.device import Device, Streams
 from fullshard.plan.device_profile import DeviceProfile
 from fullshard.plan.ledger import Kind, Ledger
+from fullshard.plan.operations import (
+    Cost,
+    TensorShape,
+    Traits,
+    bytes_of,
+    described,
+    fused_kernels,
+    is_simulated,
+    tensors_in,
+    traits_of,
+)
 from fullshard.trace.seam import Activity
 from fullshard.trace.timeline import MemorySample, Span, Timeline
 
 _META = torch.device("meta")
-_MATH, _FLASH, _EFFICIENT = 0, 1, 2  # numbers of torch.nn.attention.SDPBackend
 
 
 class VirtualStream:
@@ -224,12 +228,12 @@ class Simulator(TorchDispatchMode):
         self._began_s = 0.0
         self._open: dict[tuple[Activity, str], list[float]] = {}
         self._spans: list[Span] = []
-        self._known: dict[Any, _Cost] = {}
+        self._known: dict[Any, Cost] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
         hosts = hosts_of_meta_devices(self._fabric.ranks_per_host)
-        with fused_optimizers_on("meta"), hosts, _fused_kernels(self.played), self:
+        with fused_optimizers_on("meta"), hosts, fused_kernels(self.played), self:
             yield
 
     # Time
@@ -373,21 +377,21 @@ class Simulator(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(has_own_dispatch, types)):
             return NotImplemented  # the tensors that it is made of are dispatched here
-        traits = _traits(func)
+        traits = traits_of(func)
         if traits.is_view:
             if traits.is_aten and self.current is self.compute:
                 self._issue()
             return func(*args, **kwargs)
         inputs: list[torch.Tensor] = []
-        key = (func, _described(args, inputs), _described(tuple(kwargs.items()), inputs))
-        if not (any(map(_is_simulated, inputs)) if inputs else self._is_made_here(kwargs)):
+        key = (func, described(args, inputs), described(tuple(kwargs.items()), inputs))
+        if not (any(map(is_simulated, inputs)) if inputs else self._is_made_here(kwargs)):
             return func(*args, **kwargs)  # numbers on the host, such as a mesh
         if traits.is_read:
             # The host waits, and reads what most conditions hope for: one, or true.
             self.host_s = max(self.host_s, self.current.time_s)
             return torch.ones((), dtype=args[0].dtype).item()
         if traits.only_allocates:
-            found = self._made(_described(self._run(traits, func, args, kwargs), []))
+            found = self._made(described(self._run(traits, func, args, kwargs), []))
             self._note_time()
             self._enter(found)
             return found
@@ -405,7 +409,7 @@ class Simulator(TorchDispatchMode):
         else:
             self.run(known.seconds)
         self._note_time()
-        for tensor in _tensors(found):
+        for tensor in tensors_in(found):
             self._enter(tensor)
         return found
 
@@ -416,13 +420,13 @@ class Simulator(TorchDispatchMode):
             return True
         return self._fake is not None and dtype.is_floating_point
 
-    def _run(self, traits: _Traits, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, traits: Traits, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation. One that only writes has nothing to do on meta."""
         if traits.is_in_place:
             return traits.written(args, kwargs)
         device = kwargs.get("device")
         is_on_host = device is not None and device.type != "meta"
-        tensors = (*_tensors(args), *_tensors(tuple(kwargs.values())))
+        tensors = (*tensors_in(args), *tensors_in(tuple(kwargs.values())))
         if self._fake is None or not (is_on_host or any(not t.is_meta for t in tensors)):
             return func(*args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
@@ -432,7 +436,7 @@ class Simulator(TorchDispatchMode):
 
     def _made(self, described: Any) -> Any:
         """Make tensors without values, of the shapes that were described."""
-        if isinstance(described, _TensorShape):
+        if isinstance(described, TensorShape):
             shape, stride, dtype, device = described
             if device.type == "meta" or self._fake is None:
                 return torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -443,18 +447,18 @@ class Simulator(TorchDispatchMode):
         return tuple([self._made(each) for each in described])
 
     def _cost(
-        self, traits: _Traits, inputs: list[torch.Tensor], args: Any, kwargs: Any, found: Any
-    ) -> _Cost:
+        self, traits: Traits, inputs: list[torch.Tensor], args: Any, kwargs: Any, found: Any
+    ) -> Cost:
         """The cost of an operation: the time for its bytes or its FLOPs, whichever is longer."""
         profile, tensors = self.profile, list(inputs)
-        made = _described(found, tensors)
-        num_bytes = sum(map(_bytes_of, tensors))
+        made = described(found, tensors)
+        num_bytes = sum(map(bytes_of, tensors))
         # A number in host memory travels with the kernel.
-        if any(not tensor.is_meta and _bytes_of(tensor) > _SMALL_BYTES for tensor in tensors):
-            largest = max(map(_bytes_of, tensors))
+        if any(not tensor.is_meta and bytes_of(tensor) > _SMALL_BYTES for tensor in tensors):
+            largest = max(map(bytes_of, tensors))
             if any(tensor.is_meta for tensor in tensors):
-                return _Cost(made, largest / (profile.host_gbs * 1e9), copied_bytes=largest)
-            return _Cost(made, num_bytes / (_HOST_MEMORY_GBS * 1e9), is_by_host=True)
+                return Cost(made, largest / (profile.host_gbs * 1e9), copied_bytes=largest)
+            return Cost(made, num_bytes / (_HOST_MEMORY_GBS * 1e9), is_by_host=True)
         if traits.is_fused_step:
             num_bytes += num_bytes * 3 // 4  # three of the four are written, too
         seconds = num_bytes / (profile.memory_gbs * profile.memory_efficiency * 1e9)
@@ -468,7 +472,7 @@ class Simulator(TorchDispatchMode):
                 peak = profile.tflops(inputs[0].itemsize) * profile.attention_efficiency
                 done = flops / 2 if traits.is_causal(args, kwargs) else flops
             seconds = max(seconds, done / (peak * 1e12))
-        return _Cost(made, profile.kernel_s + seconds, flops)
+        return Cost(made, profile.kernel_s + seconds, flops)
 
 
 # The host time of the all-gather or reduce-scatter of a unit, and of an operation that is
@@ -476,173 +480,3 @@ class Simulator(TorchDispatchMode):
 _COLLECTIVE, _RECOMPUTED = 22.0, 1.7
 _SMALL_BYTES = 1 << 10
 _HOST_MEMORY_GBS = 24.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    """The result of an operation, as `_described` returns it, and its cost."""
-
-    found: Any
-    seconds: float
-    flops: int = 0
-    copied_bytes: int = 0
-    is_by_host: bool = False
-
-
-class _Traits:
-    """What an operation does, by its schema and name."""
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        name = schema.name.removeprefix("aten::")
-        returned = [each.alias_info for each in schema.returns]
-        is_alias = any(info is not None and not info.is_write for info in returned)
-        self.is_view = is_alias or name in _VIEWS or name.startswith(("profiler::", "prim::"))
-        self.is_read = name == "_local_scalar_dense"
-        self.is_aten = schema.name.startswith("aten::")
-        self.only_allocates = name in _ALLOCATE
-        self.is_fused_step = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
-        self.flops: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
-        self.is_attention = "attention" in name
-        if self.is_attention and self.flops is not None:
-            self.flops = partial(_attention_flops, "backward" in name)
-        names = [argument.name for argument in schema.arguments]
-        self._causal_at = names.index("is_causal") if "is_causal" in names else None
-        # Where the tensors that are returned were passed, if all of them were.
-        written = {
-            str(argument.alias_info.before_set): (index, argument.name)
-            for index, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        }
-        self._returned = [
-            None if info is None else written.get(str(info.before_set)) for info in returned
-        ]
-        self.is_in_place = bool(written) and None not in self._returned
-
-    def written(self, args: Any, kwargs: Any) -> Any:
-        """The arguments that an in-place operation returns."""
-        places = [place for place in self._returned if place is not None]
-        found = [kwargs[name] if name in kwargs else args[index] for index, name in places]
-        return None if not found else found[0] if len(found) == 1 else tuple(found)
-
-    def is_causal(self, args: Any, kwargs: Any) -> bool:
-        index = self._causal_at
-        if index is None:
-            return False
-        return bool(args[index] if index < len(args) else kwargs.get("is_causal"))
-
-
-def _attention_flops(is_backward: bool, *args: Any, **_: Any) -> int:
-    """The FLOPs of attention's matmuls; torch before 2.13 cannot count those of grouped heads."""
-    query, key, value = args[is_backward : is_backward + 3]
-    scores = query.shape[:-1].numel() * key.shape[-2]
-    width, value_width = query.shape[-1], value.shape[-1]
-    number = 3 * width + 2 * value_width if is_backward else width + value_width
-    return int(2 * scores * number)
-
-
-_ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-# Some have no alias in their schemas.
-_VIEWS = (
-    *("set_", "resize_", "lift_fresh"),
-    *("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"),
-)
-_traits = cache(_Traits)
-
-
-class _TensorShape(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A value with shapes in place of tensors, for comparison; 1, 1.0 and True differ.
-
-    The tensors are added to `tensors`.
-    """
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _TensorShape(value.shape, value.stride(), value.dtype, value.device)
-    if isinstance(value, (list, tuple)):
-        return tuple([_described(each, tensors) for each in value])
-    return (type(value), value)
-
-
-def _tensors(value: Any) -> Sequence[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return ()
-
-
-def _is_simulated(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-
-
-@contextmanager
-def _fused_kernels(played: str) -> Iterator[None]:
-    """Replace attention and norms on meta by the operations that the device runs.
-
-    Models find them in `torch.nn.functional`. A mode would not see what backward recomputes.
-    """
-    attention, norm, functional = F.scaled_dot_product_attention, F.rms_norm, vars(F)
-    functional["scaled_dot_product_attention"] = partial(_attention, played, attention)
-    if played != "cpu":
-        # RMS norm saves what layer norm saves, and on meta it would be many operations.
-        functional["rms_norm"] = lambda input, normalized_shape, weight=None, eps=None: (
-            F.layer_norm(input, normalized_shape, weight, None, eps or 1e-5)
-        )
-    try:
-        yield
-    finally:
-        functional.update(scaled_dot_product_attention=attention, rms_norm=norm)
-
-
-def _attention(
-    played: str,
-    plain: Callable[..., Any],
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    is_grouped = query.shape[-3] != key.shape[-3]
-    ops, backend = torch.ops.aten, _MATH
-    if played == "cpu":
-        backend = cpu_attention_backend(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
-    elif query.dtype.itemsize == 2 and attn_mask is None:
-        backend = _FLASH
-    elif not is_grouped:
-        backend = _EFFICIENT
-    if attn_mask is not None and attn_mask.dtype == torch.bool and backend != _MATH:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -1e9)
-    if backend == _MATH:
-        return plain(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if played == "cpu":
-        return ops._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-    if backend == _FLASH:
-        return ops._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    return ops._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-    )[0]

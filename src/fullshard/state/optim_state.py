@@ -9,211 +9,36 @@ all.
 from __future__ import annotations
 
 import copy
-import hashlib
-import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.api import FullOptimStateDictConfig, OptimStateKeyType, own_value
-from fullshard.errors import ConfigError, DisagreementError, FullshardError, UnknownNameError
+from fullshard.errors import ConfigError, DisagreementError, UnknownNameError
 from fullshard.runtime.names import clean_name
 from fullshard.state.module_state import require_kind, settings_of
+from fullshard.state.optim_load import Load
+from fullshard.state.optim_params import (
+    ModelParams,
+    OptimInput,
+    OptimParam,
+    State,
+    is_same,
+    param_groups,
+)
+from fullshard.state.optim_values import copied, has_dims
 from fullshard.state.shards import (
     FlatLane,
-    FlatShard,
     StateForm,
-    TensorShard,
-    all_shards,
     exchange,
     full_tensor_of,
-    is_sharded,
-    lanes_of,
-    on_meta,
-    shape_of,
-    tp_groups_of,
     wrappers_of,
 )
-
-Key: TypeAlias = int | str
-OptimInput: TypeAlias = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]] | None
-State: TypeAlias = dict[str, Any]
-
-
-# Parameters of an optimizer, and what they stand for
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OptimParam:
-    """One parameter as an optimizer holds it, and the tensors of the model that it stands for.
-
-    It stands for one tensor, or for all tensors of a lane if the optimizer holds a flat parameter.
-    """
-
-    param: torch.Tensor
-    shards: tuple[TensorShard, ...]
-
-    @property
-    def names(self) -> list[str]:
-        """The canonical names of its tensors."""
-        return [shard.name for shard in self.shards]
-
-    @property
-    def flat_shards(self) -> list[FlatShard]:
-        """Its tensors, if a wrapper shards them."""
-        return [shard for shard in self.shards if isinstance(shard, FlatShard)]
-
-    @property
-    def lane(self) -> FlatLane | None:
-        return next((shard.lane for shard in self.flat_shards), None)
-
-    @property
-    def local_numel(self) -> int:
-        """How many elements this rank has; a flat parameter's include its padding."""
-        if self.lane is None:
-            return self.param.numel()
-        return self.lane.shard_numel if self.lane.is_flat else len(self.flat_shards[0].elements)
-
-
-def optim_params(
-    groups: Iterable[Iterable[torch.Tensor]], shards: Iterable[TensorShard]
-) -> list[list[OptimParam]]:
-    """The parameters of an optimizer, group by group, each with the shards that it stands for.
-
-    A parameter that no shard belongs to stands for none.
-    """
-    by_tensor: dict[torch.Tensor, list[TensorShard]] = {}
-    for shard in shards:
-        by_tensor.setdefault(shard.tensor, []).append(shard)
-    return [[OptimParam(p, tuple(by_tensor.get(p, ()))) for p in group] for group in groups]
-
-
-def saved_options(
-    groups: Sequence[Iterable[OptimParam]],
-    saved: Sequence[Mapping[str, Any]],
-    error: type[FullshardError] = ConfigError,
-) -> list[State | None]:
-    """For each group of an optimizer, the options that its parameters were saved with.
-
-    `saved` are parameter groups with names as "params". The options of a group are None if none of
-    its parameters were saved. Parameters of one group must have been saved with the same options.
-    """
-    group_of = {clean_name(name): i for i, group in enumerate(saved) for name in group["params"]}
-    result: list[State | None] = []
-    for index, group in enumerate(groups):
-        names = [name for param in group for shard in param.shards for name in shard.names]
-        sources = sorted({group_of[name] for name in names if name in group_of})
-        options = [
-            {k: v for k, v in saved[source].items() if k not in ("params", "param_names")}
-            for source in sources
-        ]
-        different = sorted(
-            {k for each in options for k in each if not is_same(each[k], options[0].get(k))}
-            | {k for each in options for k in options[0] if k not in each}
-        )
-        if different:
-            raise error(
-                f"optimizer: the parameters of group {index} must have been saved with the same "
-                f"options, found different {different} in the saved groups {sources}; build the "
-                "optimizer with the groups that were saved."
-            )
-        result.append(copy.deepcopy(options[0]) if options else None)
-    return result
-
-
-def is_same(left: Any, right: Any) -> bool:
-    """Whether two values of an optimizer's state are equal; nan is equal to itself."""
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return (
-            left.dtype == right.dtype
-            and left.shape == right.shape
-            and torch.allclose(left.cpu(), right.cpu(), rtol=0, atol=0, equal_nan=True)
-        )
-    return type(left) is type(right) and pickle.dumps(left) == pickle.dumps(right)
-
-
-class _ModelParams:
-    """All parameters of a wrapped model as its optimizers see them, in the same order on all ranks.
-
-    Attributes:
-        params: All of them.
-        by_tensor: The same, keyed by the tensor that the optimizer holds.
-        by_key: The same, keyed by the name in `named_parameters`, which lists flat parameters.
-        by_name: The shards of the original parameters, keyed by any of their names.
-        shard_groups: The process groups that they are sharded over.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.lanes = lanes_of(model, what="optim_state_dict")
-        if not self.lanes:
-            raise ConfigError(
-                f"{type(model).__name__}: a model with at least one FullyShardedDataParallel "
-                "module that has parameters expected, found none; use the state dict of the "
-                "optimizer as it is."
-            )
-        shards = [shard for shard in all_shards(model, self.lanes) if not shard.is_buffer]
-        (self.params,) = optim_params([dict.fromkeys(s.tensor for s in shards)], shards)
-        self.by_tensor = {param.param: param for param in self.params}
-        self.by_name = {name: shard for shard in shards for name in shard.names}
-        listed = list(model.named_parameters(remove_duplicate=False))
-        self.by_key: dict[Key, OptimParam] = {
-            clean_name(key): self.by_tensor[tensor] for key, tensor in listed
-        }
-        self._keys = {tensor: key for key, tensor in reversed(listed)}
-        sharded = [lane.mesh_info.shard for lane in self.lanes if lane.is_sharded]
-        groups = [axis.group for axis in sharded] + tp_groups_of(self.lanes)
-        self.shard_groups = list(dict.fromkeys(groups))
-
-    def groups_of(
-        self, optim: Optimizer | None, optim_input: OptimInput, *, by_name: bool = False
-    ) -> list[dict[Key, OptimParam]]:
-        """The parameters of each group of an optimizer, by the keys of its own state dict."""
-        groups: list[dict[Key, OptimParam]] = []
-        number = 0
-        for tensors in _param_groups(self.model, optim, optim_input):
-            groups.append({})
-            for tensor in tensors:
-                if (param := self.by_tensor.get(tensor)) is None:
-                    raise UnknownNameError(
-                        f"optimizer: parameter {number} must be one of the model's, found a "
-                        f"tensor of shape {tuple(tensor.shape)} that is none of them; pass the "
-                        "optimizer of this model, built from its parameters after it was wrapped."
-                    )
-                groups[-1][self._keys.get(tensor, param.names[0]) if by_name else number] = param
-                number += 1
-        return groups
-
-
-def _param_groups(
-    model: nn.Module, optim: Optimizer | None, optim_input: OptimInput
-) -> list[list[nn.Parameter]]:
-    """The parameters of an optimizer, group by group.
-
-    They are `optim_input`, which it was built with, if that is given, and otherwise those of
-    `optim`. Without either, the optimizer is assumed to have all parameters of the model.
-    """
-    if optim_input is None:
-        groups = [{"params": model.parameters()}] if optim is None else optim.param_groups
-        return [list(group["params"]) for group in groups]
-    entries: list[Any] = list(optim_input)
-    if entries and all(isinstance(entry, torch.Tensor) for entry in entries):
-        return [entries]
-    if entries and all(isinstance(entry, Mapping) and "params" in entry for entry in entries):
-        given = [entry["params"] for entry in entries]
-        return [[each] if isinstance(each, nn.Parameter) else list(each) for each in given]
-    raise (TypeError if entries else ConfigError)(
-        "optim_input: tensors, or dicts that each have 'params', expected, found "
-        f"{sorted({type(entry).__name__ for entry in entries}) or 'nothing'}; leave it out."
-    )
-
 
 # Saving
 
@@ -274,7 +99,7 @@ def _save(
     is_kept: bool = True,
 ) -> dict[str, Any]:
     """The state dict in a form; an empty one if this rank does not keep it."""
-    params = _ModelParams(model)
+    params = ModelParams(model)
     states: dict[OptimParam, State] = {}
     unmatched: State = {}
     groups: list[State] = []
@@ -321,7 +146,7 @@ class _PerElement(NamedTuple):
 
 
 def _agreed_states(
-    params: _ModelParams, states: Mapping[OptimParam, State], problem: Exception | None
+    params: ModelParams, states: Mapping[OptimParam, State], problem: Exception | None
 ) -> dict[OptimParam, State]:
     """What the state of every parameter consists of, the same on all ranks that share it."""
     cut = [(param, param.lane) for param in params.params if param.lane is not None]
@@ -331,13 +156,13 @@ def _agreed_states(
         name
         for param, _ in cut
         for name, value in states.get(param, {}).items()
-        if _has_dims(value) and value.numel() != param.local_numel
+        if has_dims(value) and value.numel() != param.local_numel
     }
 
     def outlined(name: str, value: Any) -> Any:
-        if _has_dims(value) and name not in own_shaped:
+        if has_dims(value) and name not in own_shaped:
             return _PerElement(value.dtype)
-        return _copied(value, to_cpu=True)
+        return copied(value, to_cpu=True)
 
     # A rank that has no element of a parameter may have numbers about it, such as a count of
     # steps, but its optimizer does not keep them up to date.
@@ -369,7 +194,7 @@ def _agreed_states(
 
 
 def _gathered_states(
-    params: _ModelParams,
+    params: ModelParams,
     agreed: Mapping[OptimParam, State],
     states: Mapping[OptimParam, State],
     form: StateForm,
@@ -381,7 +206,7 @@ def _gathered_states(
     gathered: dict[tuple[FlatLane, str, torch.dtype], list[OptimParam]] = {}
     for param in (param for param in params.params if param in agreed):
         for name in param.names:
-            saved[name] = {k: _copied(v, to_cpu=form.to_cpu) for k, v in agreed[param].items()}
+            saved[name] = {k: copied(v, to_cpu=form.to_cpu) for k, v in agreed[param].items()}
         for key, value in agreed[param].items():
             if isinstance(value, _PerElement) and param.lane is not None:
                 gathered.setdefault((param.lane, key, value.dtype), []).append(param)
@@ -399,12 +224,6 @@ def _gathered_states(
                 saved[shard.name][key] = form.copy(whole, shard)
         del buffer, full, whole  # before the next ones are allocated
     return saved
-
-
-def _copied(value: Any, *, to_cpu: bool = False) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    return value.detach().cpu() if to_cpu and not value.is_cpu else value.detach().clone()
 
 
 # Loading
@@ -427,7 +246,7 @@ def optim_state_dict_to_load(
     """
     config = settings_of(model).optim_state_dict_config
     rank0_only = getattr(config, "rank0_only", False)
-    load = _Load(model, optim, is_named=is_named_optimizer, rank0_only=rank0_only, group=group)
+    load = Load(model, optim, is_named=is_named_optimizer, rank0_only=rank0_only, group=group)
     result = load.convert(optim_state_dict)
     if load_directly:
         optim.load_state_dict(result)
@@ -443,7 +262,7 @@ def shard_full_optim_state_dict(
     """Convert whole tensors that every rank has to what an optimizer loads on this rank."""
     _warn_deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
     # Every rank has everything and needs no other: it may be called on one rank alone.
-    return _Load(model, optim, optim_input, is_alone=True).convert(full_optim_state_dict)
+    return Load(model, optim, optim_input, is_alone=True).convert(full_optim_state_dict)
 
 
 def scatter_full_optim_state_dict(
@@ -455,7 +274,7 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:
     """Convert whole tensors that rank 0 has to what an optimizer loads on this rank."""
     _warn_deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-    load = _Load(model, optim, optim_input, rank0_only=True, group=group)
+    load = Load(model, optim, optim_input, rank0_only=True, group=group)
     return load.convert(full_optim_state_dict)
 
 
@@ -464,277 +283,7 @@ def flatten_sharded_optim_state_dict(
 ) -> dict[str, Any]:
     """Convert sharded tensors to what an optimizer loads on this rank."""
     _warn_deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-    return _Load(model, optim).convert(sharded_optim_state_dict)
-
-
-@dataclass(slots=True)
-class _Load:
-    """A load of state into an optimizer of a model.
-
-    Attributes:
-        is_named: Whether the result is keyed by name.
-        rank0_only: Whether only rank 0 of `group` has values, which it sends tensor by tensor.
-        is_alone: Whether this rank loads without the others.
-        states: What is loaded, by the canonical names of parameters.
-        unmatched: State that belongs to no parameter.
-        per_element: The names of state with one value per element of its parameter. Other state has
-            a shape of its own, the same for all parameters, and is whole on every rank.
-    """
-
-    model: nn.Module
-    optim: Optimizer | None
-    optim_input: OptimInput = None
-    is_named: bool = False
-    rank0_only: bool = False
-    group: dist.ProcessGroup | None = None
-    is_alone: bool = False
-    params: _ModelParams = field(init=False)
-    states: dict[str, Mapping[str, Any]] = field(init=False, default_factory=dict)
-    unmatched: State = field(init=False, default_factory=dict)
-    per_element: set[str] = field(init=False, default_factory=set)
-
-    @torch.no_grad()
-    def convert(self, state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
-        self.params = _ModelParams(self.model)
-        if self.rank0_only:
-            # The others learn what there is; tensors are on meta until they are fetched.
-            is_source = dist.get_rank(self.group) == 0
-            sent = [_mapped(state_dict, _outline) if is_source else None]
-            dist.broadcast_object_list(sent, group=self.group, group_src=0)
-            state_dict = state_dict if is_source else sent[0]
-        compared = [self.group] if self.rank0_only else self.params.shard_groups
-        problem: Exception | None = None
-        fingerprint = ""
-        try:
-            groups = self.params.groups_of(self.optim, self.optim_input, by_name=self.is_named)
-            saved_groups = self._match(state_dict)
-            self._find_per_element()
-            param_groups = self._param_groups(saved_groups, groups)
-            # Values that other ranks do not fetch may differ between ranks, such as the parts of a
-            # model that is split in another way.
-            shared = [
-                (path, self._described(value))
-                for path, value in _leaves({"own": self.states, "other": self.unmatched})
-                if self.rank0_only
-                or is_sharded(value)
-                or isinstance(self.params.by_name.get(path[1]), FlatShard)
-            ]
-            fingerprint = hashlib.sha256(repr(sorted(shared)).encode()).hexdigest()
-        except Exception as error:
-            problem = error
-        told = exchange([] if self.is_alone else compared, fingerprint, problem)
-        if any(len(set(answers)) > 1 for answers in told):
-            raise DisagreementError(
-                "optim_state_dict: all ranks must load state of the same parameters, in the same "
-                "shapes and dtypes, found differences; load the same checkpoint on every rank."
-            )
-        # In the order of the model, the same on all ranks, including parameters not held here.
-        own = {param: self._state_of(param) for param in self.params.params}
-        state: dict[Any, Any] = {}
-        keys = {param: key for group in groups for key, param in group.items()}
-        for key, param in ((keys[param], param) for param in own if param in keys):
-            # A rank without elements needs no state, except for named optimizers and for those
-            # that make state for all their parameters at once and then count on it.
-            has_state = self.optim is not None and bool(self.optim.state.get(param.param))
-            is_empty = not param.local_numel and param.shards[0].shape.numel() > 0
-            is_saved = any(name in self.states for name in param.names)
-            if is_saved and (not is_empty or has_state or self.is_named):
-                state[key] = own[param]
-        state |= self._whole(self.unmatched)
-        return {"state": state} | ({} if param_groups is None else {"param_groups": param_groups})
-
-    def _match(self, state_dict: Any) -> list[Mapping[str, Any]] | None:
-        """Find out what belongs to which parameter; returns the saved groups."""
-        is_dict = isinstance(state_dict, Mapping) and "state" in state_dict
-        states: Mapping[Any, Any] = state_dict["state"] if is_dict else {}
-        groups: list[Mapping[str, Any]] | None = state_dict.get("param_groups") if is_dict else None
-        wrong = [name for group in groups or () for name in group["params"]] + [*states]
-        wrong = [name for name in wrong if not isinstance(name, str)]
-        for key, state in states.items() if not wrong else ():
-            shard = self.params.by_name.get(clean_name(key))
-            if shard is None:
-                self.unmatched[key] = state
-            elif not isinstance(state, Mapping):
-                wrong.append(key)
-            elif clean_name(key) == shard.name or shard.name not in self.states:
-                # Tied parameters may have an entry for each name: that of the canonical one counts.
-                self.states[shard.name] = state
-        if wrong or not is_dict:
-            found = [*state_dict] if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            raise ConfigError(
-                'optim_state_dict: `optim_state_dict` must have the keys "state", with a dict for '
-                f"each parameter by its name, found {found} and as parameters {wrong}; pass what "
-                "optim_state_dict returned, on every rank that it was saved for, and numbers "
-                "through rekey_optim_state_dict first."
-            )
-        return groups
-
-    def _find_per_element(self) -> None:
-        arrays: dict[str, list[tuple[FlatShard, torch.Size]]] = {}
-        for shard in (shard for lane in self.params.lanes for shard in lane.shards):
-            for key, value in self.states.get(shard.name, {}).items():
-                if _has_dims(value):
-                    arrays.setdefault(key, []).append((shard, shape_of(value)))
-        for key, entries in arrays.items():
-            odd = [(shard, shape) for shard, shape in entries if shape != shard.shape]
-            has_own_shape = len({shape for _, shape in entries}) == 1
-            # A parameter that is not split may have any state, such as factors of moments.
-            is_cut = any(shard.lane.is_sharded or shard.lane.is_flat for shard, _ in odd)
-            if not odd:
-                self.per_element.add(key)
-            elif 2 * len(odd) <= len(entries) or (is_cut and not has_own_shape):
-                shard, shape = odd[0]
-                raise ConfigError(
-                    f"optim_state_dict: state {key!r} of {shard.name!r} must have the parameter's "
-                    f"shape {tuple(shard.shape)}, found {tuple(shape)}; pass the state of an "
-                    "optimizer of this model."
-                )
-
-    def _param_groups(
-        self, saved: Sequence[Mapping[str, Any]] | None, groups: Sequence[Mapping[Key, OptimParam]]
-    ) -> list[dict[str, Any]] | None:
-        """The saved groups in the order of the optimizer's, which loads groups by position.
-
-        Parameters outside of all wrappers that were not saved are left out, as in torch.
-        """
-        if saved is None:
-            return None
-        keys = {param: key for group in groups for key, param in group.items()}
-        held = {name: key for p, key in keys.items() for s in p.shards for name in s.names}
-        names = [[clean_name(name) for name in group["params"]] for group in saved]
-        known = {name for group in names for name in group}
-        # Frozen parameters have no state, and optimizers are built with them or without.
-        shards = self.params.by_name
-        unknown = [n for n in known - held.keys() if n not in shards or shards[n].is_trainable]
-        absent = [
-            param
-            for param in (keys if self.optim is not None else ())
-            if param.param.requires_grad and not any(known & {*s.names} for s in param.shards)
-        ]
-        missing = [param.names[0] for param in absent if param.lane is not None]
-        if unknown or missing:
-            raise UnknownNameError(
-                "optim_state_dict: its parameter groups must hold the parameters of the optimizer, "
-                f"found {sorted(unknown)} that it does not have and none with {missing}; pass the "
-                "state of an optimizer of this model over the same parameters."
-            )
-        if self.optim is None:
-            numbers = [sorted({held[name] for name in its if name in held}) for its in names]
-            pairs = zip(saved, numbers, strict=True)
-            return [copy.deepcopy({**group, "params": params}) for group, params in pairs]
-        result: list[dict[str, Any]] = []
-        options = saved_options([list(group.values()) for group in groups], saved)
-        for own, params, chosen in zip(self.optim.param_groups, groups, options, strict=True):
-            if chosen is None:  # nothing of this group was saved
-                chosen = copy.deepcopy({key: own[key] for key in own if key != "params"})
-            if "param_names" in own:
-                chosen["param_names"] = list(own["param_names"])
-            result.append({**chosen, "params": [k for k, p in params.items() if p not in absent]})
-        return result
-
-    def _described(self, value: Any) -> str:
-        """What ranks must have in common to fetch a value."""
-        if self.rank0_only and is_sharded(value):
-            raise ConfigError(
-                "optim_state_dict: whole tensors expected where one rank has them all, found a "
-                f"{type(value).__name__}; load it without rank0_only."
-            )
-        kind = "" if isinstance(value, torch.Tensor) and not is_sharded(value) else type(value)
-        return f"{kind} {on_meta(value) if _is_array(value) else ''}"
-
-    def _fetch(self, value: Any) -> Any:
-        """The whole value on this rank; all ranks must fetch the same in the same order."""
-        device = self.params.lanes[0].device
-        if not self.rank0_only:
-            return full_tensor_of(value).to(device) if is_sharded(value) else value
-        if not _has_dims(value):
-            return value
-        tensor = torch.empty_like(value, device=device) if value.is_meta else value.detach()
-        tensor = tensor.to(device).contiguous()
-        if tensor.numel():
-            # As bytes: gloo does not know every dtype.
-            dist.broadcast(tensor.view(torch.uint8), group=self.group, group_src=0)
-        return tensor
-
-    def _whole(self, value: Any) -> Any:
-        """State that is whole on every rank."""
-        return _mapped(value, lambda each: _copied(self._fetch(each)))
-
-    def _state_of(self, param: OptimParam) -> State:
-        """The state of a parameter as an optimizer holds it on this rank."""
-        states = {shard: self.states.get(shard.name, {}) for shard in param.shards}
-        names = dict.fromkeys(key for state in states.values() for key in state)
-        own: State = {}
-        for key in sorted(names):  # in the same order on all ranks, unlike the names
-            entries = [(shard, state[key]) for shard, state in states.items() if key in state]
-            own[key] = self._value(param, key, entries)
-        return {key: own[key] for key in names}
-
-    def _value(
-        self, param: OptimParam, key: str, entries: Sequence[tuple[TensorShard, Any]]
-    ) -> Any:
-        """One state of a parameter; zero where parts of a flat parameter have none."""
-        if isinstance(param.param, DTensor) and is_sharded(entries[0][1]):
-            return _copied(entries[0][1])
-        # For a parameter without dims, only the state of others tells elements from other numbers.
-        is_unclear = not self.per_element and key != "step"
-        cuts = [
-            (shard, value)
-            for shard, value in entries
-            if isinstance(shard, FlatShard) and _is_array(value) and shape_of(value) == shard.shape
-            if key in self.per_element or (is_unclear and not shard.shape)
-        ]
-        if len(cuts) == len(entries):
-            buffer: torch.Tensor | None = None
-            for shard, value in cuts:
-                cut = shard.cut(self._fetch(value)).detach()
-                if not shard.lane.is_flat:
-                    return cut.clone().view(param.param.shape)
-                buffer = cut.new_zeros(param.local_numel) if buffer is None else buffer
-                shard.slice_of(buffer).copy_(cut)
-            return buffer
-        first, *others = (self._whole(value) for _, value in entries)
-        missing = {*param.names} - {shard.name for shard, _ in entries}
-        if missing or not all(is_same(value, first) for value in others):
-            raise ConfigError(
-                f"optim_state_dict: state {key!r} must be the same for all parameters of one flat "
-                f"parameter, found {[first, *others]} for {[shard.name for shard, _ in entries]} "
-                f"and none for {sorted(missing)}; wrap with use_orig_params=True to keep them "
-                "apart."
-            )
-        return first
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or is_sharded(value)
-
-
-def _has_dims(value: Any) -> bool:
-    return _is_array(value) and len(shape_of(value)) > 0
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested state with `change` applied to each value, in the same order on all ranks."""
-    if isinstance(value, Mapping):
-        changed = {key: _mapped(value[key], change) for key in sorted(value, key=str)}
-        return {key: changed[key] for key in value}
-    return change(value)
-
-
-def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values of nested state, each with the keys that lead to it."""
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for key, inner in value.items():
-        yield from _leaves(inner, (*path, str(key)))
-
-
-def _outline(value: Any) -> Any:
-    """A value without its elements; numbers stay."""
-    if not _is_array(value):
-        return value
-    return on_meta(value) if _has_dims(value) or is_sharded(value) else value.detach().cpu()
+    return Load(model, optim).convert(sharded_optim_state_dict)
 
 
 # Keys
@@ -764,7 +313,7 @@ def rekey_optim_state_dict(
     wanted = str if optim_state_key_type is OptimStateKeyType.PARAM_NAME else int
     if all(isinstance(key, wanted) for key in keys):
         return optim_state_dict
-    params = [param for group in _param_groups(model, optim, optim_input) for param in group]
+    params = [param for group in param_groups(model, optim, optim_input) for param in group]
     numbers = {param: number for number, param in enumerate(params)}
     listed = model.named_parameters(remove_duplicate=False)
     pairs = [(clean_name(name), numbers[param]) for name, param in listed if param in numbers]

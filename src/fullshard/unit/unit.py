@@ -27,8 +27,9 @@ from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather
 from fullshard.unit.arrangement import Arrangement
 from fullshard.unit.context import AddressRanges, CommContext
 from fullshard.unit.flat_param import FlatParams
+from fullshard.unit.grads import UnitGrads
 from fullshard.unit.param import ShardBuffers, ShardedParam
-from fullshard.unit.reduction import Reduction, UnitGrads
+from fullshard.unit.reduction import Reduction
 from fullshard.unit.registration import GradArrivals, Registration, Shown
 from fullshard.unit.released import ReleasedParam
 from fullshard.unit.settings import UnitComm, UnitSettings
@@ -472,7 +473,7 @@ class Unit:
                 comm, settings, comm_ctx = self.comm, self.settings, self.comm_ctx
                 if with_zeros:  # other ranks may have gradients that this one lacks
                     settings = replace(settings, reduce_scatter_unused_params=True)
-                reduction = self.grads.take(self.name, comm, settings, comm_ctx)
+                reduction = Reduction.of(self.grads, self.name, comm, settings, comm_ctx)
                 if reduction is not None:
                     self._start(reduction)
 

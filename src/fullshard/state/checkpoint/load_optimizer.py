@@ -14,7 +14,7 @@ from fullshard.layout.split import Box
 from fullshard.state.checkpoint.index import OPTIMIZER
 from fullshard.state.checkpoint.reader import StoredCheckpoint
 from fullshard.state.matching import NameMatch
-from fullshard.state.optim_state import OptimParam, optim_params, saved_options
+from fullshard.state.optim_params import OptimParam, optim_params, saved_options
 from fullshard.state.plain import from_json, is_quantized
 from fullshard.state.shards import LocalPart, TensorShard
 

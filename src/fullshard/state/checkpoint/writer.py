@@ -49,7 +49,7 @@ from fullshard.state.checkpoint.manifest import (
 )
 from fullshard.state.checkpoint.reader import seal
 from fullshard.state.matching import require_values, selection
-from fullshard.state.optim_state import optim_params
+from fullshard.state.optim_params import optim_params
 from fullshard.state.plain import RANDOM, as_json, dequantized, packed, plain_extra, random_state
 from fullshard.state.shards import LocalPart, TensorShard, tensor_shards
 from fullshard.state.stored import TensorSource
