@@ -85,7 +85,7 @@ MAX_LINES = {
     "fullshard.layout": 1_050,
     "fullshard.optim": 2_350,
     "fullshard.plan": 1_450,
-    "fullshard.resilience": 1_450,
+    "fullshard.resilience": 2_150,
     "fullshard.runtime": 2_550,
     "fullshard.state": 5_650,
     "fullshard.testing": 1_450,
