@@ -19,7 +19,10 @@ from measuring import Result
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
-PAGES = (PAGE, *(ROOT / "docs" / f"{each}.md" for each in ("planning", "reliability", "several_hosts")))
+PAGES = (
+    PAGE,
+    *(ROOT / "docs" / f"{each}.md" for each in ("planning", "reliability", "several_hosts")),
+)
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
