@@ -141,13 +141,10 @@ class Hosts:
         _ip("-n", name, "addr", "add", f"{self._address(host)}/24", "dev", "eth0")
         for device in ("eth0", "lo"):
             _ip("-n", name, "link", "set", device, "up")
-<<<<<<< HEAD
         if self._rate:
             bucket = ["root", "tbf", "rate", self._rate, "burst", "512k", "latency", "100ms"]
             for namespace, device in ((name, "eth0"), (switch, port)):
                 _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *bucket)
-=======
->>>>>>> main
 
     def _kill(self, host: int) -> None:
         for process in self._processes[host]:
