@@ -2,20 +2,20 @@
 
 Four modes, each a command of its own:
 
-    python benchmarks/bench_gpu.py world1    one NCCL rank: what sharding costs by itself
-    python benchmarks/bench_gpu.py played    the first of 8 and of 64 ranks, collectives that cost
-                                             nothing: device time, host time, peak memory
-    python benchmarks/bench_gpu.py ranks     2 and 4 NCCL ranks that share the GPU: step time, and
-                                             the share of communication that compute does not hide
-    python benchmarks/bench_gpu.py narrow    48 blocks of width 512 in a played world of 8: bound
-                                             by the host; and whole steps as CUDA graphs
+    python benchmarks/bench_gpu.py world1     one NCCL rank: what sharding costs by itself
+    python benchmarks/bench_gpu.py simulated  the first of 8 and of 64 ranks, collectives that cost
+                                              nothing: device time, host time, peak memory
+    python benchmarks/bench_gpu.py ranks      2 and 4 NCCL ranks that share the GPU: step time, and
+                                              the share of communication that compute does not hide
+    python benchmarks/bench_gpu.py narrow     48 blocks of width 512 in a simulated world of 8:
+                                              bound by the host; and whole steps as CUDA graphs
 
 The unsharded model keeps its parameters and moments in bf16, the sharded ones keep float32 and
 cast. `world1` also has two unsharded models that keep float32 and cast, and floors: the time of the
 bf16 model plus the time to copy the bytes that float32 parameters cost over bf16 ones. Variants
-are interleaved, except for `played`, where each runs in a process of its own so that its memory is
-its own. Before times are taken, losses are compared: of the variants themselves in `world1` and
-`ranks`, of a small model on one rank in `played` and `narrow`.
+are interleaved, except for `simulated`, where each runs in a process of its own so that its memory
+is its own. Before times are taken, losses are compared: of the variants themselves in `world1` and
+`ranks`, of a small model on one rank in `simulated` and `narrow`.
 
 Megatron-FSDP and DeepSpeed are measured in `world1` and `ranks` where they can be imported; all
 variants of `world1` together do not fit on one GPU, so leave some out with `--without`.
@@ -176,11 +176,11 @@ def run_narrow(options: argparse.Namespace, result: Result) -> None:
     for world in options.worlds:
         with quiet_world(world, device=options.device) as rank:
             times = timed_together({name: task.stepping(name, rank) for name in names}, task)
-        title = f"{task.num_blocks} blocks of width {task.width}, played world of {world}"
+        title = f"{task.num_blocks} blocks of width {task.width}, simulated world of {world}"
         result.add(Table(f"{title}: milliseconds", TIME_COLUMNS, time_rows(times)))
 
 
-def run_played(options: argparse.Namespace, result: Result) -> None:
+def run_simulated(options: argparse.Namespace, result: Result) -> None:
     check_on_one_rank(options.device)
     for world in options.worlds:
         found = {
@@ -189,11 +189,11 @@ def run_played(options: argparse.Namespace, result: Result) -> None:
             if name not in options.without
         }
         result.details[f"world_{world}"] = found
-        for table in played_tables(world, found):
+        for table in simulated_tables(world, found):
             result.add(table)
 
 
-def played_tables(world: int, found: dict[str, dict[str, float]]) -> list[Table]:
+def simulated_tables(world: int, found: dict[str, dict[str, float]]) -> list[Table]:
     base = found[BASE]
     times: list[list[Any]] = []
     memory: list[list[Any]] = []
@@ -207,12 +207,12 @@ def played_tables(world: int, found: dict[str, dict[str, float]]) -> list[Table]
         memory.append([name, *held])
     return [
         Table(
-            f"Played world of {world}: milliseconds",
+            f"Simulated world of {world}: milliseconds",
             ["variant", "step", "device busy", "host", "ratio"],
             times,
         ),
         Table(
-            f"Played world of {world}: peak memory, and what a step gathers, GiB",
+            f"Simulated world of {world}: peak memory, and what a step gathers, GiB",
             ["variant", "allocated", "ratio", "reserved", "ratio", "gathered", "ratio"],
             memory,
         ),
@@ -220,7 +220,7 @@ def played_tables(world: int, found: dict[str, dict[str, float]]) -> list[Table]
 
 
 def _in_own_process(options: argparse.Namespace, *arguments: str) -> dict[str, float]:
-    command = [sys.executable, str(Path(__file__)), "played", "--device", str(options.device)]
+    command = [sys.executable, str(Path(__file__)), "simulated", "--device", str(options.device)]
     command += [*arguments, *(["--tiny"] if options.tiny else [])]
     task = options.task
     command += ["--batch", str(task.batch), "--steps", str(task.num_steps)]
@@ -234,7 +234,7 @@ def _in_own_process(options: argparse.Namespace, *arguments: str) -> dict[str, f
 
 
 def play_one(options: argparse.Namespace) -> dict[str, float]:
-    """One variant in a played world: the medians of its times, and the most memory it held."""
+    """One variant in a simulated world: the medians of its times, and the most memory it held."""
     task, device = options.task, options.device
     is_cuda = device.type == "cuda"
     with quiet_world(options.worlds[0], device=device) as rank, undisturbed():
@@ -317,7 +317,7 @@ def run_ranks(options: argparse.Namespace, result: Result) -> None:
 
 MODES: dict[str, tuple[Task, Callable[[argparse.Namespace, Result], None]]] = {
     "world1": (BILLION, run_world1),
-    "played": (replace(BILLION, batch=1, length=512, num_steps=10), run_played),
+    "simulated": (replace(BILLION, batch=1, length=512, num_steps=10), run_simulated),
     "ranks": (replace(BILLION, batch=2, num_steps=3), run_ranks),
     "narrow": (NARROW, run_narrow),
 }
@@ -328,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--device", type=device_of, default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
-    parser.add_argument("--worlds", type=int, nargs="+", help="sizes of played worlds")
+    parser.add_argument("--worlds", type=int, nargs="+", help="sizes of simulated worlds")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--batch", type=int)
     parser.add_argument("--steps", type=int)

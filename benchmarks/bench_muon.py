@@ -4,7 +4,7 @@
                                                and the rate of a bf16 product of 4096
     python benchmarks/bench_muon.py billion    1 B parameters on one rank: the optimizer's time over
                                                that of its products at that rate, and what it does
-    python benchmarks/bench_muon.py played     the first of 8 ranks, collectives that cost nothing:
+    python benchmarks/bench_muon.py simulated  the first of 8 ranks, collectives that cost nothing:
                                                the optimizer's share of a step of 8,192 tokens
     python benchmarks/bench_muon.py train      150m as `fullshard train` has it, on one rank: a step
                                                with Muon over one with AdamW, eager and captured
@@ -334,7 +334,7 @@ def _matrices_alone(step: Step, number: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def run_played(options: argparse.Namespace, result: Result) -> None:
+def run_simulated(options: argparse.Namespace, result: Result) -> None:
     shape = options.shape or BILLION
     for world in options.worlds:
         with quiet_world(world, device=options.device) as rank, undisturbed():
@@ -347,7 +347,7 @@ def run_played(options: argparse.Namespace, result: Result) -> None:
             rows = [optimizer_row(n, t, ideal if n == MUON else None) for n, t in times.items()]
             rows.append(["asked: at most, % of step", None, None, None, 8, None])
             tokens = shape.batch * shape.length
-            title = f"1 B parameters, played world of {world}, {tokens} tokens: milliseconds"
+            title = f"1 B parameters, simulated world of {world}, {tokens} tokens: milliseconds"
             result.add(Table(title, COLUMNS, rows))
             made[MUON].compute()
             result.add(profiled(made[MUON].update, rank.device, "The optimizer's step"))
@@ -383,14 +383,14 @@ def run_train(options: argparse.Namespace, result: Result) -> None:
             made[name] = lambda e=eager, t=tokens: timed(rank.device, {"optimizer": lambda: e(t)})
             if is_cuda:
                 graph = fullshard.capture(eager, fallback=True)
-                made[f"{name}, captured"] = lambda g=graph, t=tokens: timed(
+                made[f"{name}, CUDA graph"] = lambda g=graph, t=tokens: timed(
                     rank.device, {"optimizer": lambda: g(t)}
                 )
         steps = (2, 1) if options.tiny else (30, 8)
         found = interleaved(made, *steps)
         times = {name: medians(samples)["step"] for name, samples in found.items()}
     for name, spent in times.items():
-        base = "adamw, captured" if "captured" in name else "adamw"
+        base = "adamw, CUDA graph" if "CUDA graph" in name else "adamw"
         rows.append([name, spent * 1e3, batch * length / spent, spent / times[base]])
     rows.append(["asked: Muon over AdamW", None, None, 1.12])
     title = f"150m on one rank, {batch} x {length} tokens: milliseconds"
@@ -557,7 +557,7 @@ def run_parity(options: argparse.Namespace, result: Result) -> None:
 MODES: dict[str, Callable[[argparse.Namespace, Result], None]] = {
     "products": run_products,
     "billion": run_billion,
-    "played": run_played,
+    "simulated": run_simulated,
     "train": run_train,
     "ranks": run_ranks,
     "parity": run_parity,
@@ -569,7 +569,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("modes", nargs="*", choices=[*MODES, []], help="all if none is given")
     parser.add_argument("--device", type=device_of, default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[8], help="of `played`")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[8], help="of `simulated`")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--batch", type=int, help="sequences of `train`")
     parser.add_argument("--steps", type=int, help="of `parity`")

@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--blocks", type=int, default=20)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--worlds", type=int, nargs="*", default=[8], help="played")
+    parser.add_argument("--worlds", type=int, nargs="*", default=[8], help="simulated")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2], help="real ones, over gloo")
     parser.add_argument("--rank-blocks", type=int, default=6, help="blocks of their model")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, metavar="NAME")
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for source in (META, IN_MEMORY):
             for world in options.worlds:
                 found = {name: fresh(play, world, name, source, whole) for name in names}
-                result.add(table(f"{source}, rank of a played world of {world}", found))
+                result.add(table(f"{source}, rank of a simulated world of {world}", found))
             for num_ranks in options.ranks:
                 found = {name: on_ranks(num_ranks, name, source, smaller) for name in names}
                 check_losses({name: row["losses"] for name, row in found.items()}, rtol=1e-4)

@@ -44,7 +44,7 @@ PEERS = [
     if find_spec(package)
 ]
 
-CAPTURED = ", captured"
+CAPTURED = ", CUDA graph"
 """Ends the name of a variant whose whole step is replayed as a CUDA graph."""
 
 SHARDED = (TORCH_FSDP2, TORCH_FSDP1, OURS, WRAPPER, FLAT_WRAPPER)

@@ -1,4 +1,4 @@
-"""Adds files from outside docs/ to the site: root pages and examples.
+"""Adds files from outside docs/ to the site: root pages, results of benchmarks and examples.
 
 Links to these files are written for readers of the source; the hooks turn them into links to pages.
 """
@@ -12,6 +12,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}
 ROOT_PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+RESULTS = "benchmarks/results/README.md"
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -20,6 +21,8 @@ def on_files(files: Files, config: Any) -> Files:
         for other in ROOT_PAGES:
             text = text.replace(f"]({other})", f"]({other.lower()})")
         files.append(File.generated(config, name.lower(), content=text))
+    results = (ROOT / RESULTS).read_text().replace("](../../docs/", "](")
+    files.append(File.generated(config, "results.md", content=results))
     for path in sorted((ROOT / "examples").rglob("*.*")):
         language = LANGUAGES[path.suffix]
         text = f"# {path.name}\n\n```{language}\n{path.read_text()}```\n"
@@ -30,4 +33,5 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     for name in ROOT_PAGES:
         markdown = markdown.replace(f"](../{name})", f"]({name.lower()})")
+    markdown = markdown.replace(f"](../{RESULTS}", "](results.md")
     return re.sub(r"\]\(\.\./examples/(?:cluster/)?(\w+)\.\w+\)", r"](examples/\1.md)", markdown)

@@ -77,7 +77,7 @@ def test_uneven_units_are_measured_beside_even_ones(tmp_path):
 
 def test_steps_of_muon_are_measured_beside_what_they_cannot_do_without(tmp_path):
     small = ("--device", "cpu", "--tiny", "--ranks", "2", "--steps", "2")
-    modes = ("products", "played", "train", "ranks", "parity")
+    modes = ("products", "simulated", "train", "ranks", "parity")
     tables = measured(bench_muon, tmp_path, *modes, *small).tables
     sent = next(table for table in tables if "sends to others" in table.title)
     assert [row[-1] for row in sent.rows] == pytest.approx([1.0, 1.0], rel=0.05)
@@ -93,9 +93,9 @@ def test_what_runs_on_a_gpu_runs_on_a_cpu(mode, tmp_path):
 
 def test_one_variant_of_a_simulated_world_says_what_it_took(capsys):
     small = ("--device", "cpu", "--tiny", "--steps", "1", "--worlds", "8")
-    bench_gpu.main(["played", *small, "--one", OURS])
+    bench_gpu.main(["simulated", *small, "--one", OURS])
     found = json.loads(capsys.readouterr().out)
-    times, memory = bench_gpu.played_tables(8, {BASE: found, OURS: found})
+    times, memory = bench_gpu.simulated_tables(8, {BASE: found, OURS: found})
     assert_compares(times, OURS)
     assert [row[0] for row in memory.rows] == [BASE, OURS]
 
@@ -142,12 +142,19 @@ def test_the_documentation_has_the_results_that_are_committed():
     for path in tables.PAGES:
         page = path.read_text()
         assert tables.filled(page) == page
+    assert tables.page_of_results() == tables.PAGE.read_text()
 
 
-def test_a_result_that_no_page_shows_is_refused(tmp_path):
+def test_a_page_may_show_some_tables_of_a_result():
+    page = tables.filled("<!-- result: gpu_wire 2 -->\n<!-- end -->")
+    assert "4 ranks on one device" in page
+    assert "2 ranks on one device" not in page
+
+
+def test_a_result_without_a_title_is_refused(tmp_path):
     (tmp_path / "unknown.json").write_text("{}")
     with pytest.raises(SystemExit, match="unknown"):
-        tables.filled("no place", tmp_path)
+        tables.page_of_results(tmp_path)
 
 
 def test_variants_that_compute_something_else_are_not_timed():
