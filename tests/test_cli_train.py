@@ -11,7 +11,7 @@ from fullshard.cli import wants_tracebacks
 from fullshard.cli.commands import fullshard
 from fullshard.console import printable
 from fullshard.errors import CheckpointError
-from fullshard.state.checkpoint.save import save
+from fullshard.state import checkpoint_at, save, stored_shapes
 from fullshard.testing import Rank, pool
 from fullshard_train import launcher
 from fullshard_train.config import (
@@ -260,6 +260,16 @@ def test_a_run_its_checkpoints_and_its_newest_one_say_the_same(made):
     assert generated(made / "checkpoints") == newest
     assert generated(made / "checkpoints" / "step_1") != newest
     assert generated(made, seed=1) != newest
+
+
+def test_checkpoint_at_finds_the_newest_one_and_stored_shapes_are_those_of_the_model(made):
+    newest = made / "checkpoints" / "step_2"
+    assert checkpoint_at(made) == checkpoint_at(newest.parent) == checkpoint_at(newest) == newest
+    assert checkpoint_at(made / "config.toml") is None
+    assert checkpoint_at(made / "nothing") is None
+    params = dict(architecture_of("tiny", None).build().named_parameters())
+    shapes = {f"model.{name}": param.shape for name, param in params.items()}
+    assert stored_shapes(newest) == shapes
 
 
 def test_the_text_is_the_same_on_two_ranks_and_on_one(made):

@@ -21,7 +21,7 @@ from fullshard import (
 from fullshard._torch import to_local
 from fullshard.comm import heap
 from fullshard.errors import LifecycleError
-from fullshard.resilience import watcher
+from fullshard.resilience import explain_out_of_memory, watcher
 from fullshard.testing import Rank, RankPool, RanksFailed, pool
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -236,6 +236,12 @@ def passes_and_refuses(rank: Rank) -> None:
     step()
     with pytest.raises(ValueError, match="planned"):
         step(ValueError)
+    optimizer = torch.optim.SGD(model.parameters())
+    explained = explain_out_of_memory(model, optimizer, "Buy memory.")
+    with pytest.raises(OutOfMemoryError, match=r"parameter shards .* Buy memory\."), explained:
+        raise MemoryError
+    with pytest.raises(ValueError, match="planned"), explain_out_of_memory(model):
+        raise ValueError("planned")
     step()  # it has left nothing behind
     with pytest.raises(LifecycleError, match="found another block around it"), oom_guard(model):
         step()

@@ -28,6 +28,7 @@ from fullshard.plan import (
     Kind,
     Machine,
     StepPlan,
+    count_flops,
     plan,
     profile_named,
     read_profile,
@@ -350,6 +351,20 @@ def test_what_cannot_be_planned_is_refused():
     with pytest.raises(UnknownNameError, match=r"found none of this name; did you mean H100\?"):
         profile_named("H1000")
     assert plan(Net, [batch], EIGHT).peak_bytes > 0  # nothing is left of what failed
+
+
+def test_count_flops_counts_matrix_products_and_says_nothing_of_a_step_that_fails():
+    weight = torch.empty(8, 4, device="meta", requires_grad=True)
+
+    def step() -> None:
+        (torch.empty(16, 8, device="meta") @ weight).sum().backward()
+
+    assert count_flops(step) == 2 * (2 * 16 * 8 * 4)  # forward, and the gradient of the weight
+
+    def fails() -> None:
+        raise ValueError
+
+    assert count_flops(fails) is None
 
 
 # Profiles

@@ -84,7 +84,7 @@ class RankGroup:
         lifetime = lifetime_of(dist.group.WORLD)
         if lifetime not in _groups:
             pause_at_exit()
-            enter_call(dist.group.WORLD, "first save or load")
+            enter_call(dist.group.WORLD, "first save, load or RankGroup.world")
             new_group = partial(dist.new_group, None, timeout_of(dist.group.WORLD), "gloo")
             _groups[lifetime] = made = (new_group(), new_group())
             for each in made:
