@@ -6,23 +6,27 @@ import pickle
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 
 from fullshard._torch import lifetime_of, timeout_of
 from fullshard.comm import guard
 from fullshard.comm.collectives import pause_at_exit
+from fullshard.comm.interfaces import require_interfaces
 from fullshard.comm.order import enter_call
 from fullshard.comm.topology import Topology
 from fullshard.errors import CheckpointError, FullshardError, OtherRankError
 from fullshard.processes import machine_id
 
-__all__ = ["RankGroup"]
+__all__ = ["RankGroup", "init_process_group"]
 
 _T = TypeVar("_T")
 
@@ -34,6 +38,24 @@ _SEEN_WITHIN_S, _POLL_S = 5.0, 0.05
 _groups: WeakKeyDictionary[object, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
+
+
+def init_process_group(backend: str, **more: Any) -> None:
+    """Like torch's, with the variables that a launcher sets, if hosts can reach each other.
+
+    Raises a `TopologyError` on all ranks if `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` names an
+    interface that a host does not have, or if gloo would take an address that other hosts cannot
+    reach. Without this, ranks wait until a timeout.
+    """
+    timeout: timedelta = more.get("timeout") or default_pg_timeout
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    on_gpus = "nccl" in backend
+    if size > 1 and ("gloo" in backend or on_gpus):
+        require_interfaces(store, rank, size, on_gpus=on_gpus, timeout=timeout)
+    # As torch names it, so that the store may have keys of others.
+    store = PrefixStore("default_pg", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import TopologyError
-from fullshard.ranks import RankGroup
+from fullshard.ranks import RankGroup, init_process_group
 from fullshard.resilience import report_exit
 
 
@@ -74,7 +74,7 @@ def joined(asked_device: str) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     # After a failed collective torch would end the process, before it can say which rank failed.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    dist.init_process_group(backend, device_id=device if device_type == "cuda" else None)
+    init_process_group(backend, device_id=device if device_type == "cuda" else None)
     yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
     # Skipped after an error: the rank exits, and must not wait for ranks that wait for it.
     dist.destroy_process_group()

@@ -56,13 +56,17 @@ class Round:
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> float:
         """Wait, and return how long after the fault that was."""
-        deadline = time.time() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while not is_done():
-            if time.time() > deadline:
+            if time.monotonic() > deadline:
                 logs = [path.read_text() for path in sorted(self.folder.glob("log*"))]
                 raise TimeoutError("\n".join(logs))
             time.sleep(_POLL_S)
         return time.time() - self.began
+
+    def wait_for(self, seconds: float) -> None:
+        """Wait until this long after the fault."""
+        time.sleep(max(0.0, self.began + seconds - time.time()))
 
     def ends(self, ranks: Sequence[int], timeout_s: float) -> dict[int, Ending]:
         """Wait until ranks have ended, and say how."""

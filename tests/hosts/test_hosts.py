@@ -26,6 +26,21 @@ except CheckpointError as error:
     sys.exit(str(error))
 """
 
+JOIN = """
+import os
+from fullshard.errors import TopologyError
+from fullshard.ranks import init_process_group
+
+is_second = os.environ["RANK"] == "1"
+for port, interface in ((29501, "missing0"), (29502, "")):
+    os.environ["MASTER_PORT"] = str(port)
+    os.environ["GLOO_SOCKET_IFNAME"] = interface if is_second else "eth0"
+    try:
+        init_process_group("gloo")
+    except TopologyError as error:
+        print(error, flush=True)
+"""
+
 
 def on_two_hosts(
     folder: Path, program: list[str], second: list[str] | None = None, *, setup: str = ":"
@@ -97,3 +112,22 @@ def test_steps_on_several_hosts_are_measured_beside_torchs(tmp_path: Path) -> No
     sent = {row[0]: row[3] for row in rows}
     assert list(sent) == bench_hosts.VARIANTS
     assert sent["fullshard fully_shard"] < 0.6 * sent["torch fully_shard"]
+
+
+@pytest.mark.long
+def test_hosts_that_cannot_reach_each_other_say_which_variable_helps(tmp_path: Path) -> None:
+    names = tmp_path / "hosts"  # as Debian installs them
+    names.write_text("127.0.0.1 localhost\n127.0.1.1 host1\n10.78.0.1 host0\n")
+    setup = f"mount --bind {names} /etc/hosts"
+    statuses, logs = on_two_hosts(tmp_path, ["-c", JOIN], setup=setup)
+    assert statuses == [0, 0], logs
+    for log in logs:
+        assert (
+            "host1 has no network interface missing0, which GLOO_SOCKET_IFNAME asks for. "
+            "Set it to one of eth0."
+        ) in log
+        assert "host1: other hosts cannot reach 127.0.1.1" in log
+        assert (
+            "Set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts (one of eth0)"
+            in log
+        )

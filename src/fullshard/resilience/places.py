@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ SHORT_PATIENCE_S = 3.0
 _ASKED_WITHIN_S = 1.5
 _SHOWN_RANKS = 8
 _TORCH = Path(torch.__file__).parent
-_PACKAGES = str(_TORCH), str(Path(__file__).parent.parent), str(threading.__file__), "<"
+_PACKAGES = str(_TORCH), f"{Path(__file__).parent.parent}{os.sep}", str(threading.__file__), "<"
 # The files in which a program waits in its own collectives, at most `_MAX_DEPTH` calls deep. Not
 # all of torch.distributed: a rank that writes a checkpoint there does not wait for others.
 _COLLECTIVES = tuple(
