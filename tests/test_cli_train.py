@@ -136,9 +136,9 @@ def test_the_help_shows_every_option_under_its_section():
         (["train", "--steps", 0], "optimizer.steps (--steps): 1 or more is expected, found 0."),
         (["train", "--seed", 2**70], "more than 64 bits"),
         (["train", "--resume"], "name it with run.out (--out)"),
-        (["train", "--config", "none.toml"], "none.toml: a configuration file is expected"),
-        (["generate", "nowhere", "--prompt", "x"], "nowhere: the folder of a run"),
-        (["generate", "nowhere", "--prompt", "x", "--tokens", 0], "--tokens: 1 or more"),
+        (["train", "--config", "none.toml"], "none.toml: there is no such configuration file"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere does not exist"),
+        (["generate", "nowhere", "--prompt", "x", "--tokens", 0], "--tokens must be 1 or more"),
         (["generate", "nowhere", "--prompt", "x", "--temperature", "nan"], "--temperature: 0"),
         (["generate", "nowhere"], "Missing option '--prompt'"),
     ],
@@ -294,16 +294,16 @@ def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(made, tmp_path):
     (tmp_path / "config.toml").write_text('[model]\nname = "10m"\n')
     (tmp_path / "checkpoints").symlink_to(made / "checkpoints")
     line = refused("generate", tmp_path, "--prompt", "x", "--device", "cpu")
-    assert "a checkpoint of the model '10m' is expected" in line
+    assert "is not a checkpoint of '10m'" in line
     assert len(line) < 500 + len(str(tmp_path))
 
 
 def test_a_checkpoint_without_the_configuration_of_its_run_is_refused(made, tmp_path):
     (tmp_path / "checkpoints").symlink_to(made / "checkpoints")
-    with pytest.raises(CheckpointError, match="the configuration of the run is expected"):
+    with pytest.raises(CheckpointError, match="the configuration of its run"):
         find_checkpoint(tmp_path)
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="found no complete one"):
+    with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         find_checkpoint(tmp_path / "empty")
-    with pytest.raises(CheckpointError, match="found a file"):
+    with pytest.raises(CheckpointError, match="is a file"):
         find_checkpoint(made / "config.toml")

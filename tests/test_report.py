@@ -205,7 +205,9 @@ def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ConfigError, match=r"no jinja2; run: pip install 'fullshard\[report\]'"):
+    with pytest.raises(
+        ConfigError, match=r"without jinja2; run: pip install 'fullshard\[report\]'"
+    ):
         page_of(empty_run())
 
 

@@ -89,7 +89,7 @@ def test_a_file_of_something_else_is_named(run_folder, name):
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="folder of a run is expected"):
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
         read_record(tmp_path)
 
 

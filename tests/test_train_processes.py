@@ -249,11 +249,11 @@ def followed(
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (["--mesh", "3x4"], "3x4 needs 12 ranks, found 2"),
-        (["--model", "tinny"], "one of the built-in sizes tiny, 10m"),
-        (["--data", "missing.txt"], "a file or folder of text is expected, found nothing there"),
-        (["--unit", "Blok"], "a module class of tiny is expected, found 'Blok'"),
-        (["--resume"], "--resume: a checkpoint in "),
+        (["--mesh", "3x4"], "3x4 is a mesh of 12 ranks, but the run has 2"),
+        (["--model", "tinny"], "neither a built-in size (tiny, 10m"),
+        (["--data", "missing.txt"], "missing.txt does not exist"),
+        (["--unit", "Blok"], "tiny has no module class 'Blok'"),
+        (["--resume"], "contains no checkpoint; leave out --resume"),
         (
             ["--model", "405b", "--batch", "1", "--activation-checkpointing"],
             "405b: training on 2 ranks needs ",

@@ -350,7 +350,7 @@ def test_a_folder_without_room_or_permission_is_refused_before_the_first_step(
         )
     assert not (tmp_path / "endless" / "metrics.jsonl").exists()
     out = str(folder / "text.txt" / "run")  # in a file
-    with pytest.raises(FullshardError, match="a folder to write to is expected"):
+    with pytest.raises(FullshardError, match="cannot write to"):
         run_of(rank, configured(folder, "", run={"out": out})).run(StopRequest())
 
 
@@ -523,7 +523,7 @@ def test_a_step_that_is_not_finite_is_reported_and_not_applied(
     said, found = poisoned(rank, settings("stop"), 3, 4, 5, 6)
     assert len(found) == 4
     assert kept(tmp_path / "stop") == ["step_1", "step_2"]
-    assert "found 2 steps in a row without (step 3: loss nan" in said
+    assert "not finite in 2 steps in a row (step 3: loss nan" in said
     assert len(said.splitlines()[-1]) > 100
 
     # Or the run goes back, and on with other data.
@@ -635,7 +635,7 @@ def test_a_run_with_muon_is_resumed_to_the_last_bit(
     assert trained(rank, settings("parts", resume=True)) == whole
     other = settings("parts", resume=True)
     other = replace(other, optimizer=replace(other.optimizer, name="adamw"))
-    with pytest.raises(ConfigError, match="--optimizer: muon, as before, is expected"):
+    with pytest.raises(ConfigError, match="the run was started with muon, not adamw"):
         run_of(rank, other).run(StopRequest())
 
 
@@ -649,6 +649,6 @@ def test_a_learning_rate_that_is_far_too_large_stops_a_run(
         optimizer={"lr": 1e30, "clip": 0.0, "warmup": 0},
         run={"out": str(tmp_path / "large")},
     )
-    with pytest.raises(FullshardError, match="3 steps in a row without"):
+    with pytest.raises(FullshardError, match="not finite in 3 steps in a row"):
         run_of(rank, config).run(StopRequest())
     assert checkpoints(tmp_path / "large" / "checkpoints") == []

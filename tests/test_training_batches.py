@@ -183,7 +183,7 @@ def test_a_run_that_is_resumed_on_other_ranks_repeats_and_skips_nothing(
 def test_another_corpus_seed_or_length_cannot_go_on():
     corpus = corpus_of(8)
     state = batches_of(corpus, batch=1).state_dict()
-    with pytest.raises(ConfigError, match="of the resumed run is expected, 'corpus', found 'o'"):
+    with pytest.raises(ConfigError, match="is 'o', but the run was started with 'corpus'"):
         batches_of(corpus_of(8, "o"), batch=1).load_state_dict(state)
     with pytest.raises(ConfigError, match="--seed"):
         batches_of(corpus, batch=1, seed=1).load_state_dict(state)

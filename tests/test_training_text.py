@@ -123,10 +123,10 @@ def test_a_large_input_is_told_apart_by_the_ends_of_its_files(tmp_path, monkeypa
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("missing.txt", None, "found nothing there; correct the path"),
-        ("empty.txt", "", "found an empty file"),
-        ("latin.txt", b"caf\xe9", "UTF-8 text is expected"),
-        ("zeros.bin", b"a\0b", "UTF-8 text is expected"),
+        ("missing.txt", None, "does not exist; correct the path"),
+        ("empty.txt", "", "is empty"),
+        ("latin.txt", b"caf\xe9", "is not UTF-8 text"),
+        ("zeros.bin", b"a\0b", "is not UTF-8 text"),
     ],
 )
 def test_a_named_file_that_cannot_be_read_as_text_is_an_error(tmp_path, name, content, words):
@@ -139,29 +139,29 @@ def test_a_named_file_that_cannot_be_read_as_text_is_an_error(tmp_path, name, co
 
 
 def test_a_path_without_text_is_an_error_that_names_what_is_there(tmp_path):
-    with pytest.raises(ConfigError, match="found no file"):
+    with pytest.raises(ConfigError, match="contains no file"):
         texts(tmp_path)
     write(tmp_path / "x.bin", b"\0")
-    with pytest.raises(ConfigError, match=r"found only other files \(1\)"):
+    with pytest.raises(ConfigError, match=r"only files that are not \(1\)"):
         texts(tmp_path)
     write(tmp_path / "corpus.txt", "text")
     with pytest.raises(ConfigError, match=r"did you mean .*corpus\.txt"):
         texts(tmp_path / "corpsu.txt")
     with pytest.raises(ConfigError, match="there is no folder"):
         texts(tmp_path / "nowhere" / "corpus.txt")
-    with pytest.raises(ConfigError, match="found other bytes at 1048576"):
+    with pytest.raises(ConfigError, match="see the byte at 1048576"):
         texts(write(tmp_path / "a.txt", b"x" * 2**20 + b"\xff"))
 
 
 @pytest.mark.parametrize(
     "line, words",
     [
-        ('{"text": ', "a JSON object is expected, found invalid JSON"),
-        ('["text"]', "found a list"),
-        ('{"body": "x", "id": 3}', "found the fields 'body', 'id'"),
-        ("{}", "found the fields none"),
-        ('{"text": 3}', "found int"),
-        (b'{"text": "\xe9"}', "found invalid JSON"),
+        ('{"text": ', "is not valid JSON"),
+        ('["text"]', "is a list, not a JSON object"),
+        ('{"body": "x", "id": 3}', "has the fields 'body', 'id'"),
+        ("{}", "has the fields none"),
+        ('{"text": 3}', "is no text but int"),
+        (b'{"text": "\xe9"}', "is not valid JSON"),
     ],
 )
 def test_a_broken_line_is_an_error_that_names_it(tmp_path, line, words):
@@ -233,19 +233,19 @@ def test_a_damaged_file_of_tokens_is_written_anew(tmp_path, damage):
 def test_a_corpus_that_cannot_be_made_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "hello")
     assert prepared([path], tmp_path / "t", sequence=5).num_sequences(5) == 1
-    with pytest.raises(ConfigError, match=r"more than 6 tokens is expected.*found 6"):
+    with pytest.raises(ConfigError, match=r"6 tokens are too few to fill a sequence of 6"):
         prepared([path], tmp_path / "t", sequence=6)
-    with pytest.raises(ConfigError, match="room for the tokens"):
+    with pytest.raises(ConfigError, match="bytes of text cannot be written"):
         prepared([path], path / "tokens")
     documents = Documents.of([str(path)], "text")
-    with pytest.raises(ConfigError, match="vocabulary of 256 are expected, found 256"):
+    with pytest.raises(ConfigError, match="largest token is 256"):
         prepare_corpus(documents, ByteTokenizer(), tmp_path / "t", sequence=2, vocabulary=256)
     broken = write(tmp_path / "a.jsonl", '{"text": "good"}\n{"text": 3}')
     with pytest.raises(ConfigError, match="line 2"):
         prepared([broken], tmp_path / "none")
     assert list((tmp_path / "none").iterdir()) == []
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: [3, 257])
-    with pytest.raises(ConfigError, match="tokens from 0 to 256 are expected, found 3 to 257"):
+    with pytest.raises(ConfigError, match="tokens are from 3 to 257"):
         prepared([write(tmp_path / "b.txt", "other")], tmp_path / "t")
 
 
@@ -316,9 +316,12 @@ def test_of_conversations_only_what_the_assistant_says_is_trained(tmp_path):
         ([{"messages": [said("user", "hi")]}], "at least one of the role 'assistant'"),
         ([{"messages": [{"role": "assistant"}]}], "'role' and 'content' as text"),
         ([{"messages": "hi"}], "'role' and 'content' as text"),
-        ([{"prompt": "a", "completion": [said("assistant", "b")]}], "or text in 'prompt'"),
-        ([{"chat": "hi"}], "'messages', or text in 'prompt' and 'completion' is"),
-        ([{"text": "a"}, {"prompt": "b", "completion": "c"}], "found text before one"),
+        ([{"prompt": "a", "completion": [said("assistant", "b")]}], "no text in 'prompt'"),
+        ([{"chat": "hi"}], "no 'messages', and no text in 'prompt' and 'completion'"),
+        (
+            [{"text": "a"}, {"prompt": "b", "completion": "c"}],
+            "has text before its first conversation",
+        ),
     ],
 )
 def test_a_conversation_that_cannot_be_read_is_an_error(tmp_path, lines, words):

@@ -88,7 +88,7 @@ class Batches:
         number = self.corpus.num_sequences(self.sequence)
         num_held_out = int(number * self.held_out)
         if self.held_out and not num_held_out:
-            what = f"--eval-share: at least one of {number} sequences is expected, found none"
+            what = f"--eval-share: this share of {number} sequences is not even one"
             raise ConfigError(f"{what}; pass a larger share, or text with --eval-data.")
         # The number of sequences in an epoch.
         self.num_sequences = num_held_out if self.is_eval else number - num_held_out
@@ -130,9 +130,9 @@ class Batches:
         for key, option in words.items():
             if state.get(key, 0.0) != expected[key]:
                 raise ConfigError(
-                    f"data: the {key} of the resumed run is expected, {state.get(key)!r}, found "
-                    f"{expected[key]!r}; pass the same {option} as before, or start a new run in "
-                    "another folder."
+                    f"data: the {key} is {expected[key]!r}, but the run was started with "
+                    f"{state.get(key)!r}; pass the same {option} as before, or start a new run "
+                    "in another folder."
                 )
         self.position = int(state["position"])
 

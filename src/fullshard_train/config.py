@@ -256,12 +256,11 @@ class Key:
         """Return the value as the section stores it; `where` is the beginning of an error."""
         if not self._has_kind(value):
             raise ConfigError(
-                f"{where}: {self.name} expects {_KINDS[self.kind]}, found {_shown(value)}."
+                f"{where}: {self.name} must be {_KINDS[self.kind]}, not {_shown(value)}."
             )
         if self.choices and value not in self.choices:
             raise ConfigError(
-                f"{where}: {self.name} expects another value, found {value!r}"
-                f"{suggestion(str(value), self.choices)}"
+                f"{where}: {self.name} cannot be {value!r}{suggestion(str(value), self.choices)}"
             )
         if isinstance(value, list | tuple):
             return tuple(value)
@@ -342,7 +341,7 @@ def validate(config: TrainConfig) -> None:
             if isinstance(each, str):
                 _require_utf8(key.subject, each)
             if not is_met(each):
-                raise ConfigError(f"{key.subject}: {words} is expected, found {each!r}.")
+                raise ConfigError(f"{key.subject} must be {words}, not {each!r}.")
     for problem in _contradictions(config):
         raise ConfigError(problem)
 
@@ -358,13 +357,13 @@ def mesh_shape(section: ShardingSection, num_ranks: int) -> tuple[int, int]:
     replicas, shards = parse_mesh(section.mesh) or (1, num_ranks)
     if replicas * shards != num_ranks:
         raise TopologyError(
-            f"--mesh: {section.mesh} needs {replicas * shards} ranks, found {num_ranks}; pass a "
-            "mesh of replicas x shards whose product is the number of ranks."
+            f"--mesh: {section.mesh} is a mesh of {replicas * shards} ranks, but the run has "
+            f"{num_ranks}; pass replicas x shards whose product is the number of ranks."
         )
     if section.reshard_to and shards % section.reshard_to:
         raise TopologyError(
-            f"--reshard-to: a divisor of the {shards} ranks that share parameters is expected, "
-            f"found {section.reshard_to}; pass one, or leave it out."
+            f"--reshard-to: {section.reshard_to} does not divide the {shards} ranks that share "
+            "parameters; pass one of their divisors, or leave it out."
         )
     return replicas, shards
 
@@ -377,9 +376,7 @@ def _require_utf8(subject: str, text: str) -> None:
     except UnicodeEncodeError:
         is_text = False
     if not is_text:
-        raise ConfigError(
-            f"{subject}: UTF-8 text without null characters is expected, found {text!r}."
-        )
+        raise ConfigError(f"{subject} must be UTF-8 text without null characters, not {text!r}.")
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
@@ -392,7 +389,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         return KEYS[section, name].subject
 
     def problem(place: str, expected: str, found: str, remedy: str) -> str:
-        return f"{named(place)}: {expected} is expected, found {found}; {remedy}."
+        return f"{named(place)} needs {expected}, but found {found}; {remedy}."
 
     if sharding.precision == "fp16" and run.device == "cpu":
         found = f"{named('run.device')} 'cpu'"

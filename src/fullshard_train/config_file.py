@@ -57,16 +57,15 @@ def _text_of(path: Path) -> str:
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{path}: a configuration file is expected, found none.") from None
+        raise ConfigError(f"{path}: there is no such configuration file.") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: a configuration file is expected, found a folder.") from None
+        raise ConfigError(f"{path} is a folder; pass a configuration file.") from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{path}, line {line}: text in UTF-8 is expected, found the byte "
-            f"0x{content[error.start]:02x}."
+            f"{path}, line {line}: the byte 0x{content[error.start]:02x} is not UTF-8."
         ) from None
     return text.replace("\r\n", "\n")
 
@@ -74,15 +73,13 @@ def _text_of(path: Path) -> str:
 def _parsed(path: Path, text: str) -> dict[str, Any]:
     if long := _LONG_KEY.search(text):
         raise ConfigError(
-            f"{path}, line {text.count(chr(10), 0, long.start()) + 1}: a key is the name of a "
-            "section and one in it, found one of more than 50 parts; write a section and its keys."
+            f"{path}, line {text.count(chr(10), 0, long.start()) + 1}: the key has more than 50 "
+            "parts; write a section and its keys."
         )
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ConfigError(
-            f"{path}: valid TOML is expected, found it nested too deeply; flatten it."
-        ) from None
+        raise ConfigError(f"{path}: the file is nested too deeply; flatten it.") from None
     except ValueError as error:  # from tomllib, or for a number with too many digits
         match = _POSITION.fullmatch(str(error))
         what = match["what"] if match else str(error)
@@ -91,8 +88,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
             line = str(text.rstrip("\n").count("\n") + 1)
         where = f"line {line}" if column is None else f"line {line}, column {column}"
         raise ConfigError(
-            f"{path}, {where}: valid TOML is expected, found a syntax error: "
-            f"{what[:1].lower()}{what[1:]}."
+            f"{path}, {where}: this is not valid TOML: {what[:1].lower()}{what[1:]}."
         ) from None
 
 
@@ -101,13 +97,11 @@ def _section(path: Path, text: str, name: str, values: object) -> dict[str, Valu
     if name not in SECTIONS:
         owners = [key.section for key in KEYS.values() if key.name == name]
         hint = f"; put it under [{owners[0]}]." if owners else suggestion(name, SECTIONS)
-        raise ConfigError(
-            f"{path}, line {_line(text, name)}: a section is expected, found {name!r}{hint}"
-        )
+        raise ConfigError(f"{path}, line {_line(text, name)}: there is no section {name!r}{hint}")
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path}, line {_line(text, name)}: the section [{name}] is expected, found a value of "
-            "that name."
+            f"{path}, line {_line(text, name)}: {name} is a section, but has a value here; write "
+            f"[{name}]."
         )
     known = tuple(key.name for key in keys_of(name))
     found = {}
@@ -117,8 +111,7 @@ def _section(path: Path, text: str, name: str, values: object) -> dict[str, Valu
             owners = [f"[{other.section}]" for other in KEYS.values() if other.name == key]
             hint = f"; it belongs under {owners[0]}." if owners else suggestion(key, known)
             raise ConfigError(
-                f"{path}, line {_line(text, name, given)}: a key of [{name}] is expected, found "
-                f"{given!r}{hint}"
+                f"{path}, line {_line(text, name, given)}: [{name}] has no key {given!r}{hint}"
             )
         try:
             found[key] = KEYS[name, key].checked(value, str(path))

@@ -101,25 +101,18 @@ def require_files(paths: Sequence[str]) -> None:
 
 def _require_file(path: Path) -> None:
     if not path.exists():
-        raise ConfigError(
-            f"{path}: a file or folder of text is expected, found nothing there; {_hint(path)}"
-        )
+        raise ConfigError(f"{path} does not exist; {_hint(path)}")
     if not path.is_file():
-        raise ConfigError(
-            f"{path}: a file or folder of text is expected, found neither a file nor a folder; "
-            "write the text into a file."
-        )
+        raise ConfigError(f"{path} is neither a file nor a folder; write the text into a file.")
     if path.stat().st_size == 0:
-        raise ConfigError(f"{path}: text is expected, found an empty file; leave it out.")
+        raise ConfigError(f"{path} is empty; leave it out.")
 
 
 def _single_file(path: Path) -> TextFile:
     """Return a file that was passed by name; it must exist and be text."""
     _require_file(path)
     if not _is_text(path):
-        raise ConfigError(
-            f"{path}: UTF-8 text is expected, found other bytes; convert it, or pass another file."
-        )
+        raise ConfigError(f"{path} is not UTF-8 text; convert it, or pass another file.")
     return TextFile(path.name, path, path.stat().st_size)
 
 
@@ -136,10 +129,10 @@ def _files_in(folder: Path) -> list[TextFile]:
     files = _text_files(folder, Path(folder.resolve().name))
     if not files:
         num_others = sum(path.stat().st_size > 0 for path in _walk(folder))
-        found = f"only other files ({num_others})" if num_others else "no file"
+        found = f"only files that are not ({num_others})" if num_others else "no file"
         raise ConfigError(
-            f"{folder}: a folder that contains UTF-8 text is expected, found {found}; pass another "
-            "folder, or the files themselves."
+            f"{folder} should contain UTF-8 text, but contains {found}; pass another folder, or "
+            "the files themselves."
         )
     return files
 
@@ -149,8 +142,8 @@ def _standard_library() -> list[TextFile]:
     files = _text_files(folder, Path(), "*.py", _NOT_LIBRARY) if folder.is_dir() else []
     if not files:
         raise ConfigError(
-            f"data: the source of Python's standard library is expected in {folder}, found none; "
-            "pass text to train on with --data."
+            f"data: {folder} does not contain the source of Python's standard library; pass text "
+            "to train on with --data."
         )
     return files
 
@@ -171,8 +164,7 @@ def _walk(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path
 
     def on_error(error: OSError) -> None:
         raise ConfigError(
-            f"{error.filename}: a readable folder is expected, found: {error.strerror}; change its "
-            "permissions."
+            f"{error.filename} cannot be read: {error.strerror}; change its permissions."
         ) from error
 
     for parent, folders, names in os.walk(folder, onerror=on_error):
@@ -226,8 +218,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise ConfigError(
-            f"{path}: a readable file is expected, found: {error.strerror}; change its "
-            "permissions, or leave it out."
+            f"{path} cannot be read: {error.strerror}; change its permissions, or leave it out."
         ) from error
 
 
@@ -237,8 +228,7 @@ def _text(path: Path) -> str:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{path}: UTF-8 text is expected, found other bytes at {error.start}; convert it, or "
-            "leave it out."
+            f"{path} is not UTF-8 text: see the byte at {error.start}; convert it, or leave it out."
         ) from error
 
 
@@ -254,11 +244,11 @@ def _document(subject: str, line: bytes, text_field: str) -> Document:
         value = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:  # invalid JSON or UTF-8
         raise ConfigError(
-            f"{subject}: a JSON object is expected, found invalid JSON ({error}); correct the line."
+            f"{subject}: this line is not valid JSON ({error}); correct it."
         ) from error
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{subject}: a JSON object is expected, found a {type(value).__name__}; write it as "
+            f"{subject}: the line is a {type(value).__name__}, not a JSON object; write it as "
             f'{{"{text_field}": ...}}.'
         )
     if text_field not in value:
@@ -269,15 +259,15 @@ def _document(subject: str, line: bytes, text_field: str) -> Document:
             return prompt, completion
         fields = ", ".join(map(repr, value)) or "none"
         raise ConfigError(
-            f"{subject}: a field {text_field!r}, 'messages', or text in 'prompt' and 'completion' "
-            f"is expected, found the fields {fields}; select the field that contains the text "
-            "with --text-field."
+            f"{subject}: the line has the fields {fields}, but no field {text_field!r}, no "
+            "'messages', and no text in 'prompt' and 'completion'; select the field that "
+            "contains the text with --text-field."
         )
     text = value[text_field]
     if not isinstance(text, str):
         raise ConfigError(
-            f"{subject}: text is expected in the field {text_field!r}, found "
-            f"{type(text).__name__}; select another field with --text-field."
+            f"{subject}: the field {text_field!r} is no text but {type(text).__name__}; select "
+            "another field with --text-field."
         )
     return text
 
@@ -290,8 +280,8 @@ def _conversation(subject: str, messages: Any) -> list[Mapping[str, str]]:
                   for role, each in zip(roles, found, strict=True))  # fmt: skip
     if not is_text or "assistant" not in roles:
         raise ConfigError(
-            f"{subject}: messages with 'role' and 'content' as text are expected, at least one of "
-            "the role 'assistant', found others; correct the line, or leave it out."
+            f"{subject}: 'messages' must be messages with 'role' and 'content' as text, at least "
+            "one of the role 'assistant'; correct the line, or leave it out."
         )
     return found
 
@@ -375,13 +365,13 @@ def prepare_corpus(
     contents = _read_contents(path) or _write_tokens(path, documents, tokenizer)
     if contents.num_tokens <= sequence:
         raise ConfigError(
-            f"data: text of more than {sequence} tokens is expected, to fill a sequence, found "
-            f"{contents.num_tokens}; add text with --data, or pass a smaller --sequence."
+            f"data: {contents.num_tokens} tokens are too few to fill a sequence of {sequence}; "
+            "add text with --data, or pass a smaller --sequence."
         )
     if contents.largest_token >= vocabulary:
         raise ConfigError(
-            f"data: tokens below the model's vocabulary of {vocabulary} are expected, found "
-            f"{contents.largest_token}; choose another --tokenizer, or a model with a larger "
+            f"data: the largest token is {contents.largest_token}, but the model's vocabulary "
+            f"has only {vocabulary}; choose another --tokenizer, or a model with a larger "
             "vocabulary."
         )
     tokens = torch.from_file(
@@ -415,8 +405,8 @@ def _write_tokens(path: Path, documents: Documents, tokenizer: Tokenizer) -> _Co
         os.replace(incoming, path.with_suffix(".json"))
     except OSError as error:
         raise ConfigError(
-            f"{path.parent}: room for the tokens of {documents.num_bytes:,} bytes of text is "
-            f"expected, found: {error.strerror}; choose another folder with --out."
+            f"{path.parent}: the tokens of {documents.num_bytes:,} bytes of text cannot be "
+            f"written: {error.strerror}; choose another folder with --out."
         ) from error
     finally:
         with contextlib.suppress(OSError):  # the error above is the one to report
@@ -433,17 +423,17 @@ def _encode(path: Path, documents: Documents, tokenizer: Tokenizer) -> _Contents
         for document in documents:
             if not (has_chats or isinstance(document, str)):
                 raise ConfigError(
-                    "data: conversations from the first line of a .jsonl file on are expected, "
-                    "found text before one; put texts into a file of their own."
+                    "data: a .jsonl file has text before its first conversation; put texts into "
+                    "a file of their own."
                 )
             begins = _BEGINS if has_chats else 0
             for tokens, is_trained in _encoded(document, tokenizer):
                 lowest, highest = min(tokens), max(tokens)
                 if lowest < 0 or highest >= tokenizer.vocabulary:
                     raise ConfigError(
-                        f"{type(tokenizer).__name__}: tokens from 0 to {tokenizer.vocabulary - 1} "
-                        f"are expected, found {lowest} to {highest}; the tokenizer's files do not "
-                        "fit together."
+                        f"{type(tokenizer).__name__}: tokens are from {lowest} to {highest}, "
+                        f"outside of its vocabulary of {tokenizer.vocabulary}; the tokenizer's "
+                        "files do not fit together."
                     )
                 largest = max(largest, highest)
                 num_tokens += len(tokens)
@@ -481,8 +471,8 @@ def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[str, bool
             after = tokenizer.render(document[: place + 1], is_prompt=False)
             if not before.startswith(done) or not after.startswith(before):
                 raise ConfigError(
-                    "data: a chat template that keeps what was said before is expected, found one "
-                    f"that changes it at message {place + 1}; set another in the tokenizer's files."
+                    "data: the chat template changes what was said before at message "
+                    f"{place + 1}; set another in the tokenizer's files."
                 )
             yield before[len(done) :], False
             yield after[len(before) :], True

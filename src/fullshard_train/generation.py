@@ -81,19 +81,19 @@ def find_checkpoint(path: Path) -> tuple[Path, TrainConfig]:
     found = checkpoint_at(path)
     if found is None and not path.is_dir():
         raise CheckpointError(
-            f"{path}: the folder of a run or of a checkpoint is expected, found "
-            f"{'a file' if path.exists() else 'nothing'}."
+            f"{path} {'is a file' if path.exists() else 'does not exist'}; pass the folder of a "
+            "run or of a checkpoint."
         )
     if found is None:
         raise CheckpointError(
-            f"{path}: a checkpoint, or a folder of checkpoints, is expected, found no complete "
-            "one; train with --save-every to save before the end."
+            f"{path} contains no complete checkpoint; train to the end, or pass --save-every to "
+            "save before."
         )
     config = config_beside(found)
     if config is None:
         raise CheckpointError(
-            f"{found}: the configuration of the run is expected next to the folder of its "
-            "checkpoints, found none; it defines the model."
+            f"{found}: the configuration of its run, which defines the model, is not next to the "
+            "folder of its checkpoints; pass a checkpoint in its original folder."
         )
     return found, config
 
@@ -104,9 +104,9 @@ def _validate(request: GenerateRequest) -> None:
         value = getattr(request, name)
         if not (isfinite(value) and value >= minimum):
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option}: {minimum} or more is expected, found {value}.")
+            raise ConfigError(f"{option} must be {minimum} or more, not {value}.")
     if request.seed >= 2**63:
-        raise ConfigError(f"--seed: a number below 2**63 is expected, found {request.seed}.")
+        raise ConfigError(f"--seed must be below 2**63, not {request.seed}.")
 
 
 @contextmanager
@@ -166,8 +166,8 @@ def _require_same_model(path: Path, config: TrainConfig, name: str, model: nn.Mo
     if others or not is_any:
         shown = f"{others[0]} and {len(others) - 1} more" if others else "none of its parameters"
         raise CheckpointError(
-            f"{path}: a checkpoint of the model {name!r} is expected, as in config.toml of "
-            f"its run, found another model: {shown}; pass a checkpoint in its original folder."
+            f"{path} is not a checkpoint of {name!r}, the model in config.toml of its run: "
+            f"{shown}; pass a checkpoint in its original folder."
         )
 
 
@@ -187,8 +187,7 @@ def _on_ranks(request: GenerateRequest, folder: Path) -> str:
             raise CheckpointError(message) from None
         rank, failure = error.get_first_failure()
         raise TopologyError(
-            f"rank {rank}: all ranks must finish, found an exit with status {failure.exitcode}; "
-            "its output is above."
+            f"rank {rank} exited with status {failure.exitcode}; its output is above."
         ) from None
     finally:
         forget_launcher()

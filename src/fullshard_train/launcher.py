@@ -180,8 +180,8 @@ def _require_free_port(port: int) -> None:
             probe.bind(("localhost", port))
         except OSError as error:
             raise TopologyError(
-                f"--port: a port that is free is expected, found {port} in use ({error.strerror}); "
-                "leave out the option to use any free port."
+                f"--port: port {port} cannot be used ({error.strerror}); leave out the option to "
+                "use any free port."
             ) from None
 
 

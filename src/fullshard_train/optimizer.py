@@ -29,8 +29,8 @@ def build_optimizer(
     found = select(model, None if is_muon else lambda name, shape: False)
     if not (found.matrices or found.decayed or found.undecayed):
         raise ConfigError(
-            f"{type(model).__name__}: trainable parameters are expected, found no parameter that "
-            "takes a gradient; call requires_grad_() on some."
+            f"No parameter of {type(model).__name__} requires a gradient; call requires_grad_() "
+            "on those to train."
         )
     betas, is_fused = (section.beta1, section.beta2), device.type in _FUSED_ON
     groups: Any = [

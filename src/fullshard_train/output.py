@@ -62,9 +62,7 @@ class RunFolder:
             self._lock.touch()
         except OSError as error:
             where = f"{self.path} ({error.strerror})"
-            raise ConfigError(
-                f"--out: a folder to write to is expected, found {where}; pass another folder."
-            ) from error
+            raise ConfigError(f"--out: cannot write to {where}; pass another folder.") from error
         pid = os.getpid()
         own = {
             "host": socket.gethostname(),
@@ -81,9 +79,8 @@ class RunFolder:
             found = _parsed(file.read(), own)
             if _is_alive(found, own):
                 raise ConfigError(
-                    f"--out: a folder that no other run writes to is expected, found {self.path} "
-                    f"in use by process {found['process']} on {found['host']}; wait for it or end "
-                    f"it, or remove {self._lock.name} if it is gone."
+                    f"{self.path} is in use by process {found['process']} on {found['host']}; "
+                    f"wait for it or end it, or remove {self._lock.name} if it is gone."
                 )
             file.truncate(0)
             file.write(json.dumps(own))
@@ -132,18 +129,18 @@ class RunFolder:
         found = next(iter(self.complete()), None)
         if config.run.resume and found is None:
             raise ConfigError(
-                f"--resume: a checkpoint in {self.checkpoints} is expected, found none; leave out "
-                "--resume to start a run, or pass another folder with --out."
+                f"--resume: {self.checkpoints} contains no checkpoint; leave out --resume to "
+                "start a run, or pass another folder with --out."
             )
         if config.run.resume_strict and (damaged := self.incomplete()):
             raise ConfigError(
-                f"--resume-strict: {damaged[0]} is expected to be complete, found files missing or "
-                "of another size; leave out --resume-strict to resume from an older one."
+                f"--resume-strict: {damaged[0]} is damaged: files are missing or have another "
+                "size; leave out --resume-strict to resume from an older one."
             )
         if found is not None and not config.run.resume:
             raise ConfigError(
-                f"--out: a folder without a run is expected, found {found.name} in {self.path}; "
-                "pass --resume to continue it, or pass another folder."
+                f"{self.path} already contains a run ({found.name}); pass --resume to continue "
+                "it, or choose another --out."
             )
 
 

@@ -106,8 +106,8 @@ class FunctionArchitecture(Architecture):
             self._make = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise ConfigError(
-                f"--model: a function that builds a model is expected, found {self.name} that "
-                f"cannot be loaded ({error}); pass module:function, importable from this folder."
+                f"--model: {self.name} cannot be loaded ({error}); pass module:function, "
+                "importable from this folder."
             ) from None
 
     def build(self) -> nn.Module:
@@ -119,13 +119,13 @@ class FunctionArchitecture(Architecture):
             raise
         except Exception as error:
             raise ConfigError(
-                f"{self.name}: a model that builds on the meta device is expected, found "
-                f"{type(error).__name__}: {error}; compute values of tensors after it is built."
+                f"{self.name}: the model does not build on the meta device "
+                f"({type(error).__name__}: {error}); compute values of tensors after it is built."
             ) from error
         if found is not None:
             raise ConfigError(
-                f"{self.name}: a model that builds on the meta device is expected, found {found!r} "
-                "elsewhere; do not pass devices when it is built."
+                f"{self.name}: the model does not stay on the meta device ({found!r}); do not "
+                "pass devices when it is built."
             )
         return model
 
@@ -272,10 +272,9 @@ def choose_settings(
     )
     if not fitting:
         raise ConfigError(
-            f"{architecture.name}: settings that need {readable(budget_bytes)} or less on each of "
-            f"{machine.num_ranks} ranks are expected, found that the smallest need "
-            f"{readable(others[0].peak_bytes)} ({others[0].flags}); raise the "
-            "budget, add ranks, or shorten --sequence."
+            f"{architecture.name}: no settings fit into {readable(budget_bytes)} on each of "
+            f"{machine.num_ranks} ranks; the smallest need {readable(others[0].peak_bytes)} "
+            f"({others[0].flags}). Raise the budget, add ranks, or shorten --sequence."
         )
     for place, value in _refinements(fitting[0].config, machine):
         if place not in given:
@@ -473,7 +472,7 @@ def require_fit(own: Candidate, architecture: Architecture, capacity_bytes: int)
     number = own.machine.num_ranks
     raise ConfigError(
         f"{architecture.name}: training on {number} rank{'s' * (number > 1)} needs "
-        f"{readable(own.peak_bytes)} on each, found {readable(capacity_bytes)}; "
+        f"{readable(own.peak_bytes)} on each, which has {readable(capacity_bytes)}; "
         f"{', '.join(offers) or 'choose a smaller model or a shorter --sequence'}."
     )
 

@@ -83,8 +83,8 @@ class Run:
         if config.sharding.elastic_replicas:
             if self._replica is None:
                 raise TopologyError(
-                    "--elastic-replicas: ranks that fullshard train starts itself are expected, "
-                    "found those of another launcher; leave out the option."
+                    "--elastic-replicas works only with ranks that fullshard train starts "
+                    "itself, and another launcher has started these; leave out the option."
                 )
             # The mesh of a replica.
             sharding = replace(config.sharding, mesh=f"1x{world.size}")
@@ -213,9 +213,9 @@ class Run:
         expected, free = num_bytes * num_more, shutil.disk_usage(self._folder.path).free
         if free < expected:
             raise CheckpointError(
-                f"{self._folder.checkpoints}: a disk with {expected:,} free bytes is expected for "
-                f"the checkpoints of the run, found {free:,} free, {expected - free:,} bytes are "
-                "missing; make room, or pass a smaller --keep or another --out."
+                f"{self._folder.checkpoints}: the disk is too full for the checkpoints of the "
+                f"run, which take {expected:,} bytes: {free:,} are free, {expected - free:,} "
+                "bytes are missing. Make room, or pass a smaller --keep or another --out."
             )
 
     def _build(self, inputs: Inputs) -> Parts:

@@ -160,8 +160,8 @@ def unit_classes(
     for name in section.units:
         if name not in known:
             raise ConfigError(
-                f"--unit: the name of a module class of {architecture.name} is expected, found "
-                f"{name!r}; choose one of {', '.join(sorted(known))}."
+                f"--unit: {architecture.name} has no module class {name!r}; choose one of "
+                f"{', '.join(sorted(known))}."
             )
     return tuple(known[name] for name in section.units)
 

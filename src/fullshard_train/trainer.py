@@ -170,7 +170,7 @@ class Trainer:
         self._best = loaded.extra.get("best", (math.inf, 0))
         was, own = loaded.extra.get("optimizer", "adamw"), self._config.optimizer.name
         if was != own:
-            raise ConfigError(f"--optimizer: {was}, as before, is expected, found {own}; pass it.")
+            raise ConfigError(f"--optimizer: the run was started with {was}, not {own}; pass it.")
 
     def _extra(self) -> dict[str, Any]:
         scaler = {} if self._scaler is None else {"scaler": self._scaler}
@@ -465,8 +465,8 @@ class Trainer:
             self._saving.wait()  # a rank that fails ends at once
         kind = FullshardError if self._world.is_first else OtherRankError
         raise kind(
-            f"train: a finite loss and gradient are expected, found {self.num_nonfinite} steps in "
-            f"a row without ({self._cause}); {remedy}. Checkpoints are from before them."
+            f"Loss or gradients were not finite in {self.num_nonfinite} steps in a row "
+            f"({self._cause}); {remedy}. Checkpoints are from before them."
         )
 
     # The traced step

@@ -43,8 +43,8 @@ def best_device(asked: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():
         raise TopologyError(
-            "--device: cuda needs a GPU that torch can use, found none; pass --device cpu, or run "
-            "`fullshard doctor` to see why."
+            "--device: torch finds no GPU for cuda; pass --device cpu, or run `fullshard "
+            "doctor` to see why."
         )
     return asked
 
@@ -54,8 +54,8 @@ def require_devices(device_type: str, num_local_ranks: int) -> None:
     found = torch.cuda.device_count() if device_type == "cuda" else num_local_ranks
     if num_local_ranks > found:
         raise TopologyError(
-            f"--ranks: each rank needs a GPU to itself, found {found} for {num_local_ranks} ranks; "
-            f"pass --ranks {found}, or --device cpu."
+            f"--ranks: each of the {num_local_ranks} ranks needs a GPU to itself, and there are "
+            f"{found}; pass --ranks {found}, or --device cpu."
         )
 
 

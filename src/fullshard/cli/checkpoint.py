@@ -33,7 +33,7 @@ def _num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
         found = 0
     if found < 1:
         raise click.BadParameter(
-            f"{value!r}: a number of bytes is expected, as in 5GB or 500MiB", ctx, param
+            f"{value!r} is not a number of bytes, as in 5GB or 500MiB", ctx, param
         )
     return found
 
@@ -92,7 +92,7 @@ def verify(path: Path) -> None:
     from fullshard.state.checkpoint.reader import verify as find_problems
 
     if not located(path).is_dir():
-        raise CheckpointError(f"{path}: the folder of a checkpoint is expected, found none.")
+        raise CheckpointError(f"{path} is not the folder of a checkpoint.")
     with progress("verifying", in_bytes=True) as report:
         problems = find_problems(path, progress=report)
     for problem in problems:

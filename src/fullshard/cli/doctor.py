@@ -133,8 +133,8 @@ def _say_places(place: Path) -> None:
     path = place if place.is_file() else place / "places.json"
     if not path.exists():
         raise ConfigError(
-            f"--attach: the folder of a run on several ranks is expected, found no {path.name} in "
-            f"{place}; pass what the run has as --out, or the file of FULLSHARD_WATCH_FILE."
+            f"--attach: {place} has no {path.name}, which runs on several ranks write; pass what "
+            "the run has as --out, or the file of FULLSHARD_WATCH_FILE."
         )
     places, age_s = read_places(path)
     say(f"where its ranks were {age_s:.0f} s ago:")

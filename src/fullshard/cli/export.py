@@ -57,8 +57,8 @@ def export(
     is_adapter = config is not None and bool(config.model.lora_rank)
     if asked.merge and not is_adapter:
         raise ConfigError(
-            f"--merge: a checkpoint of adapters in the folder of its run is expected, found {path} "
-            "without adapters; leave out --merge."
+            f"--merge: {path} contains no adapters, or is not in the folder of its run; leave "
+            "out --merge."
         )
     if config is None:
         return _write(out, _stored(opened, asked.prefix), asked, progress, lambda staging: None)
@@ -125,8 +125,8 @@ def _stored(opened: StoredCheckpoint, prefix: str | None) -> dict[str, TensorSou
     keys = {key.removeprefix(prefix): key for key in opened.keys if key.startswith(prefix)}
     if not keys:
         raise CheckpointError(
-            f"{opened.path}: tensors of a model are expected under {prefix!r}, found "
-            f"{listed(opened.keys, 3)}; pass the prefix of the model's keys with --prefix."
+            f"{opened.path} has no tensors under {prefix!r}, but {listed(opened.keys, 3)}; pass "
+            "the prefix of the model's keys with --prefix."
         )
     found = {}
     for name, key in keys.items():
@@ -199,6 +199,6 @@ def _model_prefix(opened: StoredCheckpoint) -> str:
     if all(isinstance(path, tuple) and len(path) == 1 for path in levels):
         return ""
     raise CheckpointError(
-        f"{opened.path}: a model is expected under {_MODEL_PART!r}, as fullshard writes it, found "
+        f"{opened.path} has no model under {_MODEL_PART!r}, where fullshard writes it, but "
         f"{listed(opened.keys, 3)}; pass the prefix of its keys with --prefix."
     )

@@ -21,8 +21,8 @@ def main() -> None:
             raise
         extra = "train" if sys.argv[1:2] == ["train"] else "cli"
         print(
-            f"fullshard: the command needs {' and '.join(_NEEDED)}, found no {error.name}; "
-            f"run: pip install 'fullshard[{extra}]'",
+            f"fullshard: the command needs {' and '.join(_NEEDED)}, but {error.name} is not "
+            f"installed; run: pip install 'fullshard[{extra}]'",
             file=sys.stderr,
         )
         raise SystemExit(2) from None

@@ -84,8 +84,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]], logs: list[Path], until: float) 
             lines = logs[rank].read_text(errors="replace").split("\n")
             said = next((line for line in reversed(lines) if line.strip()), "no output.")
             raise TopologyError(
-                f"rank {rank}: the ranks must be able to talk to each other, and finish measuring "
-                f"in time, found {found}: {said}"
+                f"rank {rank} did not finish measuring, or cannot talk to the other ranks: "
+                f"{found}: {said}"
             )
 
 

@@ -216,7 +216,7 @@ def available_bytes() -> int:
     """The memory of this machine that processes can still take, within its control group."""
     available = meminfo().get("MemAvailable")
     if available is None:
-        raise ConfigError("/proc/meminfo: a line MemAvailable is expected, found none.")
+        raise ConfigError("/proc/meminfo has no line MemAvailable.")
     return min(available, _allowed_bytes())
 
 

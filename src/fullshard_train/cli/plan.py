@@ -93,14 +93,12 @@ def machine_of(gpus: str, nodes: int, fabric: str | None, profile: Path | None) 
 
     match = re.fullmatch(r"([1-9]\d{0,4})x(.+)", gpus)
     if match is None:
-        raise ConfigError(
-            f"--gpus: a number and a name, as in 8xH100, is expected, found {gpus!r}."
-        )
+        raise ConfigError(f"--gpus: write a number and a name, as in 8xH100, not {gpus!r}.")
     known = profile_named(match[2]) if profile is None else read_profile(profile)
     if fabric is not None:
         speed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:Gb(?:/s|ps)?)?", fabric)
         if speed is None or not float(speed[1]):
-            raise ConfigError(f"--fabric: Gb/s, as in 400Gb, is expected, found {fabric!r}.")
+            raise ConfigError(f"--fabric: write Gb/s, as in 400Gb, not {fabric!r}.")
         known = replace(known, network_gbs=float(speed[1]) / 8, adapters_per_host=0)
     return Machine(profile=known, ranks_per_host=int(match[1]), num_hosts=nodes)
 
@@ -108,7 +106,7 @@ def machine_of(gpus: str, nodes: int, fabric: str | None, profile: Path | None) 
 def bytes_of(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|GB|)", text)
     if match is None:
-        raise ConfigError(f"--budget: a size, as in 70GiB, is expected, found {text!r}.")
+        raise ConfigError(f"--budget: write a size, as in 70GiB, not {text!r}.")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -95,8 +95,8 @@ def _targeted(model: nn.Module, targets: tuple[str, ...]) -> set[str]:
         if not matching:
             ends = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
-                f"adapters: the end of the name of a linear layer was expected, found {target!r}; "
-                f"choose among {', '.join(ends)}."
+                f"adapters: no linear layer has a name that ends in {target!r}; choose among "
+                f"{', '.join(ends)}."
             )
         found |= matching
     return found

@@ -89,16 +89,16 @@ class FolderArchitecture(Architecture):
     def tokenizer(self, kind: str) -> Tokenizer:
         if kind == "model" and not has_tokenizer(self._folder):
             raise ConfigError(
-                f"model {self.name}: tokenizer files were expected in the folder, found none; "
-                "copy them there, or choose the tokenizer 'bytes'."
+                f"model {self.name}: the folder has no tokenizer files; copy them there, or "
+                "choose the tokenizer 'bytes'."
             )
         own = kind != "bytes" and has_tokenizer(self._folder)
         tokenizer = FolderTokenizer(self._folder) if own else ByteTokenizer()
         if tokenizer.vocabulary > self.vocabulary:
             raise ConfigError(
-                f"model {self.name}: a vocabulary of at least {tokenizer.vocabulary} was expected "
-                f"for {'its tokenizer' if own else 'bytes'}, found {self.vocabulary}; "
-                "choose another tokenizer or model."
+                f"model {self.name}: its vocabulary of {self.vocabulary} is too small for "
+                f"{'its tokenizer' if own else 'bytes'}, which {'has' if own else 'have'} "
+                f"{tokenizer.vocabulary} tokens; choose another tokenizer or model."
             )
         return tokenizer
 
@@ -119,8 +119,8 @@ class FolderArchitecture(Architecture):
     def _read_config(self) -> Any:
         if not (self._folder / "config.json").is_file():
             raise ConfigError(
-                f"model {self.name}: a folder in Hugging Face's layout was expected, found no "
-                "config.json in it; pass the folder that contains it."
+                f"model {self.name}: the folder has no config.json; pass the folder that "
+                "contains it."
             )
         try:
             config = self._transformers.AutoConfig.from_pretrained(
@@ -128,8 +128,7 @@ class FolderArchitecture(Architecture):
             )
         except Exception as error:  # the type depends on the file and on the version
             raise ConfigError(
-                f"model {self.name}: a config.json that transformers can read was expected, found "
-                f"{first_line(error)}"
+                f"model {self.name}: transformers cannot read its config.json: {first_line(error)}"
             ) from error
         config.use_cache = False
         return config
@@ -139,8 +138,8 @@ class FolderArchitecture(Architecture):
             stored_shapes(self._folder)
         except (CheckpointError, OSError) as error:
             raise ConfigError(
-                f"model {self.name}: weights as safetensors files were expected beside config.json,"
-                f" but {error}"
+                f"model {self.name}: the folder has no weights as safetensors beside "
+                f"config.json: {error}"
             ) from error
 
     def _without_adapters(self) -> nn.Module:
@@ -155,9 +154,7 @@ class FolderArchitecture(Architecture):
         return model
 
     def _other_kind(self, found: str) -> ConfigError:
-        return ConfigError(
-            f"model {self.name}: a causal language model was expected, found {found}"
-        )
+        return ConfigError(f"model {self.name} is not a causal language model: {found}")
 
     def _require_whole(self, loaded: LoadedWeights, reference: nn.Module) -> None:
         """Raise unless the files have every parameter, and no others except ignored ones."""
@@ -177,8 +174,7 @@ class FolderArchitecture(Architecture):
         ]
         if problems:
             raise ConfigError(
-                f"model {self.name}: files with the parameters that config.json asks for were "
-                f"expected, found others: {'; '.join(problems)}."
+                f"model {self.name}: the weights do not fit its config.json: {'; '.join(problems)}."
             )
 
     def _restore_buffers(self, model: nn.Module, reference: nn.Module) -> None:
@@ -191,8 +187,7 @@ class FolderArchitecture(Architecture):
             recreate_buffers(reference)
         except LifecycleError as error:
             raise UnsupportedError(
-                f"model {self.name}: a model that can recompute its buffers was expected, but "
-                f"{error}"
+                f"model {self.name} cannot recompute its buffers: {error}"
             ) from error
         expected = dict(reference.named_buffers(remove_duplicate=False))
         for path, module in model.named_modules():

@@ -14,8 +14,8 @@ def optional(package: str, subject: str, extra: str) -> ModuleType:
         return importlib.import_module(package)
     except ImportError as error:
         raise ConfigError(
-            f"{subject}: the package {package!r} is needed, found none that can be imported "
-            f"({error}); run: pip install 'fullshard[{extra}]'"
+            f"{subject}: the package {package!r} cannot be imported ({error}); run: pip install "
+            f"'fullshard[{extra}]'"
         ) from error
 
 

@@ -105,13 +105,13 @@ class FolderTokenizer(Tokenizer):
             )
         except Exception as error:  # the type depends on the files and on the version
             raise ConfigError(
-                f"{folder}: tokenizer files that transformers can read were expected, found "
-                f"{first_line(error)}; choose the tokenizer 'bytes', or repair the folder."
+                f"{folder}: transformers cannot read the tokenizer files: {first_line(error)}; "
+                "choose the tokenizer 'bytes', or repair the folder."
             ) from error
         if self._own.eos_token_id is None:
             raise ConfigError(
-                f"{folder}: a tokenizer with a token that ends a text (eos_token) was expected, "
-                "found none; set it in tokenizer_config.json, or choose the tokenizer 'bytes'."
+                f"{folder}: the tokenizer has no token that ends a text (eos_token); set it in "
+                "tokenizer_config.json, or choose the tokenizer 'bytes'."
             )
         self.end: int = self._own.eos_token_id
         # Added tokens may leave gaps, so the largest token counts, not their number.
@@ -135,8 +135,10 @@ class FolderTokenizer(Tokenizer):
                 list(messages), tokenize=False, add_generation_prompt=is_prompt
             )
         except Exception as error:  # from Jinja, or raised by the template
-            text = f"found {first_line(error)}; change the conversation or the template."
-            raise ConfigError(f"data: what a chat template accepts is expected, {text}") from error
+            text = f"{first_line(error)}; change the conversation or the template."
+            raise ConfigError(
+                f"data: the chat template does not accept a conversation: {text}"
+            ) from error
         return text
 
     def save(self, folder: Path) -> None:

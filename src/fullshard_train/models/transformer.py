@@ -85,15 +85,14 @@ def size_named(name: str) -> Size:
     known = ", ".join(SIZES)
     if "/" in name or "." in name or os.path.exists(name):
         raise UnknownNameError(
-            f"model {name!r}: a folder in Hugging Face's layout was expected, found "
-            f"{'a file' if os.path.exists(name) else 'nothing at this path'}; pass such a folder, "
-            f"or one of the built-in sizes {known}."
+            f"model {name!r} {'is a file' if os.path.exists(name) else 'does not exist'}; pass a "
+            f"folder in Hugging Face's layout, or one of the built-in sizes {known}."
         )
     close = difflib.get_close_matches(name.lower(), SIZES, n=1, cutoff=0.3)
     meant = f"; did you mean {close[0]!r}?" if close else "."
     raise UnknownNameError(
-        f"model {name!r}: one of the built-in sizes {known}, or a folder in Hugging Face's layout, "
-        f"was expected, found neither{meant}"
+        f"model {name!r} is neither a built-in size ({known}) nor a folder in Hugging Face's "
+        f"layout{meant}"
     )
 
 
@@ -297,8 +296,8 @@ class BuiltinArchitecture(Architecture):
         if kind in ("auto", "bytes"):
             return ByteTokenizer()
         raise ConfigError(
-            f"model {self.name!r}: the tokenizer 'bytes' or 'auto' was expected, found {kind!r}; "
-            "a built-in size has no tokenizer of its own."
+            f"model {self.name!r}: a built-in size has no tokenizer of its own; choose 'bytes' "
+            f"or 'auto', not {kind!r}."
         )
 
     def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:

@@ -45,8 +45,7 @@ def page_of(record: RunRecord, others: Sequence[RunRecord] = ()) -> str:
         import jinja2
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "report: jinja2 is needed to write it, found no jinja2; "
-            "run: pip install 'fullshard[report]'"
+            "report: it cannot be written without jinja2; run: pip install 'fullshard[report]'"
         ) from error
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fullshard_train", "report"),

@@ -82,7 +82,7 @@ def read_record(folder: Path) -> RunRecord:
     """
     if not any((folder / name).is_file() for name in (METRICS, TIMELINE, CONFIG)):
         raise ConfigError(
-            f"{folder}: the folder of a run is expected, found none of {METRICS}, {TIMELINE} and "
+            f"{folder} is not the folder of a run: it has none of {METRICS}, {TIMELINE} and "
             f"{CONFIG}; pass the folder that fullshard train wrote."
         )
     return RunRecord(
@@ -104,8 +104,9 @@ def _read_metrics(path: Path) -> list[StepMetrics]:
     # One line may be incomplete; if no line can be read, this is another kind of file.
     if len(lines) > 1 and not found:
         raise ConfigError(
-            f"{path}: lines of {', '.join(_names_of(StepMetrics))} are expected, found "
-            f"{lines[0][:80]!r}; move the file away to draw the report without it."
+            f"{path}: {lines[0][:80]!r} is not a line of metrics "
+            f"({', '.join(_names_of(StepMetrics))}); move the file away to draw the report "
+            "without it."
         )
     return found
 
@@ -146,8 +147,8 @@ def _read_timeline(path: Path) -> dict[str, Any]:
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: JSON with the timeline of every rank is expected, found an error in it "
-            f"({type(error).__name__}: {error}); move the file away to draw the report without it."
+            f"{path}: the timeline cannot be read ({type(error).__name__}: {error}); move the "
+            "file away to draw the report without it."
         ) from error
 
 
@@ -162,8 +163,8 @@ def _read_config(path: Path) -> Mapping[str, Mapping[str, object]]:
         found = tomllib.loads(_text(path))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"{path}: valid TOML is expected, found a syntax error ({error}); correct it, or move "
-            "the file away to draw the report without it."
+            f"{path} is not valid TOML ({error}); correct it, or move the file away to draw the "
+            "report without it."
         ) from error
     return {name: keys for name, keys in found.items() if isinstance(keys, dict)}
 
