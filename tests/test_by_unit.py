@@ -806,12 +806,12 @@ def test_gradients_that_always_change_end_automatic_use(rank: Rank) -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda p: optim.LBFGS(p), r"found LBFGS, which looks at whole tensors; use it without"),
-        (lambda p: optim.Adafactor(p), "found Adafactor"),
-        (lambda p: optim.SparseAdam(p), "found SparseAdam"),
-        (lambda p: Seeing(p), r"found Seeing; pass elementwise=True"),
-        (lambda p: AdamW(p, differentiable=True), "must not be differentiable"),
-        (lambda p: p, "is expected, found list"),
+        (lambda p: optim.LBFGS(p), "LBFGS looks at whole tensors"),
+        (lambda p: optim.Adafactor(p), "Adafactor looks at"),
+        (lambda p: optim.SparseAdam(p), "SparseAdam looks at"),
+        (lambda p: Seeing(p), r"Seeing is not one of .*; pass elementwise=True"),
+        (lambda p: AdamW(p, differentiable=True), "has differentiable=True"),
+        (lambda p: p, "list is not one of"),
     ],
 )
 def test_what_cannot_be_stepped_by_unit_is_refused(make, message):

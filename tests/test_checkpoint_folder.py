@@ -156,10 +156,10 @@ def test_a_checkpoint_that_has_no_room_is_refused_before_it_is_written(tmp_path:
         raise AssertionError("nothing is to be written")
 
     huge = TensorSource((2**50,), torch.float32, read)
-    with pytest.raises(CheckpointError, match=r"a disk with 4,503,599,627,370,496 free") as raised:
+    with pytest.raises(CheckpointError, match="too full for 4,503,599,627,370,496 bytes") as raised:
         write_checkpoint(tmp_path / "step_1", {"model.huge": huge})
     found, missing = (int(each.replace(",", "")) for each in re.findall(
-        r"([\d,]+) free, ([\d,]+) bytes are missing", str(raised.value))[0])  # fmt: skip
+        r"([\d,]+) are free, ([\d,]+) bytes are missing", str(raised.value))[0])  # fmt: skip
     assert found + missing == 2**52
     assert list(tmp_path.iterdir()) == []
 
@@ -225,9 +225,9 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file"):
-        with pytest.raises(CheckpointError, match="is expected"):
+        with pytest.raises(CheckpointError, match="other files"):
             require_replaceable(path)
-        with pytest.raises(CheckpointError, match="is expected"):
+        with pytest.raises(CheckpointError, match="other files"):
             write(path)
     assert sorted(os.listdir(tmp_path)) == ["file", "thesis.tex"]
     write(tmp_path / "step_1")
@@ -267,7 +267,7 @@ def test_a_path_is_taken_from_where_the_process_is(
     write(Path("step_1"))
     assert latest(".") == Path("step_1")
     assert whole_manifest(located(Path("../run/step_1")))
-    with pytest.raises(ConfigError, match="a folder with a name"):
+    with pytest.raises(ConfigError, match="/ has no name"):
         staging_folder(Path("/"))
 
 

@@ -238,9 +238,7 @@ def save_and_leave(rank: Rank, folder: str) -> tuple[int, list[str]]:
     dist.destroy_process_group()
     gc.collect()
     left = len(_groups), [each.name for each in threading.enumerate()]
-    with pytest.raises(
-        CheckpointError, match="found no process group: save before it is destroyed"
-    ):
+    with pytest.raises(CheckpointError, match="and before the process group is destroyed"):
         save(Path(folder) / f"late_{rank.rank}", model)
     return left
 
@@ -327,17 +325,17 @@ def test_parts_that_do_not_cover_a_tensor_once_are_not_saved(rank: Rank, tmp_pat
     alone = FullyShardedDataParallel(
         nn.Linear(WIDTH, 3), process_group=groups[rank.rank], device_id=torch.device("cpu")
     )
-    with pytest.raises(CheckpointError, match=r"weight: the parts of all ranks must cover"):
+    with pytest.raises(CheckpointError, match=r"weight: the parts of all ranks do not cover"):
         save(tmp_path / "a", alone)
     other = nn.Linear(WIDTH, 3 + rank.rank)
-    with pytest.raises(CheckpointError, match=r"all ranks must have the same tensor"):
+    with pytest.raises(CheckpointError, match=r"build the same model on all ranks"):
         save(tmp_path / "a", other)
     local = DTensor.from_local(
         torch.ones(3, 2), rank.mesh(), [Shard(0)], run_check=False, shape=(7, 2), stride=(2, 1)
     )
     model = nn.Module()
     model.weight = nn.Parameter(local)
-    with pytest.raises(CheckpointError, match=r"must have the shape|failed on rank"):
+    with pytest.raises(CheckpointError, match=r"has the shape|failed on rank"):
         save(tmp_path / "a", model)
     dist.barrier()
     assert list(tmp_path.iterdir()) == []
@@ -511,5 +509,5 @@ def test_parameters_that_were_added_or_removed_are_named(rank: Rank, tmp_path: P
     with pytest.raises(CheckpointError, match=r"1\.weight"):
         load(tmp_path / "a", whole, torch.optim.AdamW(whole[0].parameters()))
     misshapen = nn.Sequential(nn.Linear(WIDTH, WIDTH + 1), nn.Linear(WIDTH + 1, 3))
-    with pytest.raises(CheckpointError, match=r"0\.weight: \[7, 6\] is expected"):
+    with pytest.raises(CheckpointError, match=r"0\.weight: its shape is \[7, 6\]"):
         load(tmp_path / "a", misshapen)

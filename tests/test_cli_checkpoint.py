@@ -463,7 +463,7 @@ def test_a_file_that_would_run_something_is_refused(tmp_path, monkeypatch):
     (tmp_path / "cut.pt").write_bytes((tmp_path / "m.pt").read_bytes()[:-30])
     for name in ("m.pt", "p.pt", "cut.pt"):
         refused = run("import", name, "out", expected=2)
-        assert f"{name}: tensors that torch.save wrote are expected" in refused.stderr
+        assert f"{name} cannot be read without running code" in refused.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.pt", "m.pt", "p.pt"]
 
 

@@ -284,7 +284,7 @@ def test_a_tensor_that_cannot_be_is_refused_by_name(changes: dict[str, Any], wor
 
 def test_a_later_format_is_refused_in_words() -> None:
     text = example().to_json().replace('"version": 2', '"version": 3')
-    with pytest.raises(CheckpointError, match="which this fullshard reads, found 3"):
+    with pytest.raises(CheckpointError, match="which this fullshard reads, not 3"):
         read(text)
 
 

@@ -236,7 +236,10 @@ def test_names_that_a_model_ignores_may_be_in_its_files(folder: Path, tmp_path: 
     [
         ({"model.norm.weight": None}, "missing in the files: model.norm.weight"),
         ({"model.other.weight": torch.zeros(2)}, "not in the model: model.other.weight"),
-        ({"model.norm.weight": torch.zeros(7)}, r"model.norm.weight: shape \[24\] is expected"),
+        (
+            {"model.norm.weight": torch.zeros(7)},
+            r"model.norm.weight: its shape is \[24\], but \[7\]",
+        ),
     ],
     ids=["missing", "unexpected", "misfit"],
 )

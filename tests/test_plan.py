@@ -108,7 +108,7 @@ def refusal(config: TrainConfig, share: float, profile: DeviceProfile, **shape: 
 
 
 def test_a_mesh_of_other_ranks_is_refused():
-    with pytest.raises(TopologyError, match="2x4 needs 8 ranks, found 4"):
+    with pytest.raises(TopologyError, match="2x4 is a mesh of 8 ranks, but the run has 4"):
         needed(config_of(mesh="2x4"), num_ranks=4)
     meshed, four = needed(config_of(mesh="2x4"), num_ranks=8), needed(config_of(), num_ranks=4)
     assert meshed.kinds["parameter shards"] == four.kinds["parameter shards"]

@@ -178,7 +178,7 @@ def test_muon_trains_hidden_matrices_as_torchs_does_unsharded(rank: Rank) -> Non
 
 
 def test_a_frozen_model_is_refused_and_one_without_matrices_has_one_group():
-    with pytest.raises(ConfigError, match="no parameter that takes a gradient"):
+    with pytest.raises(ConfigError, match="No parameter of Model requires a gradient"):
         build_optimizer(Model().requires_grad_(False), SECTION, CPU)
     optimizer = build_optimizer(nn.LayerNorm(3), SECTION, CPU)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]

@@ -160,7 +160,7 @@ def test_an_entry_in_place_of_the_names_of_an_optimizer_is_refused(tmp_path: Pat
         index.storage_data[places[name]] = index.storage_data[places[number]]
 
     reindexed(path, swap)
-    with pytest.raises(CheckpointError, match="must be names, found"):
+    with pytest.raises(CheckpointError, match=r"are \w+, not names"):
         load(path, model, optimizer)
 
 
@@ -326,7 +326,7 @@ def test_only_the_files_that_are_needed_are_read(path: Path) -> None:
 def test_what_is_not_there_is_said_by_name(path: Path) -> None:
     opened = open_checkpoint(path)
     for ask in (opened.shape, opened.dtype, opened.read, opened.read_object):
-        with pytest.raises(UnknownNameError, match="nothing"):
+        with pytest.raises(UnknownNameError, match=r"no tensor of this name|no such entry"):
             ask("nothing")
     for where in (Box((0,), (1,)), Box((5, 0), (2, 4)), Box((-1, 0), (2, 4))):
         with pytest.raises(UnknownNameError, match="inside of"):
@@ -355,7 +355,11 @@ def test_what_torch_wrote_is_opened_and_verified(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    for name, words in [("file", "a file"), ("nowhere", "nothing"), ("empty", "no .metadata")]:
+    for name, words in [
+        ("file", "is a file"),
+        ("nowhere", "does not exist"),
+        ("empty", "no .metadata"),
+    ]:
         with pytest.raises(CheckpointError, match=words):
             open_checkpoint(tmp_path / name)
         assert verify(tmp_path / name) != []
@@ -457,7 +461,11 @@ def test_mistakes_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     gap = TensorSource.of_parts((4, 2), tensor.dtype, [LocalPart(Box((0, 0), (3, 2)), tensor[:3])])
     short = TensorSource((4, 2), tensor.dtype, lambda where: tensor[:1])
     half = TensorSource((4, 2), torch.float16, lambda where: tensor)
-    for wrong, words in [(gap, "cover shape"), (short, "a block of"), (half, "a block of")]:
+    for wrong, words in [
+        (gap, "do not cover its shape"),
+        (short, "a block is"),
+        (half, "a block is"),
+    ]:
         with pytest.raises(CheckpointError, match=words):
             write_checkpoint(tmp_path / "it", {"it": wrong})
     for num_files in (0, -1, True):
@@ -489,7 +497,7 @@ def test_an_index_that_names_a_call_is_refused_without_running_it(
     )
     arguments = (str(trace), "w") if call is open else (argument,)
     reindexed(path, lambda index: Call(call, *arguments))
-    with pytest.raises(CheckpointError, match="only the classes of the checkpoint format"):
+    with pytest.raises(CheckpointError, match="not a class of the checkpoint format"):
         open_checkpoint(path)
     assert subjects(verify(path)) == {".metadata"}
     assert not trace.exists()
@@ -573,7 +581,7 @@ def test_an_index_with_a_block_twice_in_place_of_another_does_not_tile(path: Pat
 def test_an_index_that_asks_for_more_than_it_is_is_refused(path: Path, content: bytes) -> None:
     believe_sizes(path)
     (path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match="an index of torch"):
+    with pytest.raises(CheckpointError, match="not an index of torch"):
         open_checkpoint(path)
 
 
@@ -618,7 +626,7 @@ def test_a_file_outside_is_not_opened(path: Path, name: Any) -> None:
 
     shutil.copy(path / "__0_0.distcp", path.parent / "outside")
     reindexed(path, elsewhere)
-    with pytest.raises(CheckpointError, match=r"expected|inside"):
+    with pytest.raises(CheckpointError, match=r"not a file name|inside|outside"):
         open_checkpoint(path)
     assert subjects(verify(path)) == {".metadata"}
     for other in ([], {}, torch.Size([1])):  # no index at all

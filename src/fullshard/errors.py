@@ -13,7 +13,7 @@
     └── CheckpointError (RuntimeError)      what is on disk is not what was asked for
         └── OtherRankError                  a step failed on another rank, which raises the cause
 
-Every message reads: subject, what was expected, what was found, what to do. Each class is also
+Every message says what is wrong with what, and what to do. Each class is also
 a subclass of what `torch.distributed.fsdp` raises in the same case, so that `except` clauses
 written for torch keep working.
 """

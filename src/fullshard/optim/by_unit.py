@@ -93,19 +93,19 @@ def by_unit(optimizer: O, *, elementwise: bool = False, enabled: bool = True) ->
     problem = None
     if isinstance(optimizer, _NOT_ELEMENTWISE):
         problem = (
-            "an optimizer that updates each element by itself is expected, found "
-            f"{cls.__name__}, which looks at whole tensors; use it without by_unit"
+            f"{cls.__name__} looks at whole tensors, so it cannot step units; use it without "
+            "by_unit"
         )
     elif not attributes or not (elementwise or cls in _ELEMENTWISE):
         known = ", ".join(each.__name__ for each in _ELEMENTWISE)
         problem = (
-            f"one of torch's elementwise optimizers ({known}) is expected, found {cls.__name__}; "
-            "pass elementwise=True if it is an optimizer that updates each element by itself"
+            f"{cls.__name__} is not one of torch's elementwise optimizers ({known}); pass "
+            "elementwise=True if it updates each element by itself"
         )
     elif any(each.get("differentiable") for each in (optimizer.defaults, *optimizer.param_groups)):
         problem = (
-            f"{cls.__name__} must not be differentiable, found differentiable=True; shards have no "
-            "graph to the full parameters: leave it out"
+            f"{cls.__name__} has differentiable=True, but shards have no graph to the full "
+            "parameters; leave it out"
         )
     if problem is not None:
         raise ConfigError(f"by_unit: {problem}.")
@@ -460,9 +460,8 @@ class _Run:
                 self._share_moment(name, value.contiguous())
             else:
                 raise ConfigError(
-                    f"by_unit: state of {optimizer} must have the shape of its parameter or no "
-                    f"dims, found {name!r} of shape {tuple(value.shape)} for a parameter of "
-                    f"{tuple(self.param.shape)}; an optimizer with such state is not elementwise: "
+                    f"by_unit: {optimizer} has a state {name!r} of shape {tuple(value.shape)} "
+                    f"for a parameter of {tuple(self.param.shape)}, so it is not elementwise; "
                     "use it without by_unit."
                 )
         for state in self.states:

@@ -54,8 +54,8 @@ class ShardedGradScaler(GradScaler):
         if isinstance(outputs, torch.Tensor):
             if outputs.is_meta:
                 raise UnsupportedError(
-                    "ShardedGradScaler.scale: outputs must have values, found a tensor on meta; "
-                    "compute the loss on a real device."
+                    "ShardedGradScaler.scale: a tensor on meta has no values to scale; compute "
+                    "the loss on a real device."
                 )
             # A loss without dims would be promoted to the float32 of the scale.
             return super().scale(outputs).to(outputs.dtype)
@@ -106,8 +106,8 @@ class ShardedGradScaler(GradScaler):
         """Let all ranks know of an inf on any. Every rank takes part, with gradients or without."""
         if dist.get_rank(self.process_group) < 0:
             raise TopologyError(
-                f"ShardedGradScaler: this rank ({dist.get_rank()}) must be part of process_group, "
-                "found a group without it; unscale and step only on the ranks of the group."
+                "ShardedGradScaler: process_group does not contain this rank "
+                f"({dist.get_rank()}); unscale and step only on the ranks of the group."
             )
         ranks = set(dist.get_process_group_ranks(self.process_group))
         if len(ranks) < dist.get_world_size():

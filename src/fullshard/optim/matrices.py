@@ -100,8 +100,8 @@ def held_tensors(param: torch.Tensor, name: str) -> list[HeldTensor]:
             return [_held(unit, sharded, param)]
     if isinstance(param, DTensor):
         raise UnsupportedError(
-            f"{name}: Muon needs to know how a parameter is sharded, found a DTensor placed "
-            f"{param.placements} that no fully_shard of fullshard made; shard the model with "
+            f"{name}: Muon does not know how this DTensor is sharded ({param.placements}), "
+            "because no fully_shard of fullshard made it; shard the model with "
             "fullshard.fully_shard, or train this parameter with AdamW."
         )
     return [HeldTensor(param, name, tuple(param.shape), param.device)]
@@ -111,8 +111,8 @@ def _held(unit: Unit, sharded: ShardedParam, param: torch.Tensor) -> HeldTensor:
     full = sharded.full_spec
     if full is not None and any(not each.is_replicate() for each in full.placements):
         raise UnsupportedError(
-            f"{sharded.name}: Muon needs whole matrices on the ranks of the data-parallel mesh, "
-            f"found one that tensor parallelism places {full.placements}; train it with AdamW."
+            f"{sharded.name}: tensor parallelism splits this matrix ({full.placements}), and "
+            "Muon needs it whole on the data-parallel mesh; train it with AdamW."
         )
     is_flat = isinstance(sharded, FlatSlice)
     return HeldTensor(

@@ -71,7 +71,7 @@ class Muon(Optimizer):
     ) -> None:
         if exchange not in ("all_to_all", "all_gather"):
             raise ConfigError(
-                f"Muon: exchange must be 'all_to_all' or 'all_gather', found {exchange!r}."
+                f"Muon: exchange must be 'all_to_all' or 'all_gather', not {exchange!r}."
             )
         self.exchange = exchange
         defaults: State = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
@@ -140,8 +140,8 @@ class Muon(Optimizer):
         ]
         if not groups:
             raise ConfigError(
-                f"{type(model).__name__}: Muon needs a parameter that takes a gradient, found "
-                "none; call requires_grad_() on some."
+                f"No parameter of {type(model).__name__} requires a gradient; call "
+                "requires_grad_() on those to train with Muon."
             )
         return cls(groups, lr, weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
 

@@ -24,18 +24,18 @@ def require_options(options: State) -> None:
     steps, adjust = options["ns_steps"], options["adjust_lr_fn"]
     problem = None
     if not isinstance(steps, int) or not 1 <= steps <= _MOST_STEPS:
-        problem = f"ns_steps must be from 1 to {_MOST_STEPS}, found {steps!r}"
+        problem = f"ns_steps must be from 1 to {_MOST_STEPS}, not {steps!r}"
     elif len(options["ns_coefficients"]) != 3:
-        problem = f"ns_coefficients must be three numbers, found {options['ns_coefficients']!r}"
+        problem = f"ns_coefficients must be three numbers, not {options['ns_coefficients']!r}"
     elif adjust not in (None, "original", "match_rms_adamw"):
-        problem = f"adjust_lr_fn must be 'original' or 'match_rms_adamw', found {adjust!r}"
+        problem = f"adjust_lr_fn must be 'original' or 'match_rms_adamw', not {adjust!r}"
     else:
         # A learning rate on the device is not read: a step may be captured.
         names = ("lr", "weight_decay", "momentum")
         known = {name: options[name] for name in names if not _is_on_device(options[name])}
         wrong = [name for name, value in known.items() if not float(value) >= 0]
         if wrong:
-            problem = f"{wrong[0]} must not be negative, found {options[wrong[0]]!r}"
+            problem = f"{wrong[0]} must not be negative, but is {options[wrong[0]]!r}"
     if problem is not None:
         raise ConfigError(f"Muon: {problem}.")
 

@@ -259,8 +259,8 @@ def _momentum(state: State, grad: torch.Tensor, name: str) -> torch.Tensor:
     if "momentum_buffer" not in state:
         if grad.is_sparse:
             raise ConfigError(
-                f"{name}: Muon trains dense gradients, found a sparse one; make it dense, or let "
-                "AdamW train it, in a group that has 'betas'."
+                f"{name}: Muon cannot train a parameter with sparse gradients; make them dense, "
+                "or let AdamW train it, in a group that has 'betas'."
             )
         state["momentum_buffer"] = torch.zeros_like(grad)
     found: torch.Tensor = state["momentum_buffer"]
@@ -363,9 +363,9 @@ class _MeshWork:
             rows = Agreement.exchanged([int.from_bytes(digest[:7], "big")], axis, self.device)
             if any(row != rows[0] for row in rows):
                 raise DisagreementError(
-                    "Muon: all ranks must train the same matrices, in the same order and with the "
-                    f"same options, found a difference among ranks {axis.global_ranks()}; build "
-                    "the same optimizer on every rank."
+                    f"Muon: ranks {axis.global_ranks()} do not train the same matrices, in the "
+                    "same order and with the same options; build the same optimizer on every "
+                    "rank."
                 )
 
     def _parts(self, number: int) -> list[tuple[_Part, Box]]:

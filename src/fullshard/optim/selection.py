@@ -56,9 +56,8 @@ def select(model: nn.Module, by_muon: Choice | None = None) -> Selection:
         other, was = found.setdefault(shard.tensor, (shard.name, kind))
         if was != kind and "matrices" in (was, kind):
             raise ConfigError(
-                f"{shard.name}: Muon must train all tensors of a flat parameter or none, found "
-                f"that it is one with {other}, which is another kind; wrap with "
-                "use_orig_params=True."
+                f"{shard.name}: this tensor and {other} are in one flat parameter, of which Muon "
+                "can train all or nothing; wrap with use_orig_params=True."
             )
     result = Selection()
     for tensor, (_, kind) in found.items():

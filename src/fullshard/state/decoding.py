@@ -57,4 +57,4 @@ def require(condition: object, what: str, expected: str, found: Any) -> None:
         # Lists from an untrusted source may nest deeper than repr can go.
         is_short = isinstance(found, str | int | float | None)
         shown = ascii(found)[:200] if is_short else type(found).__name__
-        raise ValueError(f"{what} must be {expected}, found {shown}")
+        raise ValueError(f"{what} must be {expected}, not {shown}")

@@ -20,16 +20,16 @@ def selection(
         name = getattr(only, "__name__", type(only).__name__)
         return lambda shard: bool(only(shard.name)), f"names that {name} accepts"
     raise ConfigError(
-        f"only: 'trainable' or a function of a name is expected, found {only!r}; leave it out to "
-        "save everything."
+        f"only: pass 'trainable' or a function of a name, not {only!r}; leave it out to save "
+        "everything."
     )
 
 
 def require_values(shard: TensorShard, purpose: str) -> None:
     if shard.tensor.is_meta:
         raise LifecycleError(
-            f"{shard.name}: parameters and buffers must have values to be {purpose}, found it on "
-            "meta; load or initialise the model first, or call model.to_empty(device=...)."
+            f"{shard.name} is on meta and has no values to be {purpose}; load or initialize the "
+            "model first, or call model.to_empty(device=...)."
         )
 
 
@@ -78,6 +78,6 @@ class NameMatch:
             problems.append(f"nothing in the {where} fits a parameter of the model")
         if problems:
             raise CheckpointError(
-                f"{subject}: the model and the {where} must have the same parameters; nothing was "
-                f"loaded: {'; '.join(problems)}. Pass strict=False to load what fits."
+                f"{subject}: the {where} and the model do not have the same parameters; nothing "
+                f"was loaded: {'; '.join(problems)}. Pass strict=False to load what fits."
             )

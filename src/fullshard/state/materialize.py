@@ -94,9 +94,9 @@ def recreate_buffers(
                     own[name] = found.to(device)
         if unknown:
             raise LifecycleError(
-                f"{', '.join(unknown)}: buffers that are not part of files must be computed again "
-                "if they were on meta, found nothing that does it; pass init_buffers, or give "
-                "their module a method reset_non_persistent_buffers()."
+                f"{', '.join(unknown)}: these buffers are on meta and not in the files, and "
+                "nothing computes them again; pass init_buffers, or give their module a method "
+                "reset_non_persistent_buffers()."
             )
     except BaseException:
         for path, buffers in lost.items():

@@ -120,7 +120,7 @@ def set_settings(
     state_dict_type = own_value(StateDictType, state_dict_type)
     if state_dict_type not in _CONFIGS:
         raise LifecycleError(
-            f"state_dict_type: one of {[str(each) for each in StateDictType]} is expected, found "
+            f"state_dict_type must be one of {[str(each) for each in StateDictType]}, not "
             f"{state_dict_type!r}; import StateDictType from fullshard."
         )
     before = settings_of(module)
@@ -165,7 +165,7 @@ def require_kind(wrapper: nn.Module, name: str) -> None:
     is_local = own_settings(wrapper).state_dict_type is StateDictType.LOCAL_STATE_DICT
     if is_local and wrapper.__dict__.get("_device_mesh") is not None:
         raise LifecycleError(
-            f"{name}: DeviceMesh is not compatible with LOCAL_STATE_DICT, found a wrapper with "
+            f"{name}: DeviceMesh is not compatible with LOCAL_STATE_DICT, and this wrapper has "
             "one; use SHARDED_STATE_DICT, which holds DTensors."
         )
 

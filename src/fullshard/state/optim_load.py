@@ -95,8 +95,8 @@ class Load:
         told = exchange([] if self.is_alone else compared, fingerprint, problem)
         if any(len(set(answers)) > 1 for answers in told):
             raise DisagreementError(
-                "optim_state_dict: all ranks must load state of the same parameters, in the same "
-                "shapes and dtypes, found differences; load the same checkpoint on every rank."
+                "optim_state_dict: ranks load state of different parameters, or in other shapes "
+                "or dtypes; load the same checkpoint on every rank."
             )
         # In the order of the model, the same on all ranks, including parameters not held here.
         own = {param: self._state_of(param) for param in self.params.params}
@@ -155,9 +155,9 @@ class Load:
             elif 2 * len(odd) <= len(entries) or (is_cut and not has_own_shape):
                 shard, shape = odd[0]
                 raise ConfigError(
-                    f"optim_state_dict: state {key!r} of {shard.name!r} must have the parameter's "
-                    f"shape {tuple(shard.shape)}, found {tuple(shape)}; pass the state of an "
-                    "optimizer of this model."
+                    f"optim_state_dict: state {key!r} of {shard.name!r} has shape "
+                    f"{tuple(shape)}, but the parameter has {tuple(shard.shape)}; pass the state "
+                    "of an optimizer of this model."
                 )
 
     def _param_groups(
@@ -184,9 +184,9 @@ class Load:
         missing = [param.names[0] for param in absent if param.lane is not None]
         if unknown or missing:
             raise UnknownNameError(
-                "optim_state_dict: its parameter groups must hold the parameters of the optimizer, "
-                f"found {sorted(unknown)} that it does not have and none with {missing}; pass the "
-                "state of an optimizer of this model over the same parameters."
+                "optim_state_dict: its parameter groups are not those of the optimizer: "
+                f"{sorted(unknown)} are not in the optimizer, and {missing} are in no group; "
+                "pass the state of an optimizer of this model over the same parameters."
             )
         if self.optim is None:
             numbers = [sorted({held[name] for name in its if name in held}) for its in names]
@@ -206,8 +206,8 @@ class Load:
         """What ranks must have in common to fetch a value."""
         if self.rank0_only and is_sharded(value):
             raise ConfigError(
-                "optim_state_dict: whole tensors expected where one rank has them all, found a "
-                f"{type(value).__name__}; load it without rank0_only."
+                "optim_state_dict: one rank has all of this state, but in a "
+                f"{type(value).__name__} instead of whole tensors; load it without rank0_only."
             )
         kind = "" if isinstance(value, torch.Tensor) and not is_sharded(value) else type(value)
         return f"{kind} {on_meta(value) if is_array(value) else ''}"
@@ -267,9 +267,8 @@ class Load:
         missing = {*param.names} - {shard.name for shard, _ in entries}
         if missing or not all(is_same(value, first) for value in others):
             raise ConfigError(
-                f"optim_state_dict: state {key!r} must be the same for all parameters of one flat "
-                f"parameter, found {[first, *others]} for {[shard.name for shard, _ in entries]} "
-                f"and none for {sorted(missing)}; wrap with use_orig_params=True to keep them "
-                "apart."
+                f"optim_state_dict: state {key!r} differs between the parameters of one flat "
+                f"parameter: {[first, *others]} for {[shard.name for shard, _ in entries]} and "
+                f"none for {sorted(missing)}; wrap with use_orig_params=True to keep them apart."
             )
         return first

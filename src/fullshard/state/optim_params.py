@@ -98,9 +98,9 @@ def saved_options(
         )
         if different:
             raise error(
-                f"optimizer: the parameters of group {index} must have been saved with the same "
-                f"options, found different {different} in the saved groups {sources}; build the "
-                "optimizer with the groups that were saved."
+                f"optimizer: the parameters of group {index} were saved with different "
+                f"{different}, in the groups {sources}; build the optimizer with the groups that "
+                "were saved."
             )
         result.append(copy.deepcopy(options[0]) if options else None)
     return result
@@ -133,9 +133,8 @@ class ModelParams:
         self.lanes = lanes_of(model, what="optim_state_dict")
         if not self.lanes:
             raise ConfigError(
-                f"{type(model).__name__}: a model with at least one FullyShardedDataParallel "
-                "module that has parameters expected, found none; use the state dict of the "
-                "optimizer as it is."
+                f"{type(model).__name__} has no FullyShardedDataParallel module with parameters; "
+                "use the state dict of the optimizer as it is."
             )
         shards = [shard for shard in all_shards(model, self.lanes) if not shard.is_buffer]
         (self.params,) = optim_params([dict.fromkeys(s.tensor for s in shards)], shards)
@@ -161,9 +160,9 @@ class ModelParams:
             for tensor in tensors:
                 if (param := self.by_tensor.get(tensor)) is None:
                     raise UnknownNameError(
-                        f"optimizer: parameter {number} must be one of the model's, found a "
-                        f"tensor of shape {tuple(tensor.shape)} that is none of them; pass the "
-                        "optimizer of this model, built from its parameters after it was wrapped."
+                        f"optimizer: parameter {number}, of shape {tuple(tensor.shape)}, is none "
+                        "of the model's; pass the optimizer of this model, built from its "
+                        "parameters after it was wrapped."
                     )
                 groups[-1][self._keys.get(tensor, param.names[0]) if by_name else number] = param
                 number += 1
@@ -188,6 +187,6 @@ def param_groups(
         given = [entry["params"] for entry in entries]
         return [[each] if isinstance(each, nn.Parameter) else list(each) for each in given]
     raise (TypeError if entries else ConfigError)(
-        "optim_input: tensors, or dicts that each have 'params', expected, found "
+        "optim_input must be tensors, or dicts that each have 'params', not "
         f"{sorted({type(entry).__name__ for entry in entries}) or 'nothing'}; leave it out."
     )

@@ -123,9 +123,8 @@ def _save(
             keys = [clean_name(key) if isinstance(key, str) else key for key in group["params"]]
             if unknown := [key for key in keys if key not in known]:
                 raise UnknownNameError(
-                    f"optim_state_dict: {unknown} in a parameter group must be parameters of the "
-                    "model and of the optimizer, found neither; pass the optimizer's own state "
-                    "dict."
+                    f"optim_state_dict: {unknown} in a parameter group are not parameters of the "
+                    "model and the optimizer; pass the optimizer's own state dict."
                 )
             names = [name for key in keys for name in known[key].names]
             groups.append(copy.deepcopy({**group, "params": names}))
@@ -185,9 +184,8 @@ def _agreed_states(
             is_free = lane.is_flat and not isinstance(found[0], _PerElement)
             if not is_free and not all(is_same(value, found[0]) for value in found):
                 raise DisagreementError(
-                    f"{name}: the optimizer state {key!r} must be the same on all ranks, found "
-                    f"{found} on those that have a part of the parameter; step the optimizer on "
-                    "all ranks alike."
+                    f"{name}: the optimizer state {key!r} differs between the ranks that have a "
+                    f"part of the parameter: {found}; step the optimizer on all ranks alike."
                 )
             agreed.setdefault(param, {})[key] = found[0]
     return agreed
@@ -305,8 +303,8 @@ def rekey_optim_state_dict(
     optim_state_key_type = own_value(OptimStateKeyType, optim_state_key_type)
     if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise ConfigError(
-            "optim_state_key_type: a value of OptimStateKeyType expected, found "
-            f"{optim_state_key_type!r}; pass PARAM_NAME or PARAM_ID."
+            "optim_state_key_type must be OptimStateKeyType.PARAM_NAME or PARAM_ID, not "
+            f"{optim_state_key_type!r}."
         )
     state, groups = optim_state_dict["state"], copy.deepcopy(optim_state_dict["param_groups"])
     keys = [*state, *(key for group in groups for key in group["params"])]
@@ -323,9 +321,9 @@ def rekey_optim_state_dict(
     unknown = [key for key in keys if key not in new_keys]
     if unknown:
         raise UnknownNameError(
-            f"optim_state_dict: each of {unknown} must be a parameter of the model and of its "
-            f"optimizer, found only {list(new_keys)}; pass an optimizer's state dict as it was "
-            "saved, the model that it belongs to, and its optimizer."
+            f"optim_state_dict: {unknown} are not parameters of the model and its optimizer, "
+            f"which have {list(new_keys)}; pass an optimizer's state dict as it was saved, the "
+            "model that it belongs to, and its optimizer."
         )
     for group in groups:
         group["params"] = sorted(new_keys[key] for key in group["params"])

@@ -44,8 +44,8 @@ def as_json(subject: str, value: Any) -> Any:
         inner = {key: as_json(f"{subject}.{key}", item) for key, item in value.items()}
         return {"kind": "dict", "value": inner}
     raise ConfigError(
-        f"optimizer: {subject} must be plain data (numbers, strings, lists, dicts) to be saved, "
-        f"found {type(value).__name__}; give the optimizer a plain value."
+        f"optimizer: {subject} is a {type(value).__name__}, but only plain data (numbers, "
+        "strings, lists, dicts) can be saved; give the optimizer a plain value."
     )
 
 
@@ -85,8 +85,8 @@ def packed(state: Mapping[str, Any]) -> bytes:
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
         raise ConfigError(
-            f"extra: {', '.join(map(repr, extra))} must be plain data (numbers, strings, tensors, "
-            f"lists, dicts) to be loaded without running code, found something else ({error}); "
+            f"extra: {', '.join(map(repr, extra))} must be plain data (numbers, strings, "
+            f"tensors, lists, dicts) to be loaded without running code, but is not ({error}); "
             "give it a state_dict method that returns plain data."
         ) from error
     return buffer.getvalue()

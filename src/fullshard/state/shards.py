@@ -117,9 +117,9 @@ class TensorShard:
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if tuple(local.shape) != box.sizes:
             raise CheckpointError(
-                f"{self.name}: its part on this rank must have the shape {box.sizes} that its "
-                f"placements {tensor.placements} say, found {tuple(local.shape)}; make the DTensor "
-                "with distribute_tensor."
+                f"{self.name}: its part on this rank has the shape {tuple(local.shape)}, but its "
+                f"placements {tensor.placements} say {box.sizes}; make the DTensor with "
+                "distribute_tensor."
             )
         return [LocalPart(box, local)] if local.numel() else []
 

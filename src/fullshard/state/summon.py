@@ -171,8 +171,8 @@ def _write_back(
 ) -> None:
     if value.shape != shard.shape:
         raise ConfigError(
-            f"{shard.name}: a summoned parameter must keep its shape {list(shard.shape)}, "
-            f"found {list(value.shape)}; what was written to it is not kept."
+            f"{shard.name}: a summoned parameter was given the shape {list(value.shape)} instead "
+            f"of {list(shard.shape)}; what was written to it is not kept."
         )
     shard.slice_of(shard.lane.shard_buffer()).copy_(shard.cut(value))
     param = shard.tensor

@@ -30,7 +30,7 @@ def reshard(path: Path, out: Path, num_files: int, *, tensors_only: bool, progre
     opened = open_checkpoint(path)
     if opened.object_keys and not tensors_only:
         raise UnsupportedError(
-            f"{path}: only tensors can be resharded, found other entries "
+            f"{path}: entries that are not tensors cannot be resharded "
             f"({listed(opened.object_keys)}); drop them with --tensors-only."
         )
     manifest = opened.manifest
@@ -53,10 +53,7 @@ def import_weights(
     """Import the weights of safetensors files, or of a state dict, as a checkpoint."""
     if path.is_dir() or path.name.endswith((".safetensors", INDEX_SUFFIX)):
         if key is not None:
-            raise ConfigError(
-                f"{path}: a file of torch.save is expected with --key, found safetensors; leave "
-                "out --key."
-            )
+            raise ConfigError(f"{path}: safetensors have no key to select; leave out --key.")
         tensors, aliases = _of_safetensors(path), dict[str, str]()
     else:
         tensors, aliases = _of_state_dict(path, key)
@@ -101,21 +98,18 @@ def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, TensorSource]
     if key is not None:
         if not isinstance(state, dict) or key not in state:
             keys = listed(map(str, state)) if isinstance(state, dict) else "none"
-            raise ConfigError(
-                f"{path}: one of its keys is expected with --key, found {key!r}; its keys are "
-                f"{keys}."
-            )
+            raise ConfigError(f"{path}: there is no key {key!r}; its keys are {keys}.")
         state = state[key]
     if not isinstance(state, dict) or not state:
         raise CheckpointError(
-            f"{path}: a state dict is expected, found {type(state).__name__}; save "
+            f"{path} contains a {type(state).__name__}, not a state dict; save "
             "model.state_dict() with torch.save."
         )
     wrong = [f"{name} ({type(value).__name__})" for name, value in state.items()
              if not _is_dense(name, value)]  # fmt: skip
     if wrong:
         raise CheckpointError(
-            f"{path}: dense tensors by name are expected, found {listed(wrong)}; select the "
+            f"{path}: not all of it are dense tensors by name ({listed(wrong)}); select the "
             "model's key with --key, or save only its state dict."
         )
     _require_distinct(path, list(state))
@@ -135,9 +129,7 @@ def _of_state_dict(path: Path, key: str | None) -> tuple[dict[str, TensorSource]
 def _loaded(path: Path) -> Any:
     """Load a file of torch.save, memory-mapped, so that unused tensors are not read."""
     if not path.is_file():
-        raise CheckpointError(
-            f"{path}: safetensors or a file of torch.save is expected, found nothing."
-        )
+        raise CheckpointError(f"{path} does not exist; pass safetensors or a file of torch.save.")
     try:
         return torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
@@ -145,8 +137,8 @@ def _loaded(path: Path) -> Any:
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{path}: tensors that torch.save wrote are expected, found a file that cannot be read "
-            f"without running code in it ({reason}); it is damaged, or contains more than tensors."
+            f"{path} cannot be read without running code in it ({reason}); it is damaged, or "
+            "contains more than tensors."
         ) from error
 
 
@@ -183,6 +175,6 @@ def _require_distinct(path: Path, names: list[str]) -> None:
         other = cleaned.setdefault(clean_name(name), name)
         if other != name:
             raise CheckpointError(
-                f"{path}: names must differ without the prefixes of wrappers, found {other} and "
-                f"{name}; rename one."
+                f"{path}: {other} and {name} are the same name without the prefixes of wrappers; "
+                "rename one."
             )

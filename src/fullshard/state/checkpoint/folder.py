@@ -65,7 +65,7 @@ def require_room(path: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise CheckpointError(
-            f"{path}: a disk with {num_bytes:,} free bytes is expected, found {free:,} free, "
+            f"{path}: the disk is too full for {num_bytes:,} bytes: {free:,} are free, "
             f"{num_bytes - free:,} bytes are missing; make room, or choose another folder."
         )
 
@@ -136,9 +136,8 @@ def require_replaceable(path: Path) -> None:
     foreign = [name for name in files if _OWN_FILES.fullmatch(name) is None]
     if foreign:
         raise CheckpointError(
-            f"{path}: a checkpoint, or nothing, is expected where one is saved, found other files "
-            f"({', '.join(foreign[:5])}), which would be lost; choose a name inside, such as "
-            f"{path / 'step_0'}, or another."
+            f"{path} contains other files ({', '.join(foreign[:5])}), which a checkpoint of this "
+            f"name would replace; choose a name inside, such as {path / 'step_0'}, or another."
         )
 
 
@@ -196,7 +195,7 @@ def prune(folder: str | Path, keep: int, pinned: str | None = None) -> list[Path
     stays. Returns what was removed.
     """
     if type(keep) is not int or keep < 1:
-        text = f"prune: keep must be at least 1, found {keep!r}; the last whole one stays."
+        text = f"prune: keep must be at least 1, not {keep!r}; the last whole one stays."
         raise ConfigError(text)
     whole = checkpoints(folder)
     left = [path for path in _folders(Path(folder)) if path not in whole and _is_abandoned(path)]
@@ -223,7 +222,7 @@ def _absolute(path: Path) -> Path:
     """The absolute path, which has a name even for "." and "..". A link stays a link."""
     found = Path(os.path.abspath(path))
     if not found.name:
-        raise ConfigError(f"{path}: a folder with a name is expected, found {found}; choose one.")
+        raise ConfigError(f"{path} has no name; choose another folder.")
     return found
 
 

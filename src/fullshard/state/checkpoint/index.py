@@ -114,14 +114,14 @@ class IndexReader:
         try:
             self._decode(_IndexUnpickler(io.BytesIO((path / INDEX).read_bytes())).load())
         except FileNotFoundError:
-            text = f"{path}: a checkpoint has an index, found no {INDEX} in it; `latest` finds one."
+            text = f"{path} is not a checkpoint: it has no {INDEX}; `latest` finds one."
             raise CheckpointError(text) from None
         except CheckpointError:
             raise
         except Exception as error:  # a damaged pickle can leave out any attribute
             raise CheckpointError(
-                f"{path / INDEX}: an index of torch.distributed.checkpoint is expected, found one "
-                f"that cannot be read ({error}); the file is damaged, or something else."
+                f"{path / INDEX} cannot be read ({error}); it is damaged, or not an index of "
+                "torch.distributed.checkpoint."
             ) from error
         self.keys = list(self._tensors)
 
@@ -154,7 +154,7 @@ class IndexReader:
 
     def info(self, key: str) -> TensorInfo:
         if key not in self._tensors:
-            raise UnknownNameError(f"{key}: a tensor of {self.path} is expected, found none.")
+            raise UnknownNameError(f"{key}: {self.path} has no tensor of this name.")
         return self._tensors[key]
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -211,9 +211,7 @@ class IndexReader:
         info = self.info(key)
         box = Box.whole(info.shape) if box is None else box
         if not box.is_within(info.shape):
-            raise UnknownNameError(
-                f"{key}: a block inside of {info.shape} is expected, found {box}."
-            )
+            raise UnknownNameError(f"{key}: {box} is not inside of {info.shape}.")
         self.require_tiled(key)
         for stored in info.boxes:
             if intersection(stored, box) is not None:
@@ -240,13 +238,13 @@ class IndexReader:
     def read_object(self, key: str) -> Any:
         """An entry that is not a tensor, as plain data."""
         if key not in self.object_keys:
-            raise UnknownNameError(f"{key}: one of {self.object_keys} is expected.")
+            raise UnknownNameError(f"{key}: there is no such entry; there are {self.object_keys}.")
         return load_entry(key, self._entry(key, None, 0))
 
 
 def _damaged(subject: str, expected: str, found: str) -> NoReturn:
     raise CheckpointError(
-        f"{subject}: {expected} must be in the checkpoint, found {found}; it is damaged, or "
+        f"{subject}: the checkpoint should have {expected}, but has {found}; it is damaged, or "
         "something else. `latest` finds whole ones."
     )
 
@@ -272,11 +270,11 @@ def _require_sizes(*numbers: Any) -> None:
 def require_inside(folder: Path, relative: Any) -> Path:
     """The path of a file of a checkpoint, which must not lead out of its folder."""
     if not isinstance(relative, str) or not relative:
-        raise CheckpointError(f"{folder}: file names are expected, found {relative!r}.")
+        raise CheckpointError(f"{folder}: {relative!r} is not a file name.")
     path = PurePath(relative)
     if path.is_absolute() or ".." in path.parts:
         raise CheckpointError(
-            f"{folder}: its files must be inside of it, found {relative!r}; do not trust it."
+            f"{folder}: {relative!r} is outside of the checkpoint; do not trust it."
         )
     return folder / path
 
@@ -318,8 +316,8 @@ class _IndexUnpickler(pickle._Unpickler):
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise CheckpointError(
-            f"index: only the classes of the checkpoint format are expected, found "
-            f"{module}.{name}; do not open this file with anything that runs what it holds."
+            f"index: it contains {module}.{name}, which is not a class of the checkpoint format; "
+            "do not open this file with anything that runs what it holds."
         )
 
 

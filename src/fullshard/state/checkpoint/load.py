@@ -89,8 +89,8 @@ def load(
         if problems:
             ranks.run_first(subject, stored.require_unchanged)
             raise CheckpointError(
-                f"{subject}: its content must be what was saved, found otherwise; nothing was "
-                f"loaded: {'; '.join(problems)}. Load an older checkpoint."
+                f"{subject}: its content is not what was saved; nothing was loaded: "
+                f"{'; '.join(problems)}. Load an older checkpoint."
             )
     consequence = "the model may hold some of it: load again, or another checkpoint."
 
@@ -121,14 +121,14 @@ def _restorable_state(
     missing = sorted(set(objects) - set(saved))
     if missing:
         raise CheckpointError(
-            f"extra: {missing} must be in the checkpoint to be restored, found {sorted(saved)}; "
-            "leave out what was not saved."
+            f"extra: the checkpoint has no {missing}, only {sorted(saved)}; leave out what was "
+            "not saved."
         )
     for name, value in objects.items():
         if not callable(getattr(value, "load_state_dict", None)):
             raise ConfigError(
-                f"extra: {name!r} must have a load_state_dict method to be restored, found a "
-                f"{type(value).__name__}; read it from what load returns."
+                f"extra: {name!r} is a {type(value).__name__}, which has no load_state_dict "
+                "method; read it from what load returns."
             )
     return own
 
@@ -139,11 +139,11 @@ def _match_model(
     def misfit(key: str, shard: TensorShard) -> str:
         if shard.tensor.is_meta:
             raise CheckpointError(
-                f"{shard.name}: parameters must have memory to be loaded into, found it on meta; "
-                "call model.to_empty(device=...) first."
+                f"{shard.name} is on meta and has no memory to be loaded into; call "
+                "model.to_empty(device=...) first."
             )
         found, expected = list(stored.shape(key)), list(shard.shape)
-        return "" if found == expected else f"{expected} is expected, found {found}"
+        return "" if found == expected else f"its shape is {expected}, but {found} in the file"
 
     # Other programs nest their state dicts in various ways.
     names = [name for shard in shards for name in shard.names]

@@ -40,8 +40,8 @@ def plan_optimizer(
             by_name.setdefault(name, {})[state] = key
     if not by_name if manifest is None else manifest.optimizer is None:
         raise CheckpointError(
-            "optimizer: the checkpoint must hold optimizer state to load it, found a model only; "
-            "leave the optimizer out."
+            "optimizer: the checkpoint has no optimizer state, only a model; leave the "
+            "optimizer out."
         )
     groups = optim_params([group["params"] for group in optimizer.param_groups], shards)
     saved = _saved_groups(stored)
@@ -108,8 +108,8 @@ def _wanted_states(
             continue
         if shape != tuple(shard.shape):
             raise CheckpointError(
-                f"{key}: {list(shard.shape)} is expected, found {list(shape)}; the optimizer state "
-                "is of another model."
+                f"{key}: its shape is {list(shard.shape)}, but {list(shape)} in the checkpoint; "
+                "the optimizer state is of another model."
             )
         if state not in own:  # stays zero where a shard of a flat parameter has no such state
             source = match.sources.get(shard.name)
@@ -128,8 +128,8 @@ def _require_same_params(
     added = sorted(shard.name for shard in shards if are_all and not trained & set(shard.names))
     if added or removed:
         raise CheckpointError(
-            f"optimizer: it must train the parameters that were saved, found {added} added and "
-            f"{removed} removed; nothing was loaded. Pass strict=False to load the others."
+            f"optimizer: it trains other parameters than the one that was saved: {added} added "
+            f"and {removed} removed; nothing was loaded. Pass strict=False to load the others."
         )
 
 
@@ -158,7 +158,8 @@ def _saved_groups(stored: StoredCheckpoint) -> list[dict[str, Any]] | None:
     for names in (group["params"] for group in listed):
         if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
             raise CheckpointError(
-                f"{stored.path}: the parameters of an optimizer's group must be names, found "
-                f"{type(names).__name__}; the checkpoint is damaged. `latest` finds whole ones."
+                f"{stored.path}: the parameters of an optimizer's group are "
+                f"{type(names).__name__}, not names; the checkpoint is damaged. `latest` finds "
+                "whole ones."
             )
     return listed

@@ -114,7 +114,7 @@ class Manifest:
             require(found.format_version == version, "format_version", str(version), version)
             found._require_possible()
         except (ValueError, RecursionError) as error:
-            text = f"{subject}: a manifest of fullshard is expected, found a damaged one ({error})."
+            text = f"{subject}: the manifest is damaged ({error})."
             raise CheckpointError(f"{text} `latest` finds whole checkpoints.") from None
         return found
 
@@ -142,8 +142,8 @@ def read_manifest(folder: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{folder}: a checkpoint with its manifest is expected, found no {MANIFEST} that can "
-            f"be read ({error}); it was not written to its end, or another program wrote it."
+            f"{folder}: there is no {MANIFEST} that can be read ({error}); the checkpoint was "
+            "not written to its end, or by another program."
         ) from error
     return Manifest.from_json(text, str(path))
 

@@ -96,10 +96,10 @@ def open_checkpoint(path: str | Path, *, check_files: bool = True) -> StoredChec
     """Open a checkpoint that fullshard or torch wrote, which must have all its files."""
     found = located(Path(path))
     if not found.is_dir() or is_unfinished(found):
-        what = "one that was not written to its end" if found.is_dir() else "a file"
+        what = "was not written to its end" if found.is_dir() else "is a file"
         raise CheckpointError(
-            f"{path}: the folder of a checkpoint is expected, found "
-            f"{what if found.exists() else 'nothing'}; `latest` finds the newest one."
+            f"{path} {what if found.exists() else 'does not exist'}; pass the folder of a "
+            "checkpoint. `latest` finds the newest one."
         )
     manifest = read_manifest(found) if is_ours(found) else None
     for name, num_bytes in (manifest.files if manifest and check_files else {}).items():
@@ -119,8 +119,7 @@ def _read_rank_file(path: Path, manifest: Manifest) -> dict[str, Any]:
             raise ValueError(f"other bytes than were written in {changed}")
     except Exception as error:  # zipfile raises many kinds for a damaged archive
         raise CheckpointError(
-            f"{path}: a rank's file is expected, found one that cannot be read ({error}); the "
-            "checkpoint is damaged."
+            f"{path}: this rank's file cannot be read ({error}); the checkpoint is damaged."
         ) from error
     _require_own(path, (manifest.id, path.name), (its_id, its_name))
     return found
@@ -130,8 +129,9 @@ def _require_size(path: Path, num_bytes: int) -> None:
     size = path.stat().st_size if path.exists() else None
     if size != num_bytes:
         raise CheckpointError(
-            f"{path}: a file of {num_bytes} bytes is expected, found "
-            f"{'none' if size is None else size}; it is damaged. `latest` finds whole checkpoints."
+            f"{path} "
+            f"{'is missing' if size is None else f'has {size} bytes instead of {num_bytes}'}; "
+            "the checkpoint is damaged. `latest` finds whole ones."
         )
 
 
@@ -152,9 +152,9 @@ def _require_own(path: Path, expected: tuple[str, str], found: tuple[str, str]) 
     if found != expected:
         other = "" if found[0] == expected[0] else f" of the checkpoint {found[0]}"
         raise CheckpointError(
-            f"{path}: {expected[1]} of the checkpoint {expected[0]} is expected, found "
-            f"{found[1]}{other}; files were exchanged, copied or damaged. Load another checkpoint, "
-            "which `latest(..., verify=True)` finds."
+            f"{path} is {found[1]}{other}, not {expected[1]} of the checkpoint {expected[0]}; "
+            "files were exchanged, copied or damaged. Load another checkpoint, which "
+            "`latest(..., verify=True)` finds."
         )
 
 
@@ -228,25 +228,29 @@ def _tensor_problems(stored: StoredCheckpoint, key: str) -> Iterator[str]:
     expected = None if stored.manifest is None else stored.manifest.tensors.get(key)
     if key not in stored or (stored.manifest is not None and expected is None):
         where = INDEX if key in stored else MANIFEST
-        yield f"the index and the manifest must both have it, found it in {where} only"
+        yield f"only {where} has it, not both the index and the manifest"
         return
     info, sums = stored.info(key), dict[Box, str]()
     if expected is not None:
         sums = {Box(block.offsets, block.sizes): block.checksum for block in expected.blocks}
         dtype = str(info.dtype).removeprefix("torch.")
         if (info.shape, dtype) != (expected.shape, expected.dtype):
-            yield f"{expected.shape} in {expected.dtype} is expected, found {info.shape} in {dtype}"
+            yield (
+                f"it is {info.shape} in {dtype}, but {expected.shape} in {expected.dtype} in the "
+                "manifest"
+            )
             return
         if set(info.boxes) != set(sums):
-            yield f"the blocks {list(sums)} are expected, found {list(info.boxes)}"
+            yield f"its blocks are {list(info.boxes)}, but {list(sums)} in the manifest"
             return
     stored.require_tiled(key)
     for box, values in stored.load_all(key):
         found = as_text(checksum(info.shape, box, values))
         if expected is not None and found != sums[box]:
             yield (
-                f"the block of {box.sizes} at {box.offsets} in {stored.entry(key, box).path.name} "
-                f"must have the checksum {sums[box]}, found {found}: its content changed"
+                f"the content of the block of {box.sizes} at {box.offsets} in "
+                f"{stored.entry(key, box).path.name} has changed: its checksum is {found}, not "
+                f"{sums[box]}"
             )
 
 

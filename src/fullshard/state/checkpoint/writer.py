@@ -72,7 +72,7 @@ def write_checkpoint(
     name if the checksum of a tensor differs.
     """
     if type(num_files) is not int or num_files < 1:
-        raise ConfigError(f"num_files: a number of at least 1 is expected, found {num_files!r}.")
+        raise ConfigError(f"num_files must be at least 1, not {num_files!r}.")
     states = [{"extra": {}, **state} for state in rank_states] or [{"extra": {}}]
     fresh = Manifest()
     draft = replace(
@@ -127,7 +127,7 @@ class Writer:
         """Add what this rank writes of a model and its optimizer; all ranks call it."""
         for name, number in (("shards", self.num_threads), ("keep", self.keep)):
             if number is not None and (type(number) is not int or number < 1):
-                raise ConfigError(f"save: {name} must be a number of at least 1, found {number!r}.")
+                raise ConfigError(f"save: {name} must be a number of at least 1, not {number!r}.")
         choose, words = selection(only)
 
         def added() -> tuple[dict[str, str], list[Any] | None, _Values]:
@@ -198,8 +198,8 @@ class Writer:
             for each in its_params:
                 if not each.shards:
                     raise ConfigError(
-                        f"optimizer: its parameters must be the model's, found one of shape "
-                        f"{tuple(each.param.shape)} that is not; pass the optimizer of this model."
+                        f"optimizer: it has a parameter of shape {tuple(each.param.shape)} that "
+                        "is not the model's; pass the optimizer of this model."
                     )
                 for shard in filter(choose, each.shards):
                     names.append(shard.name)
@@ -302,16 +302,16 @@ class Writer:
                 known = written.setdefault(key, _Written(each.shape, each.dtype))
                 if (known.shape, known.dtype) != (each.shape, each.dtype):
                     raise CheckpointError(
-                        f"{key}: all ranks must have the same tensor, found {each.shape} in "
-                        f"{each.dtype} and {known.shape} in {known.dtype}; build the same model."
+                        f"{key} is {each.shape} in {each.dtype} on one rank and {known.shape} in "
+                        f"{known.dtype} on another; build the same model on all ranks."
                     )
                 known.boxes.extend(each.boxes)
         tensors = {key: each.stored(key) for key, each in written.items()}
         wrong = [key for key, value in self.checksums.items() if tensors[key].checksum != value]
         if wrong:
             raise CheckpointError(
-                f"{', '.join(wrong[:5])}: the content that the manifest describes is expected, "
-                "found other content; nothing was written. The checkpoint it came from is damaged."
+                f"{', '.join(wrong[:5])}: the content is not what the manifest describes; "
+                "nothing was written. The checkpoint it came from is damaged."
             )
         about = {
             key: (each.shape, each.dtype, [(box, entry) for box, _, entry in each.boxes])
@@ -341,8 +341,8 @@ class _Written:
     def add(self, box: Box, values: torch.Tensor, file: BinaryIO, path: Path) -> None:
         if tuple(values.shape) != box.sizes or values.dtype != self.dtype:
             raise CheckpointError(
-                f"{path.name}: a block of {box.sizes} in {self.dtype} is expected, found "
-                f"{tuple(values.shape)} in {values.dtype}; nothing appears under the name."
+                f"{path.name}: a block is {tuple(values.shape)} in {values.dtype}, not "
+                f"{box.sizes} in {self.dtype}; nothing appears under the name."
             )
         total = checksum(self.shape, box, values)
         self.boxes.append((box, total, append_entry(file, path, values)))
@@ -354,9 +354,9 @@ class _Written:
         if not tiles(self.shape, boxes):
             is_alive = dist.is_initialized()
             raise CheckpointError(
-                f"{key}: the parts of all ranks must cover shape {self.shape} once, found {boxes}; "
-                "nothing was written. Save on all ranks of the model's mesh"
-                f"{'' if is_alive else '; found no process group: save before it is destroyed'}."
+                f"{key}: the parts of all ranks do not cover its shape {self.shape} once: "
+                f"{boxes}; nothing was written. Save on all ranks of the model's "
+                f"mesh{'' if is_alive else ', and before the process group is destroyed'}."
             )
         blocks = tuple(
             StoredBlock(b.offsets, b.sizes, as_text(total)) for b, total, _ in self.boxes

@@ -61,8 +61,8 @@ def install(staging: Path, folder: Path, plans: Sequence[FilePlan]) -> None:
         found = path.stat().st_size if path.is_file() else None
         if found != plan.nbytes:
             raise CheckpointError(
-                f"{plan.name}: {plan.nbytes} bytes are expected, found {found or 'no file'}; the "
-                "folder must be on a file system that all ranks share."
+                f"{plan.name}: the first rank sees {found or 'no file'} instead of {plan.nbytes} "
+                "bytes; the folder must be on a file system that all ranks share."
             )
     if len(plans) > 1:
         total = sum(plan.num_data_bytes for plan in plans)
@@ -133,8 +133,8 @@ def export_safetensors(
             own[shard.name] = shard.local_parts(shard.tensor) if shard.is_writer else []
         if not own:
             raise ConfigError(
-                f"{subject}: something to write is expected, found none of the model's parameters "
-                f"and buffers chosen ({words})."
+                f"{subject}: there is nothing to write: none of the model's parameters and "
+                f"buffers was chosen ({words})."
             )
         return specs, own, plan_files(specs, max_shard_bytes)
 
@@ -158,13 +158,11 @@ def export_safetensors(
 def require_export(path: Path, dtype: torch.dtype | None, max_bytes: int) -> None:
     """Raise if the arguments of an export are invalid."""
     if path.suffix == ".safetensors" or path.is_file():
-        raise ConfigError(f"export {path}: a folder is expected, found the name of a file.")
+        raise ConfigError(f"export {path}: this is the name of a file; pass a folder.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"export {path}: dtype must be one of real numbers, found {dtype!r}.")
+        raise ConfigError(f"export {path}: dtype must be one of real numbers, not {dtype!r}.")
     if type(max_bytes) is not int or max_bytes < 1:
-        raise ConfigError(
-            f"export {path}: max_shard_bytes must be at least 1, found {max_bytes!r}."
-        )
+        raise ConfigError(f"export {path}: max_shard_bytes must be at least 1, not {max_bytes!r}.")
 
 
 def exported_dtype(kept: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
@@ -180,15 +178,15 @@ def _require_same(
         for one, other in zip_longest(asked[0], others):
             if one != other:
                 raise DisagreementError(
-                    f"{subject}: all ranks must export the same tensors, found {one} on rank 0 and "
-                    f"{other} on rank {rank}; call it with the same model and arguments."
+                    f"{subject}: ranks export different tensors: {one} on rank 0 and {other} on "
+                    f"rank {rank}; call it with the same model and arguments."
                 )
     for name, (_, shape) in everyone[0][1].items():
         boxes = [box for *_, found in everyone for box in found[name]]
         if not tiles(shape, boxes):
             raise CheckpointError(
-                f"{subject}: the parts of all ranks must cover shape {shape} of {name!r} once, "
-                f"found {boxes}; nothing was written. Export on all ranks of the model's mesh."
+                f"{subject}: the parts of all ranks do not cover the shape {shape} of {name!r} "
+                f"once: {boxes}; nothing was written. Export on all ranks of the model's mesh."
             )
 
 

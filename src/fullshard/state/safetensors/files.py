@@ -145,8 +145,8 @@ class TensorFile:
 
 def _damaged(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: a safetensors file, or an index of some, is expected, found {found}; it is "
-        "damaged, or something else."
+        f"{path} is not a safetensors file or an index of some ({found}); it is damaged, or "
+        "something else."
     )
 
 
@@ -154,7 +154,7 @@ def open_tensors(path: Path) -> dict[str, TensorFile]:
     """The file of each tensor of `path`: a file, a folder with one, or a folder with an index."""
     if not path.exists():
         raise CheckpointError(
-            f"{path}: a safetensors file, or a folder with one, is expected, found nothing."
+            f"{path} does not exist; pass a safetensors file, or a folder with one."
         )
     if path.is_dir():
         indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
@@ -166,8 +166,8 @@ def open_tensors(path: Path) -> dict[str, TensorFile]:
         else:
             found = [each.name for each in indexes or files][:8]
             raise CheckpointError(
-                f"{path}: one safetensors file, or the index of several, is expected, found "
-                f"{found or 'none'}; give the path of the file that is meant."
+                f"{path} has {found or 'no safetensors files'}, and no index of several; give "
+                "the path of the file that is meant."
             )
     if path.name.endswith(INDEX_SUFFIX):
         return _open_index(path)
@@ -186,8 +186,7 @@ def _open_index(path: Path) -> dict[str, TensorFile]:
         inside = require_inside(path.parent, name)
         if not inside.is_file():
             raise CheckpointError(
-                f"{path}: its files are expected beside it, found no {name!r}; the folder was not "
-                "copied to its end."
+                f"{path}: there is no {name!r} beside it; the folder was not copied to its end."
             )
         files[name] = TensorFile(inside)
     for name, file_name in weight_map.items():
@@ -211,7 +210,7 @@ class SafetensorsReader:
         entry, dtype = file.entries[key], file.dtype(key)
         if dtype is None:
             raise UnsupportedError(
-                f"{self.path}: {key} must have a dtype that torch has, found {entry.dtype}; "
+                f"{self.path}: {key} has the dtype {entry.dtype}, which torch does not have; "
                 "convert it with the program that wrote it."
             )
         return TensorInfo(entry.shape, dtype, (Box.whole(entry.shape),))
@@ -246,8 +245,8 @@ class FilePlan:
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda each: -each[1][0].itemsize):
             if dtype not in _DTYPE_NAMES:
                 raise UnsupportedError(
-                    f"{name}: safetensors has the dtypes {', '.join(DTYPES)}, found {dtype}; "
-                    "convert it, or leave it out."
+                    f"{name}: safetensors has no {dtype}, only {', '.join(DTYPES)}; convert it, "
+                    "or leave it out."
                 )
             begin, end = end, end + _num_bytes((dtype, shape))
             entries[name] = FileEntry(_DTYPE_NAMES[dtype], shape, (begin, end))

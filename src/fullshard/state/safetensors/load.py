@@ -76,9 +76,9 @@ def load_safetensors(
         without = [name for name in on_meta if name not in found.sources]
         if without:
             raise CheckpointError(
-                f"{subject}: parameters on meta must be in the files, in a form that fits, found "
-                f"on meta without values: {without}; nothing was loaded. Call "
-                "model.to_empty(device=...) and initialise the model before it is loaded."
+                f"{subject}: some parameters on meta are not in the files in a form that fits: "
+                f"{without}; nothing was loaded. Call model.to_empty(device=...) and initialize "
+                "the model before it is loaded."
             )
         return recreate_buffers(model, init_buffers)
 
@@ -114,8 +114,7 @@ def _differing_ties(
         )
 
     return {
-        name: f"the values of {source!r} are expected, to which it is tied in the model, found "
-        "others"
+        name: f"its values are not those of {source!r}, to which it is tied in the model"
         for shard in shards
         if (source := found.sources.get(shard.name)) is not None
         for name in map(rename, shard.names)
@@ -126,11 +125,11 @@ def _differing_ties(
 def _misfit(file: TensorFile, name: str, shard: TensorShard) -> str:
     entry, dtype = file.entries[name], file.dtype(name)
     if entry.shape != tuple(shard.shape):
-        return f"shape {list(shard.shape)} is expected, found {list(entry.shape)}"
+        return f"its shape is {list(shard.shape)}, but {list(entry.shape)} in the files"
     if dtype is None:
-        return f"a dtype that torch has is expected, found {entry.dtype}"
+        return f"its dtype {entry.dtype} is none of torch's"
     if _kind(dtype) != _kind(shard.dtype):
-        return f"{shard.dtype} is expected, found {dtype}"
+        return f"its dtype is {shard.dtype}, but {dtype} in the files"
     return ""
 
 
