@@ -25,10 +25,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fullshard.comm.guard import Place
+from fullshard.resilience.places import LEFT
 
 # A kernel probes a silent connection every second, and gives it up after this time.
 _SILENT_S = 4.0
@@ -57,8 +58,8 @@ class Peer:
 class Listener(Protocol):
     """Whom the links tell, from their thread."""
 
-    def on_gone(self, rank: int, place: Place | None) -> None:
-        """The process of a rank is gone; the place is the last one that it sent, if any."""
+    def on_gone(self, rank: int) -> None:
+        """The process of a rank is gone."""
 
     def on_silent(self, rank: int, since: float) -> None:
         """The host of a rank has not answered since; called with each attempt."""
@@ -157,6 +158,7 @@ class _Link:
             self._outgoing += self._links.all_news()
         elif line == _GOODBYE:
             self.is_over = True
+            self.place = replace(self.place or Place(), ended=LEFT)
             self.close()
         elif self.was_up:
             self._gone()  # another process has its port
@@ -197,7 +199,7 @@ class _Link:
     def _gone(self) -> None:
         self.is_over = True
         self.close()
-        self._links.listener.on_gone(self.peer.rank, self.place)
+        self._links.listener.on_gone(self.peer.rank)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -255,6 +257,14 @@ class Links:
         """Tell both neighbours where this rank is."""
         message = _line({"place": place, "rank": self.rank})
         self._do(lambda: self._say(message))
+
+    def has(self, rank: int) -> bool:
+        """Whether there is a link to a rank."""
+        return rank in self._links
+
+    def place_of(self, rank: int) -> Place | None:
+        """The last place that a rank has sent, if it has."""
+        return self._links[rank].place if rank in self._links else None
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Say goodbye; without it, others take the end of this process for a failure."""
