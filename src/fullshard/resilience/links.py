@@ -181,9 +181,8 @@ class _Link:
         """This attempt, or this connection, has ended."""
         is_attempt, now = not self._is_connected, time.monotonic()
         is_late = is_attempt and now - self._began > _LATE_S
-        self.close()
         self._next = now + (_PERIOD_S if is_attempt else 0 if self.is_up else _PAUSE_S)
-        self.is_up = False
+        self.close()
         if is_late or not self.was_up:
             return
         if error in _UNANSWERED:
@@ -206,7 +205,7 @@ class _Link:
             with suppress(KeyError):
                 self._links.selector.unregister(self._reader.sock)
             self._reader.sock.close()
-            self._reader, self._outgoing = None, b""
+            self._reader, self._outgoing, self.is_up = None, b"", False
 
 
 class Links:
@@ -269,7 +268,8 @@ class Links:
     def close(self, timeout_s: float = 1.0) -> None:
         """Say goodbye; without it, others take the end of this process for a failure."""
         if self._thread is None:
-            self._listening.close()
+            for each in (self._listening, self._woken, self._waking, self.selector):
+                each.close()
             return
         self._do(self._leave)
         self._thread.join(timeout_s)
@@ -294,6 +294,7 @@ class Links:
                     key.data(events)
         for key in list(self.selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
+        self._waking.close()
         self.selector.close()
 
     def is_silent(self, link: _Link) -> None:
