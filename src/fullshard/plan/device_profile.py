@@ -161,4 +161,5 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def write_profile(profile: DeviceProfile, path: Path) -> None:
+    """Write a profile as JSON, for `read_profile`."""
     path.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf-8")
