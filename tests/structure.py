@@ -75,7 +75,7 @@ NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
 # are lowered with every cut; the aim is 17,500, and 19,500 with what is new. A room may be a little
 # above its limit, so that not every change has to raise it.
-MAX_CORE_LINES = 27_340
+MAX_CORE_LINES = 27360
 MAX_LINES = {
     "fullshard": 4_650,
     "fullshard.cli": 950,

@@ -1,10 +1,13 @@
 """What `fullshard` measures between hosts, and what it concludes for a run on them."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from fullshard.cli.commands import fullshard
 from fullshard.plan import read_profile
 from fullshard_train.report.record import read_record
 from tests.support.hosts import Hosts
@@ -58,3 +61,29 @@ def test_train_predicts_steps_from_what_it_measures_between_hosts(tmp_path: Path
     # a CPU alone would send them in a hundredth of that.
     least_s = 3 * numel * 4 / 2 / (2 * RATE_GBS * 1e9)
     assert record.predicted["step_s"] > least_s
+
+
+def test_a_slow_host_is_named_with_what_it_costs(tmp_path: Path) -> None:
+    """Each host has a core; on the second one, another program takes most of it."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    out = tmp_path / "run"
+    asked = ["--model", "tiny", "--sequence", "64", "--batch", "8", "--steps", "6"]
+    asked += ["--device", "cpu", "--sample-tokens", "0", "--save-every", "0"]
+    asked += ["--data", str(tmp_path / "text.txt"), "--out", str(out)]
+    logs = [tmp_path / f"{host}.log" for host in range(2)]
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    with Hosts(2) as hosts:
+        processes = []
+        for host, core in enumerate(cores):
+            busy = "(while :; do :; done) & renice -n 5 $$" if host == 1 else ":"
+            setup = f"taskset -pc {core} $$ && {{ {busy}; }}"
+            program = ["-m", "fullshard", "train", *asked]
+            processes.append(hosts.start(host, program, log=logs[host], setup=setup))
+        statuses = [process.wait(TIMEOUT_S) for process in processes]
+    assert statuses == [0, 0], logs[0].read_text()
+    last = read_record(out).metrics[-1]
+    assert last.slowest == "rank 1 (host1)"
+    assert 0.1 * last.step_s < last.slowest_s < last.step_s
+    attached = CliRunner().invoke(fullshard, ["doctor", "--attach", str(out)])
+    assert f"the others wait {last.slowest_s:.2f} s of the last step's" in attached.output
+    assert "Slowest" in (out / "report.html").read_text()

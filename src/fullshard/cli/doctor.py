@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -140,6 +141,12 @@ def _say_places(place: Path) -> None:
     say(f"where its ranks were {age_s:.0f} s ago:")
     for line in table(places).splitlines():
         say(line)
+    metrics = place / "metrics.jsonl"
+    last = metrics.read_text().splitlines()[-1:] if metrics.is_file() else []
+    slowest = json.loads(last[0]) if last and last[0].endswith("}") else {}
+    if slowest.get("slowest"):
+        waits = f"{slowest['slowest_s']:.2f} s of the last step's {slowest['step_s']:.2f} s"
+        say(f"the others wait {waits} for {slowest['slowest']}")
 
 
 def _lines(facts: MachineFacts) -> Iterator[tuple[str, str]]:
