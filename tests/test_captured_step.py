@@ -19,7 +19,7 @@ def counted(calls: list[float]) -> torch.Tensor:
 def test_a_step_without_a_gpu_is_refused_before_it_runs() -> None:
     calls: list[float] = []
     step = capture(counted)
-    with pytest.raises(UnsupportedError, match=r"a CUDA device is expected, found none.*fallback"):
+    with pytest.raises(UnsupportedError, match=r"there is no CUDA device.*fallback"):
         step(calls)
     assert not calls
 
@@ -63,5 +63,5 @@ def test_a_forward_after_a_replay_reads_what_the_graph_has_written(rank: Rank) -
 
 @pytest.mark.parametrize("wrong", [{"warmup": 0}, {"max_graphs": 0}])
 def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="at least one eager step and one graph"):
+    with pytest.raises(ConfigError, match="must both be 1 or more"):
         capture(counted, **wrong)

@@ -133,7 +133,7 @@ def test_the_help_shows_every_option_under_its_section():
         (["train", "--steps", "x"], "'--steps': 'x' is not a valid integer."),
         (["train", "--api", "wraper"], "did you mean 'wrapper'?"),
         (["train", "more"], "unexpected extra argument (more)"),
-        (["train", "--steps", 0], "optimizer.steps (--steps): 1 or more is expected, found 0."),
+        (["train", "--steps", 0], "optimizer.steps (--steps) must be 1 or more, not 0."),
         (["train", "--seed", 2**70], "more than 64 bits"),
         (["train", "--resume"], "name it with run.out (--out)"),
         (["train", "--config", "none.toml"], "none.toml: there is no such configuration file"),

@@ -148,7 +148,7 @@ def test_groups_that_were_made_for_a_mesh_go_with_the_default_group() -> None:
             assert are_gone
             assert is_forgotten
             assert is_closed
-            assert "found that it was destroyed; build the model again" in message
+            assert "was destroyed, but the model still needs it; build the model again" in message
 
 
 def train_in_worlds_of_its_own(rank: Rank, folder: str) -> dict[str, list[tuple[int, int]]]:

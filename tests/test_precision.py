@@ -467,7 +467,7 @@ def test_torchs_policies_mean_for_the_wrapper_what_ours_do(rank: Rank) -> None:
     assert hooks_of(trained.sharded.module[1]).request.policy == MixedPrecisionPolicy(
         cast_forward_inputs=False
     )
-    with pytest.raises(ConfigError, match="a MixedPrecision is expected, found a dict without"):
+    with pytest.raises(ConfigError, match="this dict is no MixedPrecision: it has no"):
         FullyShardedDataParallel(nn.Linear(4, 3), mixed_precision=settings)
 
 

@@ -237,7 +237,7 @@ def test_an_exception_in_forward_ends_the_recording_and_the_next_step_is_told_wh
 
 
 def test_a_recording_that_goes_on_has_no_timeline_yet():
-    with record("cpu") as recording, pytest.raises(LifecycleError, match="found it going on"):
+    with record("cpu") as recording, pytest.raises(LifecycleError, match="is still going on"):
         _ = recording.timeline
 
 

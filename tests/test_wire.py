@@ -445,16 +445,19 @@ def test_a_wire_dtype_that_cannot_be_is_refused_where_it_is_written() -> None:
     cases: list[tuple[Policy, str]] = [
         (
             {"wire_dtype": torch.int32},
-            "floating-point dtype of at least 16 bits .* found torch.int3",
+            "floating-point dtype of at least 16 bits .* but is torch.int3",
         ),
-        ({"wire_dtype": torch.float8_e4m3fn}, "at least 16 bits .* found torch.float8_e4m3fn and"),
-        ({"wire_dtype": "bf16"}, "at least 16 bits .* found bf16"),
+        (
+            {"wire_dtype": torch.float8_e4m3fn},
+            "at least 16 bits .* but is torch.float8_e4m3fn with",
+        ),
+        ({"wire_dtype": "bf16"}, "at least 16 bits .* but is bf16"),
         (
             {"reduce_dtype": BF16, "wire_dtype": FP32},
-            "narrower than .* found torch.float32 and torch.bfloat16; pass a wider reduce_dtype",
+            "narrower than .* but is torch.float32 with torch.bfloat16; pass a wider reduce_dtype",
         ),
-        ({"param_dtype": BF16, "wire_dtype": FP32}, "found torch.float32 and torch.bfloat16"),
-        ({"reduce_dtype": BF16, "wire_dtype": FP16}, "found torch.float16 and torch.bfloat16"),
+        ({"param_dtype": BF16, "wire_dtype": FP32}, "but is torch.float32 with torch.bfloat16"),
+        ({"reduce_dtype": BF16, "wire_dtype": FP16}, "but is torch.float16 with torch.bfloat16"),
     ]
     for kind in (MixedPrecisionPolicy, MixedPrecision):
         for policy, words in cases:
@@ -469,7 +472,7 @@ def test_a_wire_dtype_that_cannot_be_is_refused_where_it_is_written() -> None:
 @on_ranks(2)
 def test_a_reduce_of_the_users_own_is_refused_beside_a_wire_dtype(rank: Rank) -> None:
     policy = {"reduce_dtype": FP32, "wire_dtype": BF16}
-    words = "needs gradients that travel .* found wire_dtype=torch.bfloat16; leave wire_dtype out"
+    words = "cannot be combined with wire_dtype=torch.bfloat16"
     model = in_place(rank.mesh())(nn.Linear(4, 3), policy)
     with pytest.raises(ConfigError, match=f"^Linear: set_custom_reduce_scatter {words}"):
         model.set_custom_reduce_scatter(CountedReduce())

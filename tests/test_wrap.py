@@ -306,14 +306,17 @@ class ReturnsNoOptions(ours.Policy):
     [
         (3, "policy: .* expected, found 3"),
         ({Block}, "pass for example ModuleWrapPolicy"),
-        (ours.ModuleWrapPolicy, "found <class"),
-        (None, "found None"),
-        (lambda module, recurse, nonwrapped_numel: 1, "must return True or False, found 1"),
-        (lambda module, recurse, nonwrapped_numel: None, "found None; return a bool"),
+        (ours.ModuleWrapPolicy, "not <class"),
+        (None, "not None"),
+        (lambda module, recurse, nonwrapped_numel: 1, "returned 1 instead of True or False"),
+        (
+            lambda module, recurse, nonwrapped_numel: None,
+            "returned None instead of True or False; return a bool",
+        ),
         (ours.CustomPolicy(lambda module: 1), "Node: The lambda_fn .* returned 1"),
         (ours.CustomPolicy(lambda module: None), "returned None"),
-        (ReturnsNoDict(), "a dict from modules to dicts of options is expected"),
-        (ReturnsNoOptions(), "a dict from modules to dicts of options is expected"),
+        (ReturnsNoDict(), "must return a dict from modules to dicts of options"),
+        (ReturnsNoOptions(), "must return a dict from modules to dicts of options"),
     ],
 )
 def test_a_policy_that_is_none_or_answers_wrongly_is_refused(policy, message):

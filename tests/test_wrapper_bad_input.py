@@ -1,4 +1,4 @@
-"""A wrapper's errors state subject, expected, found and remedy, and nothing is changed."""
+"""A wrapper's errors say what is wrong and what to do, and nothing is changed."""
 
 import copy
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def options(rank: Rank, inside: nn.Module) -> dict[str, tuple[dict[str, Any], ty
             ValueError,
             "ndim=2 but got 1",
         ),
-        "no mesh": ({"device_mesh": [0, 1]}, ValueError, "a DeviceMesh is expected"),
+        "no mesh": ({"device_mesh": [0, 1]}, ValueError, "must be a DeviceMesh"),
         "one group": (
             {"process_group": world, "sharding_strategy": hybrid},
             ValueError,
@@ -61,12 +61,12 @@ def options(rank: Rank, inside: nn.Module) -> dict[str, tuple[dict[str, Any], ty
             "ignored_modules expects nn.Module",
         ),
         "a name as state": ({"ignored_states": ["0.weight"]}, ValueError, "[<class 'str'>]"),
-        "a number without GPU": ({"device_id": 0}, ValueError, "no accelerator"),
+        "a number without GPU": ({"device_id": 0}, ValueError, "there is none"),
         "policy": ({"auto_wrap_policy": nn.Linear}, ValueError, "policy"),
         "policy's answer": (
             {"auto_wrap_policy": lambda module, recurse, nonwrapped_numel: None},
             ValueError,
-            "must return True or False",
+            "instead of True or False",
         ),
     }
 
@@ -85,7 +85,7 @@ def test_arguments_that_do_not_fit_are_named_and_change_nothing(rank: Rank) -> N
         assert all(hooks_of(module) is None for module in inner.modules()), case
         for name, value in before.items():
             assert torch.equal(inner.state_dict()[name], value), case
-    with pytest.raises(ValueError, match=r"an nn\.Module is expected"):
+    with pytest.raises(ValueError, match=r"takes an nn\.Module"):
         FullyShardedDataParallel("model")
 
 

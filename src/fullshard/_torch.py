@@ -54,8 +54,8 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 if TORCH > (2, 15):
     warnings.warn(
-        f"fullshard: a torch from 2.11 to 2.15 is expected, found torch {torch.__version__}, which "
-        "fullshard was not tested with; if something fails, look for a newer fullshard.",
+        f"fullshard: torch {torch.__version__} is newer than the versions that fullshard was "
+        "tested with (2.11 to 2.15); if something fails, look for a newer fullshard.",
         stacklevel=2,
     )
 
@@ -66,8 +66,8 @@ REDUCES_IN_PARAM_DTYPE = TORCH < (2, 15)
 
 def _missing(name: str) -> ImportError:
     return ImportError(
-        f"fullshard: a torch from 2.11 to 2.15 is expected, found torch {torch.__version__}, which "
-        f"lacks {name}; install a supported torch, or a fullshard that supports this one."
+        f"fullshard: torch {torch.__version__} lacks {name}; fullshard supports torch from 2.11 "
+        "to 2.15. Install one of these, or a fullshard that supports this one."
     )
 
 

@@ -116,8 +116,8 @@ def own_offload(given: Any) -> OffloadPolicy:
     # A policy without offload has no fields to recognise it by.
     if type(given).__name__ != "OffloadPolicy":
         raise ConfigError(
-            f"offload_policy: an OffloadPolicy is expected, found {given!r}; pass "
-            "CPUOffloadPolicy() to offload, or leave it out."
+            f"offload_policy must be an OffloadPolicy, not {given!r}; pass CPUOffloadPolicy() to "
+            "offload, or leave it out."
         )
     return OffloadPolicy()
 
@@ -254,7 +254,7 @@ def _require_wire(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> N
     if not is_float or (reduced is not None and wire.itemsize >= reduced.itemsize):
         raise ConfigError(
             f"{name}: wire_dtype must be a floating-point dtype of at least 16 bits and narrower "
-            f"than the dtype that gradients are reduced in, found {wire} and {reduced}; pass a "
+            f"than the dtype that gradients are reduced in, but is {wire} with {reduced}; pass a "
             "wider reduce_dtype, or leave wire_dtype out."
         )
 
@@ -284,8 +284,8 @@ def own_precision(kind: type[_Policy], given: Any) -> _Policy:
     missing = [name for name in names if name not in found and name not in optional]
     if missing:
         raise ConfigError(
-            f"precision: a {kind.__name__} is expected, found a {type(given).__name__} without "
-            f"{', '.join(missing)}; import {kind.__name__} from fullshard."
+            f"precision: this {type(given).__name__} is no {kind.__name__}: it has no "
+            f"{', '.join(missing)}. Import {kind.__name__} from fullshard."
         )
     return kind(**found)
 

@@ -44,9 +44,9 @@ def auto_shard(model: nn.Module, policy: Any = None, **options: Any) -> FSDPModu
     for name, module in model.named_modules():
         if hooks_of(module) is not None:
             raise MisuseError(
-                f"{name or type(module).__name__}: auto_shard expects a model of which nothing is "
-                "sharded, found this module sharded already; call fully_shard on the other modules "
-                "too, or auto_shard first."
+                f"{name or type(module).__name__}: auto_shard expects a model of which nothing "
+                "is sharded, but this module is sharded already; call fully_shard on the other "
+                "modules too, or auto_shard first."
             )
     if options.get("mesh") is None:
         options["mesh"] = default_mesh()
@@ -142,8 +142,8 @@ def _chosen(model: nn.Module, policy: Any, options: dict[str, Any]) -> list[Chos
     is_container = isinstance(model, (nn.ModuleList, nn.ModuleDict))
     if not isinstance(model, nn.Module) or (is_container and not has_forward(model)):
         raise ConfigError(
-            f"model: an nn.Module with a forward is expected, found {type(model).__name__}; pass "
-            "the model itself, or the module around a container."
+            f"model must be an nn.Module with a forward, not a {type(model).__name__}; pass the "
+            "model itself, or the module around a container."
         )
     uneven = options.pop("uneven", ())
     choice = choose(
@@ -158,7 +158,7 @@ def _chosen(model: nn.Module, policy: Any, options: dict[str, Any]) -> list[Chos
         for name in names:
             if name not in _OPTIONS:
                 raise ConfigError(
-                    f"{subject}: options of fully_shard are expected, found {name!r}; choose from "
+                    f"{subject}: {name!r} is not an option of fully_shard; choose from "
                     f"{', '.join(_OPTIONS)}."
                 )
     for each in uneven:
@@ -166,7 +166,7 @@ def _chosen(model: nn.Module, policy: Any, options: dict[str, Any]) -> list[Chos
         own = [u for u in choice if (isinstance(u.module, each) if is_class else u.name == each)]
         if not own:
             raise ConfigError(
-                f"uneven: classes or names of units are expected, found {each!r}; let the policy "
+                f"uneven: {each!r} is neither a class nor the name of a unit; let the policy "
                 f"choose it, or pass one of {[unit.name for unit in choice]}."
             )
         for unit in own:

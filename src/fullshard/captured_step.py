@@ -78,8 +78,7 @@ def capture(
     """
     if warmup < 1 or max_graphs < 1:
         raise ConfigError(
-            "capture: at least one eager step and one graph are expected, found "
-            f"warmup={warmup} and max_graphs={max_graphs}; pass positive numbers."
+            f"capture: warmup={warmup} and max_graphs={max_graphs} must both be 1 or more."
         )
     return CapturedStep(train_step, warmup, fallback, max_graphs)
 
@@ -138,7 +137,7 @@ class CapturedStep(Generic[P, R]):
             return self._step(*args, **kwargs)
         if self._stream is None:
             if not torch.cuda.is_available():
-                return self._refuse("a CUDA device is expected, found none", None, args, kwargs)
+                return self._refuse("there is no CUDA device", None, args, kwargs)
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         if not self._is_current():
             self._graphs.clear()
@@ -150,7 +149,7 @@ class CapturedStep(Generic[P, R]):
                 return self._run_eagerly(args, kwargs)
             error = self._capture(entry, tensors, args, kwargs)
             if error is not None:
-                problem = "a step that never waits for the device is expected, found "
+                problem = "the step must not wait for the device, but it does: "
                 return self._refuse(problem + _described(error), error, args, kwargs)
         return self._replay(entry, tensors)
 

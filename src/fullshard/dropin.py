@@ -167,8 +167,7 @@ def run(arguments: Sequence[str]) -> None:
     if not program or (not is_module and not Path(program[0]).is_file()):
         found = " ".join(arguments) or "nothing"
         raise SystemExit(
-            f"fullshard.dropin: a program is expected, as in train.py or -m package.train, found "
-            f"{found}."
+            f"fullshard.dropin: pass a program, as in train.py or -m package.train, not {found}."
         )
     install()
     _install_in_children()

@@ -113,7 +113,7 @@ def fully_shard(
     mesh = default_mesh() if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
-            f"mesh: a DeviceMesh is expected, found {type(mesh).__name__}; make one with "
+            f"mesh must be a DeviceMesh, not a {type(mesh).__name__}; make one with "
             "torch.distributed.device_mesh.init_device_mesh."
         )
     request = ShardRequest(
@@ -142,8 +142,8 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     if not given or not all(isinstance(each, nn.Module) for each in given):
         found = ", ".join(type(each).__name__ for each in given) or "an empty list"
         raise ConfigError(
-            f"fully_shard: an nn.Module or a list of them is expected, found {found}; pass the "
-            "module itself."
+            f"fully_shard takes an nn.Module or a list of them, not {found}; pass the module "
+            "itself."
         )
     for each in given:
         kind = type(each).__name__
@@ -233,8 +233,7 @@ def _change(units: Sequence[Unit], **changes: Any) -> None:
         unknown = sorted(set(changes).difference(known))
         if unknown:
             raise ConfigError(
-                f"{unit.name}: settings must be among {sorted(known)}, found {unknown}; correct "
-                "the name."
+                f"{unit.name}: there are no settings {unknown}; choose from {sorted(known)}."
             )
         own = dict(changes)
         if "reshard_after_forward" in changes:

@@ -375,8 +375,8 @@ _BUCKET_BYTES = 250 * 1024 * 1024
 def _checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> ShardingStrategy:
     if not isinstance(module, nn.Module):
         raise ConfigError(
-            f"FullyShardedDataParallel: an nn.Module is expected, found {type(module).__name__}; "
-            "pass the module itself."
+            f"FullyShardedDataParallel takes an nn.Module, not a {type(module).__name__}; pass "
+            "the module itself."
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
@@ -393,8 +393,8 @@ def _checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> Sha
     ):
         if not isinstance(given, kind):
             raise ConfigError(
-                f"{name}: one of {[str(each) for each in kind]} is expected, found {given!r}; "
-                f"import {kind.__name__} from fullshard."
+                f"{name} must be one of {[str(each) for each in kind]}, not {given!r}; import "
+                f"{kind.__name__} from fullshard."
             )
     return cast(ShardingStrategy, strategy)
 
@@ -448,8 +448,8 @@ def _compute_device(
     if isinstance(device_id, int):
         if accelerator is None:
             raise ConfigError(
-                f"device_id: a number names an accelerator, found {device_id} and no accelerator; "
-                "pass torch.device('cpu') or leave it out."
+                f"device_id: {device_id} names an accelerator, and there is none; pass "
+                "torch.device('cpu') or leave it out."
             )
         return torch.device(accelerator.type, device_id)
     if device_id is not None:
@@ -571,8 +571,8 @@ def _materialize(
         reset = getattr(inner, "reset_parameters", None)
         if not callable(reset):
             raise LifecycleError(
-                f"{type(inner).__name__}: a module with parameters or buffers on meta must have a "
-                "reset_parameters method, found none; pass param_init_fn."
+                f"{type(inner).__name__} has parameters or buffers on meta and no "
+                "reset_parameters method; pass param_init_fn."
             )
         with torch.no_grad():
             inner.to_empty(device=device, recurse=False)
@@ -583,9 +583,9 @@ def _materialize(
     for inner in own:
         for state in _meta_states(inner, ignored):
             raise LifecycleError(
-                f"{type(inner).__name__}: parameters and buffers must have values after "
-                f"param_init_fn, found one of shape {tuple(state.shape)} on meta; call "
-                "module.to_empty(device=..., recurse=False) and initialise it there."
+                f"{type(inner).__name__}: param_init_fn left a parameter or buffer of shape "
+                f"{tuple(state.shape)} on meta; call module.to_empty(device=..., recurse=False) "
+                "and initialize it there."
             )
 
 

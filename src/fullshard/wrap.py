@@ -79,8 +79,8 @@ class CustomPolicy(Policy):
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | _Options]) -> None:
         if not callable(lambda_fn):
             raise ConfigError(
-                f"CustomPolicy: a function of a module is expected, found {lambda_fn!r}; pass for "
-                "example lambda module: isinstance(module, Block)."
+                f"CustomPolicy takes a function of a module, not {lambda_fn!r}; pass for example "
+                "lambda module: isinstance(module, Block)."
             )
         self._lambda_fn = lambda_fn
 
@@ -204,7 +204,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
     """
     if not callable(wrapper_cls):
         raise ConfigError(
-            f"enable_wrap: wrapper_cls must be a class or a function of a module, found "
+            "enable_wrap: wrapper_cls must be a class or a function of a module, not "
             f"{wrapper_cls!r}; pass for example FullyShardedDataParallel."
         )
     if _wrapping.get() is not None:
@@ -233,8 +233,7 @@ def _checked_classes(subject: str, classes: Any) -> tuple[type, ...]:
     checked = tuple(dict.fromkeys(classes)) if is_set else ()
     if not is_set or not all(isinstance(each, type) for each in checked):
         raise ConfigError(
-            f"{subject}: a set of module classes is expected, found {classes!r}; pass for example "
-            "{Block}."
+            f"{subject} takes a set of module classes, not {classes!r}; pass for example {{Block}}."
         )
     return checked
 
@@ -330,8 +329,8 @@ def choose(
     is_object = callable(getattr(policy, "_run_policy", None))
     if isinstance(policy, type) or not (is_object or callable(policy)):
         raise ConfigError(
-            "policy: a function (module, recurse, nonwrapped_numel) -> bool or a policy object is "
-            f"expected, found {policy!r}; pass for example ModuleWrapPolicy({{Block}})."
+            "policy must be a function (module, recurse, nonwrapped_numel) -> bool or a policy "
+            f"object, not {policy!r}; pass for example ModuleWrapPolicy({{Block}})."
         )
     if is_object:
         taken = _run_object(model, policy, ignored, dict(options or {}))
@@ -386,8 +385,8 @@ def _run_object(
     is_dict = isinstance(wanted, Mapping)
     if not is_dict or not all(isinstance(own, Mapping) for own in wanted.values()):
         raise ConfigError(
-            f"{name_of(policy)}._run_policy: a dict from modules to dicts of options is expected, "
-            f"found {wanted!r}; return root_kwargs for the options of the root, {{}} for no module."
+            f"{name_of(policy)}._run_policy must return a dict from modules to dicts of options, "
+            f"not {wanted!r}; return root_kwargs for the options of the root, {{}} for no module."
         )
     taken: _Taken = {}
     for module in _post_order(model, set()):
@@ -416,8 +415,8 @@ def _run_function(
         answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
         if not isinstance(answer, bool):
             raise ConfigError(
-                f"{type(module).__name__}: the policy {name_of(policy)} must return True or False, "
-                f"found {answer!r}; return a bool."
+                f"{type(module).__name__}: the policy {name_of(policy)} returned {answer!r} "
+                "instead of True or False; return a bool."
             )
         return answer
 

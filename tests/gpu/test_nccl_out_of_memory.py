@@ -86,5 +86,5 @@ def run_out(rank: Rank, api: str) -> None:
     assert parts[2] > 1
     assert parts[3] > 1
     assert found == pytest.approx(expected, rel=1e-2)
-    assert error.startswith("rank 1: memory for a step is expected")
+    assert error.startswith("rank 1: a step ran out of memory")
     assert "activations " in error

@@ -43,9 +43,8 @@ class Axis:
         group = self._group()
         if group is None and isinstance(self._group, weakref.ref):
             raise LifecycleError(
-                f"mesh: the process group of an axis of {self.size} ranks must exist while a model "
-                "is used, found that it was destroyed; build the model again after "
-                "init_process_group."
+                f"mesh: the process group of an axis of {self.size} ranks was destroyed, but the "
+                "model still needs it; build the model again after init_process_group."
             )
         return group
 
@@ -137,7 +136,7 @@ def _shared(key: tuple[Any, ...], make: Callable[[], MeshInfo]) -> MeshInfo:
     world = dist.group.WORLD
     if world is None:
         raise TopologyError(
-            "mesh: its process groups must exist, found that the default process group was "
+            "mesh: its process groups no longer exist, because the default process group was "
             "destroyed; make the mesh again after init_process_group."
         )
     infos = _mesh_infos.setdefault(lifetime_of(world), {})
@@ -150,8 +149,8 @@ def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> 
     """The data-parallel axes of a mesh."""
     if mesh.get_coordinate() is None:
         raise TopologyError(
-            f"mesh: this rank ({dist.get_rank()}) must be part of it, found {mesh}; shard only on "
-            "the ranks of the mesh."
+            f"mesh: {mesh} does not contain this rank ({dist.get_rank()}); shard only on the "
+            "ranks of the mesh."
         )
     make, names = partial(_of_plain_mesh, mesh), None
     if dims is not None:
@@ -168,9 +167,9 @@ def require_initialized(subject: str) -> None:
     missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if n not in os.environ]
     if missing:
         raise TopologyError(
-            f"{subject}: a process group must be initialised before sharding without a mesh, "
-            f"found none and no {', '.join(missing)} in the environment; start the program "
-            "with torchrun or call torch.distributed.init_process_group first."
+            f"{subject}: without a mesh, a process group must be initialized before sharding, "
+            f"and {', '.join(missing)} are not in the environment; start the program with "
+            "torchrun or call torch.distributed.init_process_group first."
         )
     dist.init_process_group()
 
@@ -272,7 +271,7 @@ def mesh_info_for_strategy(
         )
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
         raise ConfigError(
-            f"device_mesh: a DeviceMesh is expected, found {type(device_mesh).__name__}; make one "
+            f"device_mesh must be a DeviceMesh, not a {type(device_mesh).__name__}; make one "
             "with torch.distributed.device_mesh.init_device_mesh."
         )
     if isinstance(process_group, list):
@@ -331,8 +330,8 @@ def _mesh_of_groups(strategy: ShardingStrategy, given: Any, device_type: str) ->
     num_ranks = len({rank for row in rows for rank in row})
     if {len(row) * len(rows) for row in rows} != {num_ranks}:
         raise TopologyError(
-            "process_group: the groups to shard in must be of one size and have no rank in common, "
-            f"found {rows}; make them with init_device_mesh and pass device_mesh."
+            f"process_group: the groups to shard in, {rows}, must have one size and no rank in "
+            "common; make them with init_device_mesh and pass device_mesh."
         )
     return DeviceMesh.from_group(
         [replicate, shard],
@@ -354,8 +353,8 @@ def _mesh_of_hosts(device_type: str) -> DeviceMesh:
     num_local = min(num_local, world)
     if world % num_local:
         raise TopologyError(
-            f"FullyShardedDataParallel: hybrid sharding needs as many ranks on every host, found "
-            f"{world} ranks and {num_local} on this one; pass a 2D device mesh."
+            "FullyShardedDataParallel: hybrid sharding needs as many ranks on every host, but "
+            f"of {world} ranks {num_local} are on this one; pass a 2D device mesh."
         )
     return init_device_mesh(
         device_type, (world // num_local, num_local), mesh_dim_names=("replicate", "shard")

@@ -57,8 +57,8 @@ def place(name: str, param: torch.Tensor, dim: int | None, mesh_info: MeshInfo) 
     full_spec = spec_of(param)
     if full_spec.mesh.device_type != mesh_info.device_type:
         raise TopologyError(
-            f"{name}: its mesh must be of the device type that it is sharded on "
-            f"({mesh_info.device_type}), found {full_spec.mesh.device_type}; use one type."
+            f"{name}: its mesh is of device type {full_spec.mesh.device_type}, but it is sharded "
+            f"on {mesh_info.device_type}; use one type."
         )
     if mesh_info.dims is not None:
         mesh, cut = _on_full_mesh(name, full_spec, dim, mesh_info, mesh_info.dims)
@@ -68,7 +68,7 @@ def place(name: str, param: torch.Tensor, dim: int | None, mesh_info: MeshInfo) 
         except (RuntimeError, ValueError) as error:
             raise TopologyError(
                 f"{name}: its mesh and the data-parallel mesh must be slices of one root mesh, "
-                f"found {full_spec.mesh} and {mesh_info.mesh}; slice both from one "
+                f"but are {full_spec.mesh} and {mesh_info.mesh}; slice both from one "
                 "init_device_mesh."
             ) from error
         axis = mesh_info.mesh.ndim - 1
@@ -144,8 +144,8 @@ def local_gradient(
         return grad
     if not isinstance(grad, DTensor):
         raise TopologyError(
-            f"gradient: a DTensor expected for a parameter placed {full_spec.placements}, found "
-            f"{type(grad).__name__}; return DTensors from custom backward functions."
+            f"gradient: it is a {type(grad).__name__}, but the parameter is a DTensor placed "
+            f"{full_spec.placements}; return DTensors from custom backward functions."
         )
     wanted = list(full_spec.placements)
     # We reduce over the data-parallel axes: a redistribution there would reduce twice.

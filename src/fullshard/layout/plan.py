@@ -152,8 +152,8 @@ def _number_from_environment(name: str, default: float) -> float:
         return default if value is None else float(value)
     except ValueError as error:
         raise ConfigError(
-            f"{name}: a number of megabytes is expected, found {value!r}; unset it for the default "
-            f"of {default}."
+            f"{name} must be a number of megabytes, not {value!r}; unset it for the default of "
+            f"{default}."
         ) from error
 
 

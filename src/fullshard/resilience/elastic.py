@@ -521,8 +521,8 @@ def _form(value: Any) -> Any:
     local = to_local(value)
     if type(local) is not torch.Tensor:
         raise UnsupportedError(
-            "ReplicaGroup: optimizer state of plain tensors is expected, found one of "
-            f"{type(local).__name__}; choose another optimizer."
+            f"ReplicaGroup: the optimizer state has a {type(local).__name__}, not only plain "
+            "tensors; choose another optimizer."
         )
     return _Form(tuple(value.shape), value.dtype, value.device, isinstance(value, DTensor))
 

@@ -141,8 +141,7 @@ class oom_guard:  # noqa: N801 (used like a function)
             "TORCH_DISTRIBUTED_DEBUG=DETAIL; unset it": get_debug_level() == DebugLevel.DETAIL,
         }
         for found in (words for words, is_there in problems.items() if is_there):
-            expected = "a whole step is expected that one rank can finish and all can drop"
-            raise LifecycleError(f"oom_guard: {expected}, found {found}.")
+            raise LifecycleError(f"oom_guard: cannot guard a step with {found}.")
 
     @property
     def _is_known(self) -> bool:
@@ -213,7 +212,7 @@ def _described(failed: Mapping[int, Mapping[str, int]], more: str = "") -> OutOf
     (rank, memory), *others = failed.items()
     taken = ", ".join(f"{kind} {readable(size)}" for kind, size in memory.items() if size)
     also = f" (also on rank {', '.join(str(each[0]) for each in others)})" if others else ""
-    found = f"memory for a step is expected, found it used up{also}: {taken}"
+    found = f"a step ran out of memory{also}: {taken}"
     return OutOfMemoryError(f"rank {rank}: {found}; {_REMEDY}. {more}".rstrip())
 
 

@@ -247,8 +247,8 @@ def _move_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
         return
     if isinstance(param, DTensor):
         raise TopologyError(
-            f"{name}: a DTensor must be on the device that computes ({device}), found "
-            f"{param.device}; distribute it on a mesh of type {device.type}."
+            f"{name}: this DTensor is on {param.device}, but {device} computes; distribute it on "
+            f"a mesh of type {device.type}."
         )
     if type(param.data) is torch.Tensor:
         param.data = param.data.to(device)

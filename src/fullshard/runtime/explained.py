@@ -41,8 +41,8 @@ def explain_error(error: BaseException, hooks_of: Finder) -> None:
     if method != "forward" and not method.startswith("_"):
         remedy = f"pass its method to register_fsdp_forward_method(module, {method!r})"
     error.add_note(
-        f"fullshard: {type(module).__name__} expects gathered parameters, found shards; they "
-        f"belong to {hooks.name} and are gathered in its forward: call that module, or {remedy}."
+        f"fullshard: {type(module).__name__} was called with shards. Its parameters belong to "
+        f"{hooks.name} and are gathered in its forward: call that module, or {remedy}."
     )
 
 

@@ -307,8 +307,8 @@ class ModuleHooks:
         scheduler.enter_backward()
         if call.is_summoned or any(unit.is_summoned for unit in self.units):
             raise LifecycleError(
-                f"{self.name}: forward and backward must run outside of summon_full_params, found "
-                "one of them inside; leave the context first. A forward alone may run inside."
+                f"{self.name}: forward and backward must run outside of summon_full_params; "
+                "leave the context first. A forward alone may run inside."
             )
         self.turnstile.reach(self, was_even=call.is_even)
         self._awaited.discard(call)
@@ -437,8 +437,8 @@ class ModuleHooks:
         if self.is_computing:
             phase = "idle" if self.scheduler is None else self.scheduler.phase
             raise LifecycleError(
-                f"{self.name}: {what}() must not be called while the module computes, found it in "
-                f"{phase}; call it before the forward or after the backward of the module."
+                f"{self.name}: {what}() must not be called while the module computes, and it is "
+                f"in {phase}; call it before the forward or after the backward of the module."
             )
 
     def enter_call(self, kind: str) -> None:
@@ -455,8 +455,9 @@ class ModuleHooks:
         if scheduler is not None and scheduler.is_in_backward and is_past:
             raise LifecycleError(
                 f"{self.name}: unshard() must come before a module's backward or after the whole "
-                "backward, found its gradients reduced in the backward that is still running; the "
-                "optimizer would make what is gathered now stale. Call it after backward."
+                "backward, but its gradients were reduced in the backward that is still "
+                "running; the optimizer would make what is gathered now stale. Call it after "
+                "backward."
             )
         phase = "idle" if scheduler is None else scheduler.phase
         if scheduler is not None and phase == "idle":
@@ -498,8 +499,8 @@ def require_hooks(module: Any) -> ModuleHooks:
     hooks = hooks_of(module)
     if hooks is None:
         raise LifecycleError(
-            f"{type(module).__name__}: a module that fully_shard was called on is expected, found "
-            "one without a unit; call fully_shard on it first."
+            f"{type(module).__name__} has no unit, because fully_shard was not called on it; "
+            "call fully_shard on it first."
         )
     return hooks
 

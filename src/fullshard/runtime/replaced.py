@@ -159,9 +159,9 @@ def _sharded_state(
             continue
         if value.shape != param.shape or not isinstance(sharded, DTensorParam):
             raise LifecycleError(
-                f"{sharded.name}: {type(optimizer).__name__} has state from before sharding; it "
-                f"must have the parameter's shape {tuple(param.shape)} and be sharded by itself, "
-                f"found {name!r} of shape {tuple(value.shape)}; build the optimizer after sharding."
+                f"{sharded.name}: {type(optimizer).__name__} has state from before sharding, and "
+                f"{name!r} of shape {tuple(value.shape)} cannot be sharded as the parameter of "
+                f"shape {tuple(param.shape)} is; build the optimizer after sharding."
             )
         state[name] = _shard_of(sharded, value, rank)
     return state

@@ -70,8 +70,8 @@ class GradientReductionHandle:
             return
         if scheduler.reduction is not self:
             raise LifecycleError(
-                "GradientReductionHandle.wait: a reduction under way is expected, found one that "
-                "reset_iter_state() has dropped; run the step again."
+                "GradientReductionHandle.wait: reset_iter_state() has dropped this reduction; "
+                "run the step again."
             )
         scheduler.settle_backward()
 
@@ -306,8 +306,8 @@ class Scheduler:
     def _require_waited(self, what: str) -> None:
         if self.reduction is not None:
             raise LifecycleError(
-                f"{self.root.name}: {what} must come after the gradient reduction before it, found "
-                "that nobody waited for that; call wait() on what finalize_backward returned."
+                f"{self.root.name}: {what} must come after the gradient reduction before it, "
+                "which nobody waited for; call wait() on what finalize_backward returned."
             )
 
     # Captures

@@ -71,8 +71,8 @@ def make_scopes(members: Sequence[Member], usual: Turnstile) -> Iterator[UnevenS
             if each.lenders or each.turnstile is not usual:
                 found = "tied parameters" if each.lenders else "it inside of two such modules"
                 raise ConfigError(
-                    f"{each.name}: an uneven unit must have its parameters for itself, found "
-                    f"{found}; leave them to the unit that set_uneven is called on."
+                    f"{each.name}: an uneven unit cannot share its parameters ({found}); leave "
+                    "them to the unit that set_uneven is called on."
                 )
         yield UnevenScope(member, usual)
 
@@ -114,9 +114,9 @@ class _Inside(Turnstile):
 
 def _outside(unit: str) -> LifecycleError:
     return LifecycleError(
-        f"{unit}: a gradient must reach an uneven unit through the outputs of the module that "
-        "set_uneven was called on, found one that came another way; return what the loss needs "
-        "from that module, or call set_uneven on one around it."
+        f"{unit}: a gradient reached this uneven unit in another way than through the outputs of "
+        "the module that set_uneven was called on; return what the loss needs from that module, "
+        "or call set_uneven on one around it."
     )
 
 
@@ -141,8 +141,8 @@ class UnevenScope(Turnstile):
         if not groups or len(meshes) != 1:
             raise ConfigError(
                 f"{member.name}: set_uneven needs units inside of the module, on the same mesh, "
-                f"found {len(groups)} on {len(meshes)}; shard what ranks may skip as the module "
-                "itself."
+                f"but there are {len(groups)} on {len(meshes)}; shard what ranks may skip as the "
+                "module itself."
             )
         member.turnstile = self
         for each in member.inner:

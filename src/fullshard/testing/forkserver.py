@@ -153,8 +153,8 @@ class _ForkedProcess:
             os.close(folder)
         if not pid_fds:
             raise LifecycleError(
-                "RankPool: expected a process that has loaded torch to fork ranks from, found that "
-                "it has ended; it says why above. RankPool(..., fresh=True) does without it."
+                "RankPool: the process that ranks are forked from has ended; it says why above. "
+                "RankPool(..., fresh=True) does without it."
             )
         (self._pid_fd,) = pid_fds
 

@@ -150,8 +150,8 @@ def _place_in(mesh: DeviceMesh | None) -> tuple[int, int]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise TopologyError(
-            f"Training: data_mesh must contain every rank that trains, found {mesh} without rank "
-            f"{dist.get_rank()}."
+            f"Training: data_mesh {mesh} does not contain rank {dist.get_rank()}; it must "
+            "contain every rank that trains."
         )
     place = 0
     for index, axis_size in zip(coordinate, mesh.shape, strict=True):

@@ -66,7 +66,7 @@ class RankPool:
         fresh: bool = False,
     ) -> None:
         if num_ranks < 1:
-            raise ConfigError(f"RankPool: num_ranks must be at least 1, found {num_ranks}.")
+            raise ConfigError(f"RankPool: num_ranks must be at least 1, not {num_ranks}.")
         self.num_ranks = num_ranks
         self.backend = backend
         self.timeout_s = timeout_s
@@ -189,15 +189,13 @@ def on_ranks(
         def test_a_shard_keeps_its_rows(rank: Rank, dim: int) -> None: ...
     """
     if not sizes:
-        raise ConfigError(
-            "on_ranks: expected at least one world size, found none; try on_ranks(2)."
-        )
+        raise ConfigError("on_ranks needs at least one world size; try on_ranks(2).")
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         first, *others = inspect.signature(body).parameters.values()
         if first.name == "self":
             raise ConfigError(
-                f"{body.__qualname__}: on_ranks runs module-level functions, found a method; "
+                f"{body.__qualname__} is a method, and on_ranks runs module-level functions; "
                 "move it out of its class."
             )
 

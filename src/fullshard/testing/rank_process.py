@@ -91,9 +91,9 @@ class FunctionReference:
         path = getattr(module, "__file__", None)
         if not qualname or "<" in qualname or module is None or path is None:
             raise ConfigError(
-                f"{function!r}: ranks run functions defined at module level in a file, found "
-                f"{qualname or type(function).__name__!r}; move it to module level and pass what "
-                "it closed over as arguments."
+                f"{function!r} ({qualname or type(function).__name__!r}) is not defined at "
+                "module level in a file, so ranks cannot run it; move it there and pass what it "
+                "closed over as arguments."
             )
         # `__main__` is another module in the rank, so a script is loaded under this name.
         name = "fullshard_ranks_main" if module.__name__ == "__main__" else module.__name__
@@ -121,7 +121,7 @@ class FunctionReference:
             return importlib.import_module(self.module)
         spec = importlib.util.spec_from_file_location(self.module, self.path)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{self.path}: expected a Python source file.")
+            raise ImportError(f"{self.path} is not a Python source file.")
         module = importlib.util.module_from_spec(spec)
         sys.modules[self.module] = module
         try:

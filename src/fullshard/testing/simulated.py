@@ -65,11 +65,11 @@ def _simulated(
 ) -> Iterator[Rank]:
     """A default process group of `backend` in which this process is `rank`."""
     if not 0 <= rank < size:
-        raise ConfigError(f"{subject}: rank must lie in 0..{size - 1}, found {rank}.")
+        raise ConfigError(f"{subject}: rank must be from 0 to {size - 1}, not {rank}.")
     if dist.is_initialized():
         raise LifecycleError(
-            f"{subject}: needs a process without a default process group, found one; "
-            "call torch.distributed.destroy_process_group() first."
+            f"{subject}: this process already has a default process group; call "
+            "torch.distributed.destroy_process_group() first."
         )
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:

@@ -103,8 +103,8 @@ class Recording:
     def timeline(self) -> Timeline:
         if self._timeline is None:
             raise LifecycleError(
-                "timeline: the recording must have ended, found it going on; read it after the "
-                "'with record(...)' block."
+                "timeline: the recording is still going on; read it after the 'with "
+                "record(...)' block."
             )
         return self._timeline
 

@@ -228,9 +228,9 @@ def require_no_wire_dtype(what: str, unit: str, layout: UnitLayout) -> None:
     for lane in layout.lanes:
         if lane.dtypes.sums_on_arrival:
             raise ConfigError(
-                f"{unit}: {what} needs gradients that travel in the dtype that they are reduced "
-                f"in, found wire_dtype={lane.dtypes.reduce_wire.dtype}; leave wire_dtype out, and "
-                "choose the dtype of the buckets in your own function."
+                f"{unit}: {what} cannot be combined with "
+                f"wire_dtype={lane.dtypes.reduce_wire.dtype}, in which gradients travel; leave "
+                "wire_dtype out, and choose the dtype of the buckets in your own function."
             )
 
 

@@ -259,8 +259,8 @@ class DTensorParam(ShardedParam):
             placements = f" placed {found.placements}" if isinstance(found, DTensor) else ""
             raise ConfigError(
                 f"{self.name}: a replaced parameter must be a DTensor placed "
-                f"{self.shard_spec.placements}, found {kind}{placements}; copy the values into the "
-                "existing parameter, or build the DTensor with distribute_tensor."
+                f"{self.shard_spec.placements}, but this is {kind}{placements}; copy the values "
+                "into the existing parameter, or build the DTensor with distribute_tensor."
             )
         if has_own_grad_dtype(self.shard) and not has_own_grad_dtype(found):
             set_grad_dtype(found, self.grad_dtype)

@@ -408,9 +408,9 @@ def _taken(
         if kept is not None:
             if kept.numel() != param.local.numel():
                 raise LifecycleError(
-                    f"{param.name}: a parameter must keep its place between steps that "
-                    f"accumulate gradients, found {kept.numel()} accumulated elements for a "
-                    f"shard of {param.local.numel()}; finish the accumulation first."
+                    f"{param.name} has {kept.numel()} accumulated gradient elements for a shard "
+                    f"of {param.local.numel()}: it has moved between steps that accumulate "
+                    "gradients; finish the accumulation first."
                 )
             partials[param] = kept
         elif grad is None and not (plan.is_always_reduced and param.is_trainable):

@@ -434,9 +434,8 @@ class Unit:
         """Raise unless the full parameters can be resharded to a subgroup."""
         if self.arrangement.extended:
             raise UnsupportedError(
-                f"{self.name}: resharding to fewer ranks needs plain parameters, found "
-                f"'{self.arrangement.extended[0].name}' with its own gather; pass "
-                "reshard_after_forward=True."
+                f"{self.name}: {self.arrangement.extended[0].name} has a gather of its own, "
+                "which cannot be resharded to fewer ranks; pass reshard_after_forward=True."
             )
 
     # Gradients

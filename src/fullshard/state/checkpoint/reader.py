@@ -128,10 +128,9 @@ def _read_rank_file(path: Path, manifest: Manifest) -> dict[str, Any]:
 def _require_size(path: Path, num_bytes: int) -> None:
     size = path.stat().st_size if path.exists() else None
     if size != num_bytes:
+        found = "is missing" if size is None else f"has {size} bytes instead of {num_bytes}"
         raise CheckpointError(
-            f"{path} "
-            f"{'is missing' if size is None else f'has {size} bytes instead of {num_bytes}'}; "
-            "the checkpoint is damaged. `latest` finds whole ones."
+            f"{path}: it {found}; the checkpoint is damaged. `latest` finds whole ones."
         )
 
 
@@ -152,7 +151,7 @@ def _require_own(path: Path, expected: tuple[str, str], found: tuple[str, str]) 
     if found != expected:
         other = "" if found[0] == expected[0] else f" of the checkpoint {found[0]}"
         raise CheckpointError(
-            f"{path} is {found[1]}{other}, not {expected[1]} of the checkpoint {expected[0]}; "
+            f"{path}: it is {found[1]}{other}, not {expected[1]} of the checkpoint {expected[0]}; "
             "files were exchanged, copied or damaged. Load another checkpoint, which "
             "`latest(..., verify=True)` finds."
         )
