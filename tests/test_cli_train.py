@@ -139,7 +139,10 @@ def test_the_help_shows_every_option_under_its_section():
         (["train", "--config", "none.toml"], "none.toml: there is no such configuration file"),
         (["generate", "nowhere", "--prompt", "x"], "nowhere does not exist"),
         (["generate", "nowhere", "--prompt", "x", "--tokens", 0], "--tokens must be 1 or more"),
-        (["generate", "nowhere", "--prompt", "x", "--temperature", "nan"], "--temperature: 0"),
+        (
+            ["generate", "nowhere", "--prompt", "x", "--temperature", "nan"],
+            "--temperature must be 0 or more",
+        ),
         (["generate", "nowhere"], "Missing option '--prompt'"),
     ],
 )
@@ -150,7 +153,7 @@ def test_what_was_typed_wrong_is_one_sentence_and_exit_code_2(args, said):
 def test_a_wrong_file_is_named_with_its_line(tmp_path):
     (tmp_path / "run.toml").write_text("[optimizer]\n\nsteps = 'many'\n")
     line = refused("train", "--config", tmp_path / "run.toml")
-    assert line.endswith("run.toml, line 3: steps expects a whole number, found 'many'.")
+    assert line.endswith("run.toml, line 3: steps must be a whole number, not 'many'.")
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_what_is_held_out_is_never_trained_on_and_counts_once(
 
 
 def test_a_share_of_no_sequence_is_refused():
-    with pytest.raises(ConfigError, match="at least one of 5 sequences"):
+    with pytest.raises(ConfigError, match="this share of 5 sequences is not even one"):
         Batches(corpus_of(5), sequence=SEQUENCE, batch=1, rank=0, num_ranks=1, seed=0, held_out=0.1)
 
 

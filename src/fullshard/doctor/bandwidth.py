@@ -77,9 +77,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], logs: list[Path], until: float) 
     for rank, process in enumerate(ranks):
         try:
             status = process.wait(max(0.0, until - time.monotonic()))
-            found = f"an exit with status {status}"
+            found = f"it exited with status {status}"
         except subprocess.TimeoutExpired:
-            status, found = None, "it still running"
+            status, found = None, "it is still running"
         if status != 0:
             lines = logs[rank].read_text(errors="replace").split("\n")
             said = next((line for line in reversed(lines) if line.strip()), "no output.")
