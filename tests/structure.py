@@ -68,9 +68,9 @@ PARTS = {
 }
 NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
-# are lowered with every cut; the aim is 17,500, and 19,500 with what is new. A room may be a little
-# above its limit, so that not every change has to raise it.
-MAX_CORE_LINES = 27_342
+# are lowered with every cut; the aim is 17,500, and 19,500 with what is new. Lines may be a few more
+# than the limit, so that not every change has to raise it.
+MAX_CORE_LINES = 27_400
 MAX_LINES = {
     "fullshard": 4_250,
     "fullshard.cli": 950,
@@ -359,7 +359,7 @@ def main() -> int:
     names = (f"{path.relative_to(SOURCE)} {num_lines(path)}" for path in longest)
     print("longest files:", ", ".join(names))
     found = [*problems(), *oversized(folders)]
-    if core > MAX_CORE_LINES:
+    if core > MAX_CORE_LINES + TOLERANCE:
         found.append(f"{core} lines where {MAX_CORE_LINES} are allowed")
     in_parts = [room for names in PARTS.values() for room in names]
     found += [f"{room}: expected in one of PARTS" for room in rooms if in_parts.count(room) != 1]
