@@ -92,7 +92,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if reason := reason_not_here():
-        terminalreporter.write_line(f"tests/hosts was left out: {reason}")
+        terminalreporter.write_line(f"tests on several hosts were left out: {reason}")
     elif terminalreporter.config.getoption("--exhaustive") and (reason := slurm.reason_not_here()):
         terminalreporter.write_line(f"tests/hosts/test_slurm.py was left out: {reason}")
     if _forbidden_skips:

@@ -335,7 +335,7 @@ def test_wrong_arguments_say_what_is_wrong(tmp_path):
         export_safetensors(tmp_path / "model.safetensors", model)
     with pytest.raises(ConfigError, match="none of the model's"):
         export_safetensors(tmp_path, model, only=lambda name: False)
-    with pytest.raises(LifecycleError, match=r"shade: .*meta"):
+    with pytest.raises(LifecycleError, match="shade is on meta"):
         export_safetensors(tmp_path, Net().to("meta"))
     with pytest.raises(UnsupportedError, match=r"b0.*complex128"):
         export_safetensors(tmp_path / "out", holder([torch.complex128]))

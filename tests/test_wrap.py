@@ -304,7 +304,7 @@ class ReturnsNoOptions(ours.Policy):
 @pytest.mark.parametrize(
     "policy, message",
     [
-        (3, "policy: .* expected, found 3"),
+        (3, "policy must be a function .* not 3"),
         ({Block}, "pass for example ModuleWrapPolicy"),
         (ours.ModuleWrapPolicy, "not <class"),
         (None, "not None"),

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fullshard.framework_attributes import lazy_init, module_state_of, wrapper_state_of
+from fullshard.compat.framework_attributes import lazy_init, module_state_of, wrapper_state_of
 
 _OURS = {
     "torch.distributed.fsdp": "fullshard",

@@ -194,8 +194,11 @@ class Watcher:
         return type(self.failure)(str(self.failure))
 
     def _wait_until_all_have_heard(self) -> None:
+        num_left = self.size - 1  # all but the one that has failed
+        if self._hosts is not None:
+            num_left = min(num_left, self._hosts.num_reachable())
         deadline = time.monotonic() + SHORT_PATIENCE_S
-        while time.monotonic() < deadline and self._num_heard() < self.size - 1:
+        while time.monotonic() < deadline and self._num_heard() < num_left:
             self._stopped.wait(_SLICE_S / 5)
 
     def _num_heard(self, more: int = 0) -> int:
