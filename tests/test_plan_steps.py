@@ -536,7 +536,7 @@ def test_the_command_plans_the_model_of_a_function(tmp_path, monkeypatch):
         (("--gpus", "8xH77"), "is expected, found none of this name"),
         (("--fabric", "fast"), "Gb/s, as in 400Gb"),
         (("--budget", "much"), "a size, as in 70GiB"),
-        (("--mesh", "3x3"), "3x3 needs 9 ranks"),
+        (("--mesh", "3x3"), "3x3 is a mesh of 9 ranks"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(option, message):

@@ -131,7 +131,7 @@ def good_file(path: Path, **tensors: Tensor) -> None:
 INDEXES = {
     "out of the folder": ({"a": "../secret.safetensors"}, "inside"),
     "absolute": ({"a": "/secret.safetensors"}, "inside"),
-    "not a name": ({"a": 3}, "must be text, found 3"),
+    "not a name": ({"a": 3}, "must be text, not 3"),
     "not a mapping": (["a"], "weight_map"),
     "a file that is not there": ({"a": "gone.safetensors"}, r"found no 'gone\.safetensors'"),
     "a tensor that is not there": ({"b": "x.safetensors"}, "no 'b' in 'x.safetensors'"),
