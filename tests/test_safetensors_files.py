@@ -129,11 +129,11 @@ def good_file(path: Path, **tensors: Tensor) -> None:
 
 
 INDEXES = {
-    "out of the folder": ({"a": "../secret.safetensors"}, "inside"),
-    "absolute": ({"a": "/secret.safetensors"}, "inside"),
+    "out of the folder": ({"a": "../secret.safetensors"}, "outside of the folder"),
+    "absolute": ({"a": "/secret.safetensors"}, "outside of the folder"),
     "not a name": ({"a": 3}, "must be text, not 3"),
     "not a mapping": (["a"], "weight_map"),
-    "a file that is not there": ({"a": "gone.safetensors"}, r"found no 'gone\.safetensors'"),
+    "a file that is not there": ({"a": "gone.safetensors"}, r"there is no 'gone\.safetensors'"),
     "a tensor that is not there": ({"b": "x.safetensors"}, "no 'b' in 'x.safetensors'"),
 }
 
@@ -183,11 +183,11 @@ def test_a_path_is_a_file_a_folder_or_an_index(tmp_path):
 
 
 def test_a_folder_that_may_mean_several_things_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="found none"):
+    with pytest.raises(CheckpointError, match="but has none"):
         load_safetensors(tmp_path, Pair())
     for name in ("x", "y"):
         good_file(tmp_path / f"{name}.safetensors", a=torch.zeros(2))
-    with pytest.raises(CheckpointError, match=r"found \['x\.safetensors', 'y\.safetensors'\]"):
+    with pytest.raises(CheckpointError, match=r"but has \['x\.safetensors', 'y\.safetensors'\]"):
         load_safetensors(tmp_path, Pair())
-    with pytest.raises(CheckpointError, match="found nothing"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         load_safetensors(tmp_path / "gone", Pair())

@@ -273,9 +273,7 @@ def require_inside(folder: Path, relative: Any) -> Path:
         raise CheckpointError(f"{folder}: {relative!r} is not a file name.")
     path = PurePath(relative)
     if path.is_absolute() or ".." in path.parts:
-        raise CheckpointError(
-            f"{folder}: {relative!r} is outside of the checkpoint; do not trust it."
-        )
+        raise CheckpointError(f"{folder}: {relative!r} is outside of the folder; do not trust it.")
     return folder / path
 
 

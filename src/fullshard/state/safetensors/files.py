@@ -166,8 +166,8 @@ def open_tensors(path: Path) -> dict[str, TensorFile]:
         else:
             found = [each.name for each in indexes or files][:8]
             raise CheckpointError(
-                f"{path} has {found or 'no safetensors files'}, and no index of several; give "
-                "the path of the file that is meant."
+                f"{path} should have one safetensors file, or the index of several, but has "
+                f"{found or 'none'}; give the path of the file that is meant."
             )
     if path.name.endswith(INDEX_SUFFIX):
         return _open_index(path)
