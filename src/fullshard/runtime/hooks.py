@@ -177,6 +177,8 @@ class ModuleHooks:
                 scheduler.begin_forward(module, self.name)
             if self.turnstile.is_even:
                 scheduler.start(self, (args, kwargs))
+        if torch.is_grad_enabled():
+            scheduler.pause_summons(self.reads)
         call = ModuleCall(self, scheduler.finished, opens_forward, self.turnstile.is_even)
         call.is_summoned = any(unit.is_summoned for unit in self.units)
         request = self.request
@@ -308,7 +310,8 @@ class ModuleHooks:
         if call.is_summoned or any(unit.is_summoned for unit in self.units):
             raise LifecycleError(
                 f"{self.name}: forward and backward must run outside of summon_full_params, found "
-                "one of them inside; leave the context first. A forward alone may run inside."
+                "one of them inside; leave the context first. A forward alone may run inside, and "
+                "with use_orig_params=True and with_grads=False both may."
             )
         self.turnstile.reach(self, was_even=call.is_even)
         self._awaited.discard(call)

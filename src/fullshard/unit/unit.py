@@ -50,6 +50,16 @@ class UnitOwner(Protocol):
         """Gradients are about to be reduced."""
 
 
+class Summoned(Protocol):
+    """What `summon_full_params` shows of a unit that may be trained meanwhile."""
+
+    def pause(self) -> None:
+        """Let modules see what they see outside, with the values that were written."""
+
+    def resume(self) -> None:
+        """Show the full parameters again."""
+
+
 @dataclass(eq=False)
 class Unit:
     """The parameters of one wrapper, or of one `fully_shard` call that share a mesh.
@@ -58,7 +68,8 @@ class Unit:
     what is in memory besides, and `registration` what modules see; there is none before the first
     unshard. `version` is that of the shards when they were last looked at, and `forward` the one
     that last did so (`CommContext.forward`). `is_summoned` says that `summon_full_params` shows the
-    full parameters. `flat` exists for the parameters of a wrapper.
+    full parameters; where it can be interrupted, `summoned` does so. `flat` exists for the
+    parameters of a wrapper.
     """
 
     name: str
@@ -73,6 +84,7 @@ class Unit:
     state: State = ABSENT
     registration: Registration | None = None
     is_summoned: bool = False
+    summoned: Summoned | None = None
     version: Version = field(default_factory=list)
     forward: object = None
     arrangement: Arrangement = field(init=False)
