@@ -7,7 +7,7 @@ tree is in `step.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -51,7 +51,7 @@ class ShardRequest:
     mesh_info: MeshInfo
     device: torch.device
     policy: MixedPrecisionPolicy
-    offload: OffloadPolicy
+    offload: OffloadPolicy | Mapping[str, OffloadPolicy]
     settings: UnitSettings
     placement_fn: Callable[[nn.Parameter], Any] | None = None
     ignored: Collection[nn.Parameter] = ()

@@ -293,6 +293,7 @@ class Scheduler:
         self.is_in_backward = self._is_unfinalized = False
 
     def set_manual_finalization(self, enabled: bool) -> None:
+        self.end_failed_backward()
         if enabled != self.finalizes_manually and (self.is_in_backward or self._is_unfinalized):
             raise LifecycleError(
                 f"{self.root.name}: set_manual_backward_finalization must be called before "

@@ -16,6 +16,7 @@ from fullshard._torch import (
     shard_versions,
 )
 from fullshard.api import MixedPrecisionPolicy
+from fullshard.comm.annotations import is_checked, unchecked
 from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.device import has_no_memory
@@ -91,6 +92,7 @@ class Unit:
     comm: UnitComm = field(init=False)
     grads: UnitGrads = field(init=False)
     arrivals: GradArrivals = field(init=False)
+    annotated: list[ShardedParam] = field(init=False)
 
     def __post_init__(self) -> None:
         device, axis = self.comm_ctx.device, self.mesh_info.shard
@@ -170,6 +172,7 @@ class Unit:
             self.arrangement = Arrangement(
                 self.params, self.flat, self.mesh_info, self.policy, self.store, device
             )
+        self.annotated = [param for param in self.params if param.annotations is not None]
         self.grads.follow_lanes([*self.arrangement.grad_lanes()])
 
     def make_whole(self) -> None:
@@ -343,6 +346,10 @@ class Unit:
             registration.follow_requires_grad()
             self.arrivals.hook(self.params)
         registration.show_fulls()
+        for param in self.annotated:
+            assert param.annotations is not None
+            assert param.full is not None
+            param.annotations.restore(param.full)
 
     def join_all_gather(self, *, is_wanted: bool) -> None:
         """Take part in the all-gather, whatever the unit's state is: some rank needs it."""
@@ -534,11 +541,16 @@ _NO_CONTEXT = nullcontext()
 
 
 def _outside_modes() -> AbstractContextManager[object]:
-    """Leave inference mode, whose tensors could not be trained with later, and functorch."""
-    is_inference = torch.is_inference_mode_enabled()
-    if not is_inference and current_transform() is None:
+    """Leave inference mode, whose tensors could not be trained with later, and functorch.
+
+    And let `spmd_types` check the types of nothing that is done here.
+    """
+    is_inference, checks_types = torch.is_inference_mode_enabled(), is_checked()
+    if not is_inference and not checks_types and current_transform() is None:
         return _NO_CONTEXT
     stack = ExitStack()
+    if checks_types:
+        stack.enter_context(unchecked())
     stack.enter_context(outside_transforms())
     stack.enter_context(torch.inference_mode(False))
     return stack
