@@ -19,7 +19,7 @@ TESTS ?= tests
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo test test-all test-clients check bench clean
+.PHONY: env demo test test-all test-hosts test-clients check bench clean
 
 env: $(STAMP)
 
@@ -45,6 +45,11 @@ test: $(STAMP)
 # Also what takes minutes: every program of tests/divergence.py. `TESTS` as above.
 test-all: $(STAMP)
 	$(BIN)/python -m pytest --exhaustive --numprocesses $(WORKERS) --dist worksteal $(TESTS)
+
+# Everything that happens between hosts, which are namespaces of this machine (as root): faults,
+# benchmarks in a small form, and Slurm, where it is installed (Debian: slurm-wlm and munge).
+test-hosts: $(STAMP)
+	$(BIN)/python -m pytest --exhaustive --numprocesses 2 --dist worksteal tests/hosts
 
 # Frameworks on fullshard beside torch's FSDP, in an environment of its own. A file starts its
 # programs once, so the tests of a file stay together.

@@ -63,6 +63,7 @@ TITLES = {
     "plan_times": "All settings that a plan chooses from, on a CPU",
     "faults": "A rank that fails, on gloo",
     "faults_nccl": "A rank that fails, on NCCL",
+    "host_faults": "A rank, a host or a link that fails, of two hosts",
     "faults_store": "Load of the watchers on the store",
     "divergence": "Ranks that run different programs",
     "soak": "A run with a hundred faults",

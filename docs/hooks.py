@@ -1,15 +1,19 @@
-"""Adds files from outside docs/ to the site: root pages, results of benchmarks and examples.
+"""Adds pages to the site: root pages, results of benchmarks, examples, and public names.
 
 Links to these files are written for readers of the source; the hooks turn them into links to pages.
 """
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "src")]
+import reference_index  # noqa: E402 (a module beside this one)
+
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}
 ROOT_PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 RESULTS = "benchmarks/results/README.md"
@@ -27,10 +31,14 @@ def on_files(files: Files, config: Any) -> Files:
         language = LANGUAGES[path.suffix]
         text = f"# {path.name}\n\n```{language}\n{path.read_text()}```\n"
         files.append(File.generated(config, f"examples/{path.stem}.md", content=text))
+    for name, text in reference_index.pages().items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri == reference_index.PAGE.name:
+        markdown = reference_index.with_signatures(markdown)
     for name in ROOT_PAGES:
         markdown = markdown.replace(f"](../{name})", f"]({name.lower()})")
     markdown = markdown.replace(f"](../{RESULTS}", "](results.md")

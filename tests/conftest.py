@@ -9,6 +9,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
+from tests.hosts import slurm
 from tests.support.hosts import reason_not_here
 
 # Tests run side by side, so every process gets one thread. torch reads this when it is imported.
@@ -91,7 +92,9 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if reason := reason_not_here():
-        terminalreporter.write_line(f"tests/hosts was left out: {reason}")
+        terminalreporter.write_line(f"tests on several hosts were left out: {reason}")
+    elif terminalreporter.config.getoption("--exhaustive") and (reason := slurm.reason_not_here()):
+        terminalreporter.write_line(f"tests/hosts/test_slurm.py was left out: {reason}")
     if _forbidden_skips:
         terminalreporter.section("tests that did not run", red=True)
         for line in _forbidden_skips:

@@ -8,17 +8,23 @@ of a page and not when the page is rendered:
     model = ...
     -->
     <!-- test: output -->       what the Python block before it prints
+    <!-- test: output of 3 ranks -->    what the same program prints then, on that many ranks
     <!-- test: tests -->        a file of tests, which must pass
     <!-- test: shown -->        text that nobody types, such as a message or a tree of files
+
+A `diff` is two programs: with the lines that it removes, if what they import is installed, and with
+those that it adds.
 """
 
+import ast
 import contextlib
+import importlib.util
 import io
 import os
 import re
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fullshard.testing import Rank
@@ -68,6 +74,8 @@ class Program:
     where: str
     source: str
     output: str | None
+    later_outputs: tuple[tuple[int, str], ...] = ()
+    """Numbers of ranks on which the program runs again in its folder, with what it prints."""
 
     @property
     def starts_its_own_ranks(self) -> bool:
@@ -89,10 +97,37 @@ def programs_of(blocks: list[Block]) -> list[Program]:
                     found.insert(-1, before)
             else:
                 found.append(Program(block.where, source, None))
+        elif block.language == "diff":
+            found += [Program(block.where, source, None) for source in sides_of(block)]
         elif block.kind == "output":
             last = found.pop()
-            found.append(Program(last.where, last.source, block.text))
+            if again := re.fullmatch(r"of (\d+) ranks", block.given.strip()):
+                later = (*last.later_outputs, (int(again[1]), block.text))
+                found.append(replace(last, later_outputs=later))
+            else:
+                found.append(replace(last, output=block.text))
     return found
+
+
+def sides_of(block: Block) -> list[str]:
+    """The programs before a diff, unless it imports what is not installed, and after it."""
+    lines = block.text.splitlines(keepends=True)
+    before, after = (
+        "".join(line[1:] or "\n" for line in lines if line[0] in kept) for kept in (" -\n", " +\n")
+    )
+    imported = [
+        name
+        for node in ast.walk(ast.parse(before))
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [each.name for each in getattr(node, "names", ())]
+            if isinstance(node, ast.Import)
+            else []
+        )
+    ]
+    is_installed = all(importlib.util.find_spec(name.partition(".")[0]) for name in imported)
+    return [before, after] if is_installed else [after]
 
 
 SEPARATOR = "---- the next block ----"

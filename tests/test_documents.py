@@ -9,19 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import reference_index
 from click import ClickException, Command, Context, Group
 
 import fullshard
-import fullshard.facts
-import fullshard.optim
-import fullshard.plan
-import fullshard.ranks
-import fullshard.resilience
-import fullshard.state
-import fullshard.testing
-import fullshard.trace
-import fullshard.wrap
-import fullshard_train.report
 from fullshard.cli.commands import fullshard as command
 from fullshard.testing import pool
 from fullshard_train.config_file import read_config
@@ -32,7 +23,7 @@ from tests.programs import printed_by_ranks
 BLOCKS = [
     block for path in PAGES for block in blocks_of(str(path.relative_to(ROOT)), path.read_text())
 ]
-LANGUAGES = {"python", "bash", "toml", "text"}
+LANGUAGES = {"python", "diff", "bash", "toml", "text"}
 
 
 def pages_programs() -> list[Program]:
@@ -73,6 +64,8 @@ def test_a_program_on_a_page_runs_and_prints_what_the_page_shows(program, tmp_pa
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.chdir(tmp_path)
         printed = [printed_by_ranks(file, 2).strip()]
+        for num_ranks, output in program.later_outputs:
+            assert printed_by_ranks(file, num_ranks).strip() == output.strip()
     else:
         arguments = (program.source, program.where, str(tmp_path))
         printed = pool(2).run(run_on_rank, *arguments)
@@ -225,11 +218,10 @@ def parse_as_click(group: Command, arguments: list[str]) -> None:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """The anchors that a link to a page may have: its headings, and entries of a reference page."""
+    """The anchors that a link to a page may have: those of its headings."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
-    return slugs | set(re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE))
+    return {reference_index.slug(heading) for heading in headings}
 
 
 def links_of(path: Path) -> list[str]:
@@ -251,51 +243,12 @@ def test_links_lead_to_files_and_headings_and_code_is_fenced():
         assert re.findall(r"\n\n    \S.*", text) == [], path
 
 
-PUBLIC = {
-    module.__name__: module.__all__
-    for module in (
-        fullshard,
-        fullshard_train.report,
-        fullshard.facts,
-        fullshard.plan,
-        fullshard.ranks,
-        fullshard.resilience,
-        fullshard.state,
-        fullshard.testing,
-        fullshard.optim,
-        fullshard.trace,
-        fullshard.wrap,
-    )
-}
-INDEX = ROOT / "docs" / "keyword_index.md"
-
-
-def index_rows() -> dict[str, tuple[str, str]]:
-    """Module and name -> the cell that says where it is explained, and that of its reference."""
-    pattern = r"^\| `([\w.]+)` \| (\[.*?) \| (\[.*?) \|$"
-    rows = re.findall(pattern, INDEX.read_text(), flags=re.MULTILINE)
-    return {name: (explained, reference) for name, explained, reference in rows}
-
-
-def test_the_keyword_index_has_every_public_name_and_pages_that_explain_it():
-    rows = index_rows()
-    assert set(rows) == {
-        name if module == "fullshard" else f"{module}.{name}"
-        for module, names in PUBLIC.items()
-        for name in names
-    }
-    for name, (explained, reference) in rows.items():
-        bare = name.rpartition(".")[2]
-        page, _, anchor = links_in(explained)[0].partition("#")
-        assert anchor, name
-        section = section_of((INDEX.parent / page).read_text(), anchor)
-        assert re.search(rf"\b{re.escape(bare)}\b", section), f"{name}: {page}#{anchor}"
-        assert links_in(reference)[0].endswith(f".{bare}"), name
+def test_the_reference_is_what_its_generator_writes():
+    assert reference_index.PAGE.read_text() == reference_index.index()
+    assert set(fullshard.__all__) <= names_of_the_reference()
 
 
 def test_the_reference_has_every_name_of_the_library_that_the_application_uses():
-    pages = [path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")]
-    entries = re.findall(r"^::: [\w.]+?(\w+)$", "\n".join(pages), flags=re.MULTILINE)
     used = {
         target.rpartition(".")[2]
         for path in (structure.SOURCE / structure.APPLICATION).rglob("*.py")
@@ -303,28 +256,12 @@ def test_the_reference_has_every_name_of_the_library_that_the_application_uses()
         if not structure.is_of_application(target)
     }
     assert len(used) > 50
-    assert used - {*entries, "__version__"} == set()
+    assert used - {*names_of_the_reference(), "__version__"} == set()
 
 
-def links_in(cell: str) -> list[str]:
-    return re.findall(r"\]\(([^)\s]+)\)", cell)
-
-
-def section_of(text: str, anchor: str) -> str:
-    """A heading with what follows it, to the next heading of its level or above."""
-    fences = re.compile(r"^```.*?^```$", flags=re.MULTILINE | re.DOTALL)
-    text = fences.sub(lambda fence: fence[0].replace("\n#", "\n"), text)  # comments, not headings
-    parts = re.split(r"^(#+) (.*)$", text, flags=re.MULTILINE)
-    found, level = "", 0
-    for marks, heading, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        slug = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
-        if level and len(marks) <= level:
-            break
-        if slug == anchor:
-            level = len(marks)
-        if level:
-            found += heading + body
-    return found
+def names_of_the_reference() -> set[str]:
+    found = [e.identifier for s in reference_index.SECTIONS for e in reference_index.entries(s)]
+    return {identifier.rpartition(".")[2] for identifier in found}
 
 
 # Messages

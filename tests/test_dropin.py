@@ -37,7 +37,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 dist.init_process_group("gloo")
 # Ranks have told each other that they run on fullshard.
-assert dist.distributed_c10d._get_default_store().check(["fullshard/dropin/0"])
+store = dist.distributed_c10d._get_default_store()
+assert store.check([f"fullshard/dropin/{dist.get_rank()}"])
 def wrap(model):
     return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
 

@@ -640,7 +640,9 @@ def replaced_data(sides: Sides, action: Action) -> None:
     if is_refused:
         # They are unsharded now. If nothing is trained, the next forward refuses them.
         backward = losses[1].backward if losses[1].requires_grad else partial(sides.losses, 0)
-        with pytest.raises(MisuseError, match="between forward and backward"):
+        with pytest.raises(
+            MisuseError, match="changing the parameters between forward and backward"
+        ):
             backward()
         sides.zero_grad()
     else:

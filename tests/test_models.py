@@ -377,7 +377,7 @@ def test_a_sample_depends_on_its_seed_and_ends_where_it_should() -> None:
     assert found != drawn(architecture, model, top_k=0, seed=4)
     end = found[10]
     assert drawn(architecture, model, top_k=0, end=end) == found[: found.index(end)]
-    assert drawn(architecture, model, 0) == []
+    assert drawn(architecture, model, 0) == drawn(architecture, model, within_s=0.0) == []
 
 
 def test_a_sample_without_a_prompt_begins_a_document() -> None:

@@ -132,7 +132,7 @@ def test_freed_addresses_are_given_out_again_on_their_stream_only():
 
 def test_streams_wait_for_events_and_not_for_each_other():
     profile = replace(H100, launch_s=1.0)
-    simulator = Simulator(profile, Fabric(profile, 8, 50.0), is_offloaded=False)
+    simulator = Simulator(profile, Fabric(profile, 8), is_offloaded=False)
     device = simulator.device
     streams = device.make_streams()
     simulator.run(10.0)  # issued after 1 s
@@ -165,7 +165,7 @@ def test_a_link_sends_one_message_at_a_time_each_as_soon_as_it_is_free(
 
 def test_collectives_take_the_slower_of_links_and_network():
     profile = replace(H100, latency_s=0.0, hop_s=0.0, link_efficiency=1.0)
-    fabric = Fabric(profile, ranks_per_host=8, network_gbs=50.0)
+    fabric = Fabric(profile, ranks_per_host=8)
     assert fabric.shape(range(32)) == (4, 8)
     assert fabric.shape(range(0, 32, 8)) == (4, 1)
     inside = fabric.seconds_of(10**9, 1, 8)
@@ -174,6 +174,10 @@ def test_collectives_take_the_slower_of_links_and_network():
     assert across == pytest.approx(max(31 / 32 / profile.link_gbs, 3 / 4 / 8 / 50))
     assert fabric.seconds_of(10**9, 4, 1) == pytest.approx(3 / 4 / 50)
     assert fabric.seconds_of(10**9, 1, 1) == 0
+    # Ranks of a host that share an adapter: all groups of a step send at once.
+    shared = Fabric(replace(profile, network_gbs=1.0, adapters_per_host=1), ranks_per_host=8)
+    assert shared.seconds_of(10**9, 4, 8) == pytest.approx(3 / 4)
+    assert shared.seconds_of(10**9, 4, 1) == pytest.approx(3 / 4 * 8)
 
 
 # Steps
@@ -453,7 +457,8 @@ def test_resharding_to_a_host_and_deeper_prefetch_are_chosen_where_they_are_fast
     given = {("optimizer", "batch"), ("optimizer", "accumulate"), ("sharding", "mesh")}
     given |= {("sharding", "strategy"), ("sharding", "activation_checkpointing")}
     # A slow network, which gathers for backward need not cross.
-    hosts = Machine(profile=CPU, ranks_per_host=4, num_hosts=2, network_gbs=0.005)
+    network = replace(CPU, network_gbs=0.02)  # one adapter for four ranks
+    hosts = Machine(profile=network, ranks_per_host=4, num_hosts=2)
     best, *others = choose_settings(config, architecture, hosts, 1 << 40, given)
     assert best.config.sharding.reshard_to == 4
     assert "--reshard-to 4" in best.flags
@@ -568,7 +573,11 @@ def test_sizes_and_machines_are_read():
     assert bytes_of("70GiB") == 70 << 30
     assert bytes_of("1.5 MiB") == 3 << 19
     machine = machine_of("8xh200", 4, "400Gb/s", None)
-    assert (machine.num_ranks, machine.network_gbs, machine.profile.name) == (32, 50.0, "H200")
+    assert (machine.num_ranks, machine.profile.network_gbs, machine.profile.name) == (
+        32,
+        50.0,
+        "H200",
+    )
     with pytest.raises(FullshardError):
         machine_of("0xH100", 1, "400Gb", None)
 

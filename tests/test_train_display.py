@@ -64,6 +64,8 @@ def test_facts_of_a_step_are_one_line():
     known = replace(metrics(1), tflops=0.1234)
     assert step_line(known) == f"{line}  0.12 TFLOP/s"
     assert step_line(replace(known, mfu=0.412)) == f"{line}  MFU 41%"
+    late = replace(metrics(1), slowest="rank 3 (host1)", slowest_s=0.1)
+    assert step_line(late) == f"{line}  20% waiting for rank 3 (host1)"
 
 
 @pytest.mark.parametrize(

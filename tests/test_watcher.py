@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -27,6 +29,7 @@ from fullshard.comm import guard
 from fullshard.errors import DisagreementError
 from fullshard.ranks import RankGroup
 from fullshard.resilience import watcher
+from fullshard.resilience.links import Links, Peer
 from fullshard.resilience.places import (
     Place,
     are_deadlocked,
@@ -386,6 +389,40 @@ def test_what_the_places_of_all_ranks_say() -> None:
     saving = replace(waits(FORWARD, 90), doing="save")
     assert not are_deadlocked([saving, replace(saving, waited_s=70)], 60)
     assert are_deadlocked([saving, waits(FORWARD, 70)], 60)
+
+
+class Heard:
+    """Takes in what links tell."""
+
+    def __init__(self) -> None:
+        self.news: queue.Queue[dict[str, object]] = queue.Queue()
+
+    def on_news(self, rank: int, news: dict[str, object]) -> None:
+        self.news.put(news)
+
+
+def test_news_reaches_the_others_after_a_rank_has_said_goodbye() -> None:
+    links = [Links(rank, "127.0.0.1", 1) for rank in range(3)]
+    heard = [Heard() for _ in links]
+    peers = {
+        each.rank: Peer(
+            each.rank, f"machine{each.rank}", "host", each.address, each.port, each.token
+        )
+        for each in links
+    }
+    for each, listener in zip(links, heard, strict=True):
+        each.start(peers, listener)
+    links[1].tell(said="first")
+    assert [heard[rank].news.get(timeout=60) for rank in (0, 2)] == [{"said": "first"}] * 2
+    links[1].close()
+    left = threading.Event()
+    while (place := links[0].place_of(1)) is None or place.ended != LEFT.ended:
+        left.wait(0.01)
+    for said in ("second", "third"):
+        links[0].tell(said=said)
+        assert heard[2].news.get(timeout=60) == {"said": said}
+    for each in (links[0], links[2]):
+        each.close()
 
 
 def test_the_table_of_a_run_is_printed_from_outside(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.comm import redirected
-from fullshard.framework_attributes import lazy_init, module_state_of, wrapper_state_of
+from fullshard.compat.framework_attributes import lazy_init, module_state_of, wrapper_state_of
 
 _OURS = {
     "torch.distributed.fsdp": "fullshard",

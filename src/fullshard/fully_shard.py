@@ -30,8 +30,8 @@ from fullshard.comm.allocating import (
     SymmetricAllGather,
 )
 from fullshard.comm.mesh import current_device, default_mesh, mesh_info_of
+from fullshard.compat.framework_attributes import FSDPState, state_of
 from fullshard.errors import ConfigError, LifecycleError, MisuseError
-from fullshard.framework_attributes import FSDPState, state_of
 from fullshard.optim.by_unit import watch_optimizers
 from fullshard.runtime.build import build_hooks, reshard_of, share
 from fullshard.runtime.hooks import (

@@ -28,9 +28,14 @@ from fullshard.api import (
     own_value,
 )
 from fullshard.comm.mesh import MeshInfo, current_device, mesh_info_for_strategy
+from fullshard.compat.framework_attributes import (
+    TrainingState,
+    WrapperAttributes,
+    training_state_of,
+)
+from fullshard.compat.torch_helpers import follow_import
 from fullshard.device import has_no_memory
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, MisuseError
-from fullshard.framework_attributes import TrainingState, WrapperAttributes, training_state_of
 from fullshard.fully_shard import settings_scope
 from fullshard.optim.clip import Groups, clip_grads
 from fullshard.runtime.build import build_hooks, join, managed_modules
@@ -47,7 +52,6 @@ from fullshard.runtime.sharded_module import ShardedModule
 from fullshard.runtime.trees import map_tensors
 from fullshard.state import module_state, optim_state, summon
 from fullshard.state.shards import wrappers_of
-from fullshard.torch_helpers import follow_import
 from fullshard.unit.flat_param import FlatParameter, FlatSlice, ParamForm
 from fullshard.unit.grad_lane import require_no_wire_dtype
 from fullshard.unit.settings import UnitSettings

@@ -40,8 +40,15 @@ _groups: WeakKeyDictionary[object, tuple[dist.ProcessGroup, dist.ProcessGroup]] 
 )
 
 
-def init_process_group(backend: str, **more: Any) -> None:
+# Other ranks may need the store of this process after its group was destroyed.
+_stores: dict[str, Any] = {}
+
+
+def init_process_group(backend: str, *, prefix: str = "default_pg", **more: Any) -> None:
     """Like torch's, with the variables that a launcher sets, if hosts can reach each other.
+
+    A program that makes a default group, destroys it and makes another gives each a `prefix` for
+    what its ranks write into their store, so that no rank reads what the other group left there.
 
     Raises a `TopologyError` on all ranks if `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` names an
     interface that a host does not have, or if gloo would take an address that other hosts cannot
@@ -53,8 +60,8 @@ def init_process_group(backend: str, **more: Any) -> None:
     on_gpus = "nccl" in backend
     if size > 1 and ("gloo" in backend or on_gpus):
         require_interfaces(store, rank, size, on_gpus=on_gpus, timeout=timeout)
-    # As torch names it, so that the store may have keys of others.
-    store = PrefixStore("default_pg", store)
+    _stores[prefix] = store
+    store = PrefixStore(prefix, store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **more)
 
 

@@ -105,6 +105,8 @@ def step_line(metrics: StepMetrics) -> str:
     exposed = "captured" if math.isnan(share) else f"exposed {share:.0%}"
     speed = f"{metrics.tflops:.2g} TFLOP/s" if math.isnan(metrics.mfu) else f"MFU {metrics.mfu:.0%}"
     exposed += "" if math.isnan(metrics.tflops) else f"  {speed}"
+    if metrics.slowest:
+        exposed += f"  {metrics.slowest_s / metrics.step_s:.0%} waiting for {metrics.slowest}"
     return (
         f"loss {metrics.loss:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  "
         f"{metrics.step_s:.2f} s/step  {metrics.memory_bytes / 2**30:.2f} GiB  {exposed}"

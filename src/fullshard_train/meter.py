@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fullshard.processes import machine_id
+from fullshard.ranks import RankGroup
 from fullshard.trace import StepTime, StepTimes
 from fullshard_train.config import TrainConfig
 from fullshard_train.flops import peak_tflops, step_tflop
 from fullshard_train.models.architecture import Architecture
 from fullshard_train.report.record import StepMetrics
+from fullshard_train.slowest import slowest_ranks
 from fullshard_train.world import World
+
+# A rank is named if the others wait for it for this share of a step, in the mean of some steps.
+_WORTH_NAMING = 0.1
+_NUM_RECENT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,9 @@ class Meter:
 
     def __init__(self, world: World, config: TrainConfig, architecture: Architecture) -> None:
         self._world = world
+        self._ranks = RankGroup.world()
+        self._hosts = self._ranks.all_gather(machine_id())
+        self._waits: deque[Sequence[float]] = deque(maxlen=_NUM_RECENT)
         self._step_tflop = step_tflop(config, architecture) if world.is_first else math.nan
         self._peak_tflops = peak_tflops(config, world.device)
         self.times = StepTimes(world.device)
@@ -69,6 +80,7 @@ class Meter:
         losses, norms, steps_s, waits_s, memory, hosts_s, must_stop = columns
         self.host_share = max(hosts_s) / max(steps_s)
         tflops = self._step_tflop / max(steps_s)
+        slowest, slowest_s = self._slowest(waits_s, max(steps_s))
         metrics = StepMetrics(
             **pending.facts,
             loss=sum(losses) / len(losses),
@@ -78,8 +90,19 @@ class Meter:
             memory_bytes=int(max(memory)),
             tflops=tflops,
             mfu=tflops / self._peak_tflops,
+            slowest=slowest,
+            slowest_s=slowest_s,
         )
         return metrics, any(must_stop)
+
+    def _slowest(self, waits_s: Sequence[float], step_s: float) -> tuple[str, float]:
+        """The ranks that the others have waited for in the last steps, and how long in each."""
+        self._waits.append(waits_s)
+        means = [sum(of_rank) / len(self._waits) for of_rank in zip(*self._waits, strict=True)]
+        found = slowest_ranks(means, self._hosts)
+        if found is None or not found.cost_s > _WORTH_NAMING * step_s:
+            return "", math.nan
+        return self._ranks.named(found.ranks), found.cost_s
 
     def restart(self) -> None:
         """Exclude the time since the last step from the next one."""

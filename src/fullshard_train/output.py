@@ -222,7 +222,8 @@ class MetricsLog:
 
     def add(self, metrics: StepMetrics) -> None:
         values = dataclasses.asdict(metrics).items()
-        line = {name: None if value != value else value for name, value in values if value != ()}
+        said = [(name, value) for name, value in values if value not in ((), "")]
+        line = {name: None if value != value else value for name, value in said}
         self._file.write(json.dumps(line) + "\n")  # JSON has no NaN
         self._file.flush()
         self.last_step = metrics.step

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.doctor import available_bytes
+from fullshard.doctor import NetworkSpeeds, available_bytes
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.formatting import readable
 from fullshard.plan import Job, Kind, Machine, StepPlan, known_profile, profile_named, simulate
@@ -410,17 +410,26 @@ def _candidate(config: TrainConfig, architecture: Architecture, machine: Machine
 # Runs of this machine
 
 
-def this_machine(device_type: str, num_ranks: int, num_local_ranks: int) -> Machine:
+def this_machine(
+    device_type: str, num_ranks: int, num_local_ranks: int, network: NetworkSpeeds | None = None
+) -> Machine:
     """Return the devices of a run on machines like this one."""
     profile = profile_named("CPU")
     if device_type == "cuda":
         name = torch.cuda.get_device_name()
         profile = known_profile(name) or replace(profile_named("H100"), name=name)
+    if network is not None:
+        profile = network.of_profile(profile)
     num_hosts = num_ranks // num_local_ranks if num_ranks % num_local_ranks == 0 else 1
     return Machine(profile=profile, ranks_per_host=num_ranks // num_hosts, num_hosts=num_hosts)
 
 
-def predicted(config: TrainConfig, num_ranks: int, num_local_ranks: int) -> dict[str, Any]:
+def predicted(
+    config: TrainConfig,
+    num_ranks: int,
+    num_local_ranks: int,
+    network: NetworkSpeeds | None = None,
+) -> dict[str, Any]:
     """Return the predicted time and memory of a step, for the report and for errors.
 
     Returns an empty dict if the model cannot be simulated.
@@ -429,7 +438,7 @@ def predicted(config: TrainConfig, num_ranks: int, num_local_ranks: int) -> dict
         ConfigError: If the run does not fit; the message lists changes that would make it fit.
     """
     device_type = best_device(config.run.device)
-    machine = this_machine(device_type, num_ranks, num_local_ranks)
+    machine = this_machine(device_type, num_ranks, num_local_ranks, network)
     capacity = capacity_of(torch.device(device_type), num_local_ranks)
     architecture = architecture_for(config.model)
     try:

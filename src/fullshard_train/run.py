@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fullshard import RankFailedError
 from fullshard.cli import wants_tracebacks
-from fullshard.doctor import environment
+from fullshard.doctor import environment, measure_network
 from fullshard.errors import CheckpointError, FullshardError, OtherRankError, TopologyError
 from fullshard.processes import machine_id, start_of
 from fullshard.ranks import RankGroup
@@ -55,6 +55,7 @@ from fullshard_train.world import World, joined, leave
 STOPPED = 130
 INVALID = 2
 FAILED = 1
+_SAMPLE_S = 60.0
 _SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -308,6 +309,7 @@ class Run:
             seed=run.seed,
             end=tokenizer.end,
             device=self._world.device,
+            within_s=_SAMPLE_S,
         )
         return tokenizer.decode([*prompt, *tokens])
 
@@ -333,16 +335,7 @@ def run_rank(config: TrainConfig) -> int:
         if status is not None:
             status.report_ready()
         try:
-            refusal = None
-            if status is None and os.environ.get("LOCAL_RANK", "0") == "0":
-                # The other ranks wait for this one in `joined`; other hosts hear of an error there.
-                size, local_size = (int(os.environ.get(name, "1")) for name in _SIZES)
-                try:
-                    os.environ[PREDICTED] = json.dumps(predicted(config, size, local_size))
-                except (FullshardError, OSError) as error:
-                    if size == local_size:
-                        raise
-                    refusal = error
+            refusal = _predict(config) if status is None else None
             with joined(config.run.device) as world:
                 RankGroup.world().run("train", lambda: _raise(refusal))
                 is_done = Run(config, world).run(stop)
@@ -356,6 +349,26 @@ def run_rank(config: TrainConfig) -> int:
             status.report_stopped()
         return 0
     return 0 if is_done else STOPPED
+
+
+def _predict(config: TrainConfig) -> Exception | None:
+    """Predict a step on the first rank of each host, and return why the run cannot be.
+
+    The other ranks wait in `joined`, where other hosts hear of the reason, too.
+    """
+    size, local_size = (int(os.environ.get(name, "1")) for name in _SIZES)
+    network = None
+    if size > local_size:
+        with joined(config.run.device, "fullshard/network") as world:
+            network = measure_network(world.device)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            os.environ[PREDICTED] = json.dumps(predicted(config, size, local_size, network))
+        except (FullshardError, OSError) as error:
+            if size == local_size:
+                raise
+            return error
+    return None
 
 
 def _raise(error: Exception | None) -> None:

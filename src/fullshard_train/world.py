@@ -60,8 +60,11 @@ def require_devices(device_type: str, num_local_ranks: int) -> None:
 
 
 @contextmanager
-def joined(asked_device: str) -> Iterator[World]:
-    """Initialize the process group of the launcher that started this process."""
+def joined(asked_device: str, prefix: str = "default_pg") -> Iterator[World]:
+    """Initialize the process group of the launcher that started this process.
+
+    One that is made for a while before the run's has another prefix.
+    """
     device_type = best_device(asked_device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -74,7 +77,7 @@ def joined(asked_device: str) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     # After a failed collective torch would end the process, before it can say which rank failed.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    init_process_group(backend, device_id=device if device_type == "cuda" else None)
+    init_process_group(backend, prefix=prefix, device_id=device if device_type == "cuda" else None)
     yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
     # Skipped after an error: the rank exits, and must not wait for ranks that wait for it.
     dist.destroy_process_group()

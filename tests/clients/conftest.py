@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from tests.clients.clients import Run, run
+from tests.support.hosts import reason_not_here
 
 collect_ignore_glob = [] if find_spec("torchtitan") else ["test_*.py"]
 collect_ignore = [] if torch.cuda.is_available() else ["test_torchtitan_trainer.py"]
+if reason_not_here():  # Ray's nodes are hosts
+    collect_ignore.append("test_ray.py")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.hosts import fault_ranks
 from tests.support.hosts import Hosts
 
 _POLL_S = 0.02
-_START_S = 40.0
+_START_S = 120.0
 _STEPS_BEFORE = 40  # so that all ranks know each other before something fails
 
 

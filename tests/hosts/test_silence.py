@@ -34,12 +34,12 @@ def require_told(found: dict[int, Ending], said: str, within_s: float = WITHIN_S
         assert ending.ended_s < ending.raised_s + WITHIN_S, ending
 
 
-def require_one_message(trained: Round, ranks: list[int]) -> None:
-    """Each rank says once what has happened, and c10d prints no traces."""
+def require_one_message(trained: Round, ranks: list[int], num_traces: int = 0) -> None:
+    """Each rank says once what has happened, and c10d prints no more traces than this."""
     for rank in ranks:
         log = trained.log(rank)
         assert log.count("all ranks must go on together") == 1, log
-        assert "Exception raised from" not in log
+        assert log.count("Exception raised from") <= num_traces, log
 
 
 def test_a_killed_rank_is_named_on_other_hosts_with_its_place(rounds: Rounds) -> None:
@@ -56,7 +56,9 @@ def test_the_rank_that_has_the_store_is_named_when_it_is_killed(rounds: Rounds) 
         trained.send(0, signal.SIGKILL)
         found = trained.ends([1, 2, 3], 60)
         require_told(found, "rank 0 (host0): all ranks must go on together, found it at step ")
-        require_one_message(trained, [1, 2, 3])
+        assert all("found it at step 0, " not in ending.text for ending in found.values())
+        # A rank may be asking the store when that ends.
+        require_one_message(trained, [1, 2, 3], num_traces=1)
 
 
 def test_a_stopped_rank_is_named_on_other_hosts(rounds: Rounds) -> None:

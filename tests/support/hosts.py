@@ -130,7 +130,12 @@ class Hosts:
         """End a host as a power failure does: no process says goodbye, and no kernel answers."""
         self.cut(host)
         self._kill(host)
+        _ip("-n", self._switch, "link", "del", f"p{host}", check=False)
         _ip("netns", "del", self._namespace(host), check=False)
+
+    def back(self, host: int) -> None:
+        """Bring back a host that was lost: its kernel answers, and nothing runs on it."""
+        self._connect(host)
 
     def _connect(self, host: int) -> None:
         name, port, switch = self._namespace(host), f"p{host}", self._switch
@@ -151,6 +156,7 @@ class Hosts:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self._processes[host].clear()
 
     @property
     def _switch(self) -> str:

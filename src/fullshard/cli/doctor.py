@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +13,13 @@ import click
 
 from fullshard.console import say, say_facts, say_table
 from fullshard.errors import ConfigError, TopologyError
-from fullshard.formatting import counted, readable
+from fullshard.formatting import counted, listed, readable
 
 if TYPE_CHECKING:
     from fullshard.doctor.bandwidth import Speeds
     from fullshard.doctor.findings import Finding
     from fullshard.doctor.machine import MachineFacts
+    from fullshard.plan import DeviceProfile
 
 
 @click.command(short_help="Show facts, speeds and problems of this machine.")
@@ -38,6 +41,7 @@ def doctor(quick: bool, profile: Path | None, attach: str | None) -> None:
     """Show the devices and limits of this machine, measure its speed and list its problems.
 
     Speeds are measured on real ranks, one per GPU or two on the CPU, which takes a few seconds.
+    Under torchrun, the ranks that it has started measure: those of each host, and between hosts.
 
     Exit status: 0 no serious problem, 1 runs will fail, or may at any time.
     """
@@ -49,25 +53,79 @@ def doctor(quick: bool, profile: Path | None, attach: str | None) -> None:
     from fullshard.doctor.machine import gather_facts
 
     facts = gather_facts()
-    say_facts(_lines(facts))
     found = findings(facts)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _look_at_launch(facts, found, profile)
+        return
+    say_facts(_lines(facts))
     if not quick:
         from fullshard.doctor.bandwidth import measure_speeds
+        from fullshard.doctor.profile import measured_profile
 
         say("")
         try:
             speeds = measure_speeds(len(facts.gpus))
             _say_speeds(speeds)
             if profile is not None:
-                _write_profile(facts, speeds, profile)
+                _write_profile(measured_profile(facts, speeds), profile)
         except TopologyError as error:
             say(f"no speeds: {error}")
             remedy = "see the other problems; GLOO_SOCKET_IFNAME=lo keeps gloo on this host"
             found.insert(0, Finding(f"ranks do not work: {error}", remedy, is_serious=True))
     say("")
+    _end_with(found)
+
+
+def _end_with(found: Sequence[Finding]) -> None:
     _say_findings(found)
     if any(finding.is_serious for finding in found):
         raise click.exceptions.Exit(1)
+
+
+def _look_at_launch(facts: MachineFacts, own: Sequence[Finding], profile: Path | None) -> None:
+    """Look at all hosts of a launch; its first rank prints."""
+    import torch
+    import torch.distributed as dist
+
+    from fullshard.doctor.network import measure_launch
+    from fullshard.doctor.profile import measured_profile
+    from fullshard.ranks import init_process_group
+
+    device = torch.device("cpu")
+    if facts.gpus:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    init_process_group("cpu:gloo,cuda:nccl" if facts.gpus else "gloo")
+    found, is_first = measure_launch(device, own), dist.get_rank() == 0
+    dist.destroy_process_group()
+    if not is_first:
+        return
+    say_facts(_lines(facts))
+    say("")
+    rows = [(host.name, listed(map(str, host.ranks)), host.interface) for host in found.hosts]
+    say_table(("host", "ranks", "interface"), rows)
+    _say_speeds(found.speeds)
+    network = found.network
+    if network is not None:
+        is_shared = network.adapters_per_host < network.ranks_per_host
+        adapters = counted(network.adapters_per_host, "adapter")
+        say(
+            f"between hosts: {network.host_gbs:.3g} GB/s into each, {network.rank_gbs:.3g} into "
+            f"one rank alone ({f'ranks share {adapters}' if is_shared else 'an adapter each'}), "
+            f"{network.latency_s * 1e3:.2f} ms for the smallest message"
+        )
+    if profile is not None:
+        made = measured_profile(facts, found.speeds)
+        _write_profile(made if network is None else network.of_profile(made), profile)
+    say("")
+    by_problem: dict[Finding, list[str]] = {}
+    for host in found.hosts:
+        for each in host.findings:
+            by_problem.setdefault(each, []).append(host.name)
+    merged = [
+        replace(each, what=f"{listed(hosts)}: {each.what}") for each, hosts in by_problem.items()
+    ]
+    _end_with(sorted(merged, key=lambda each: not each.is_serious))
 
 
 def _say_places(place: Path) -> None:
@@ -83,6 +141,12 @@ def _say_places(place: Path) -> None:
     say(f"where its ranks were {age_s:.0f} s ago:")
     for line in table(places).splitlines():
         say(line)
+    metrics = place / "metrics.jsonl"
+    last = metrics.read_text().splitlines()[-1:] if metrics.is_file() else []
+    slowest = json.loads(last[0]) if last and last[0].endswith("}") else {}
+    if slowest.get("slowest"):
+        waits = f"{slowest['slowest_s']:.2f} s of the last step's {slowest['step_s']:.2f} s"
+        say(f"the others wait {waits} for {slowest['slowest']}")
 
 
 def _lines(facts: MachineFacts) -> Iterator[tuple[str, str]]:
@@ -138,11 +202,9 @@ def _say_speeds(speeds: Speeds) -> None:
     say(f"each rank, all working: copies {speeds.copy:.1f} GB/s, matmuls {per_s}/s")
 
 
-def _write_profile(facts: MachineFacts, speeds: Speeds, path: Path) -> None:
-    from fullshard.doctor.profile import measured_profile
+def _write_profile(found: DeviceProfile, path: Path) -> None:
     from fullshard.plan import write_profile
 
-    found = measured_profile(facts, speeds)
     if path == Path("-"):
         say_facts((name, str(value)) for name, value in asdict(found).items())
         return

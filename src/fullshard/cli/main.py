@@ -14,6 +14,8 @@ def main() -> None:
     """Run the command, or say what to install if a dependency is missing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun; this is one of its ranks
         end_with_parent(os.getppid())
+    # Otherwise torch prints a stack trace for every connection to a process that has ended.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from fullshard.cli.commands import fullshard
     except ModuleNotFoundError as error:

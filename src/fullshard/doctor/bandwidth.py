@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -89,18 +89,18 @@ def _wait(ranks: list[subprocess.Popen[bytes]], logs: list[Path], until: float) 
             )
 
 
-def _measured(device: torch.device, sizes_mb: list[int]) -> Speeds:
-    """Measure on this rank, while all others do the same."""
-    links = [LinkSpeed(size, *_link(size * 10**6, device)) for size in sizes_mb]
+def measured(device: torch.device, sizes_mb: Sequence[int], group: dist.ProcessGroup) -> Speeds:
+    """Measure on this rank, while all others do the same, and links over one of its groups."""
+    links = [LinkSpeed(size, *_link(size * 10**6, device, group)) for size in sizes_mb]
     source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = _seconds(lambda: target.copy_(source), device)
+    copy_s = median_seconds(lambda: target.copy_(source), device)
     width = _MATMUL_WIDTH[device.type]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     a, b = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
-    matmul_s = _seconds(lambda: a @ b, device)
+    matmul_s = median_seconds(lambda: a @ b, device)
     return Speeds(
-        num_ranks=dist.get_world_size(),
+        num_ranks=group.size(),
         backend=dist.get_backend(),
         links=tuple(links),
         copy=_COPIED_BYTES / copy_s / 1e9,
@@ -108,24 +108,22 @@ def _measured(device: torch.device, sizes_mb: list[int]) -> Speeds:
     )
 
 
-def _link(num_bytes: int, device: torch.device) -> tuple[float, float]:
+def _link(num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:
     """Return GB/s of all-gather and reduce-scatter, with the collectives that training uses."""
-    group = dist.group.WORLD
-    assert group is not None
     collectives = collectives_for(group, device)
     own_numel = num_bytes // 4 // group.size()
     own = torch.zeros(own_numel, device=device)
     full = torch.zeros(own_numel * group.size(), device=device)
     arriving = own_numel * 4 * (group.size() - 1) / 1e9
-    gather_s = _seconds(lambda: collectives.all_gather([full], [own], group).wait(), device)
-    reduce_s = _seconds(
+    gather_s = median_seconds(lambda: collectives.all_gather([full], [own], group).wait(), device)
+    reduce_s = median_seconds(
         lambda: collectives.reduce_scatter([own], [full], group, average=False).wait(), device
     )
     return arriving / gather_s, arriving / reduce_s
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time on the slowest rank."""
+def median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median time on the slowest rank; all ranks of the default group call it."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -157,7 +155,8 @@ def _run_rank(rank: int, folder: Path, num_ranks: int, device_type: str, sizes: 
     backend = "gloo" if device_type == "cpu" else "nccl"
     where = f"file://{folder / 'store'}"
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=num_ranks)
-    speeds = _measured(device, sizes)
+    assert dist.group.WORLD is not None
+    speeds = measured(device, sizes, dist.group.WORLD)
     if rank == 0:
         (folder / "speeds.json").write_text(json.dumps(asdict(speeds)))
     dist.destroy_process_group()

@@ -18,6 +18,8 @@ class DeviceProfile:
     """A device in numbers. Rates are per device: TFLOP/s, and GB/s in one direction.
 
     `link_gbs` connects the devices of a host and `host_gbs` each of them to the host's memory.
+    Between hosts, each of a host's `adapters_per_host` network adapters (0: one for each device)
+    has `network_gbs`, and messages take `network_latency_s` (0: as inside a host).
     Efficiencies are the shares of the peaks that matmuls, attention and memory reach. `kernel_s` is
     what a kernel takes in addition. The host needs `launch_s` to issue an operation, also a view.
     `context_bytes` are what the driver and the libraries take in addition to tensors, `comm_bytes`
@@ -31,6 +33,8 @@ class DeviceProfile:
     memory_gib: float
     link_gbs: float
     host_gbs: float = 25.0
+    network_gbs: float = 50.0
+    adapters_per_host: int = 0
     device_type: str = "cuda"
     matmul_efficiency: float = 0.75
     attention_efficiency: float = 0.38
@@ -38,6 +42,7 @@ class DeviceProfile:
     link_efficiency: float = 0.8
     latency_s: float = 15e-6
     hop_s: float = 0.5e-6
+    network_latency_s: float = 0.0
     kernel_s: float = 3e-6
     launch_s: float = 10e-6
     context_bytes: int = 500 << 20
@@ -101,6 +106,7 @@ CPU = DeviceProfile(
     memory_gbs=9.0,
     memory_gib=16.0,
     link_gbs=5.0,
+    adapters_per_host=1,
     device_type="cpu",
     attention_efficiency=0.3,
     latency_s=100e-6,
@@ -155,4 +161,5 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def write_profile(profile: DeviceProfile, path: Path) -> None:
+    """Write a profile as JSON, for `read_profile`."""
     path.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf-8")

@@ -147,10 +147,9 @@ class SimulatedCollectives(Collectives):
 class Fabric:
     """How long collectives take: rings over the links of a host, and over the network of hosts."""
 
-    def __init__(self, profile: DeviceProfile, ranks_per_host: int, network_gbs: float) -> None:
+    def __init__(self, profile: DeviceProfile, ranks_per_host: int) -> None:
         self._profile = profile
         self.ranks_per_host = ranks_per_host
-        self._network_gbs = network_gbs
         self._shapes: dict[Any, tuple[int, int]] = {}
 
     def seconds(self, name: str, num_bytes: int, group: Any) -> float:
@@ -172,11 +171,20 @@ class Fabric:
         if size == 1:
             return 0.0
         share = profile.link_efficiency * 1e9
-        inside = num_bytes * (size - 1) / size if num_local > 1 else 0.0
-        # Every rank of the group on a host has a network adapter of its own.
-        across = num_bytes * (num_hosts - 1) / num_hosts / num_local
-        sending_s = max(inside / (profile.link_gbs * share), across / (self._network_gbs * share))
-        return profile.latency_s + profile.hop_s * (size - 1) + sending_s
+        latency_s = profile.latency_s
+        inside_s = across_s = 0.0
+        if num_local > 1:
+            inside_s = num_bytes * (size - 1) / size / (profile.link_gbs * share)
+        if num_hosts > 1:
+            latency_s = profile.network_latency_s or latency_s
+            # The other ranks of the host use the rest: they take the same step in other groups.
+            adapters = profile.adapters_per_host or self.ranks_per_host
+            rate = profile.network_gbs * share * adapters * num_local / self.ranks_per_host
+            across_s = num_bytes * (num_hosts - 1) / num_hosts / rate
+        # CPU ranks gather from other hosts first and then share it; GPUs do both at once.
+        is_staged = profile.device_type == "cpu"
+        sending_s = inside_s + across_s if is_staged else max(inside_s, across_s)
+        return latency_s + profile.hop_s * (size - 1) + sending_s
 
 
 _Interval = tuple[float, float]

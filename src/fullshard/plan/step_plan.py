@@ -36,12 +36,11 @@ _WHOLE = (torch.optim.Muon, torch.optim.LBFGS, torch.optim.Adafactor)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`num_hosts` of `ranks_per_host` devices each, connected by `network_gbs` GB/s per device."""
+    """`num_hosts` of `ranks_per_host` devices each; the profile has the network between them."""
 
     profile: DeviceProfile
     ranks_per_host: int = 8
     num_hosts: int = 1
-    network_gbs: float = 50.0
 
     @property
     def num_ranks(self) -> int:
@@ -191,7 +190,7 @@ def simulate(
         is_offloaded: Whether tensors in host memory have to be simulated, too.
     """
     profile = machine.profile
-    fabric = Fabric(profile, machine.ranks_per_host, machine.network_gbs)
+    fabric = Fabric(profile, machine.ranks_per_host)
     simulator = Simulator(profile, fabric, is_offloaded=is_offloaded)
     world = _world(machine.num_ranks)
     with _without_collector(), world, simulated(simulator), simulator.running():

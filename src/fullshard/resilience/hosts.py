@@ -37,6 +37,11 @@ class Hosts:
                     found[machine] = min(since, found.get(machine, since))
         return found
 
+    def num_reachable(self) -> int:
+        """How many ranks are on hosts that answer."""
+        silent = self.silent()
+        return sum(peer.machine not in silent for peer in self._peers.values())
+
     def hear(self, rank: int, said: Mapping[str, float]) -> Iterator[str]:
         """Take in what a rank says, and return what is new, in words."""
         before = self.silent()

@@ -25,10 +25,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fullshard.comm.guard import Place
+from fullshard.resilience.places import LEFT
 
 # A kernel probes a silent connection every second, and gives it up after this time.
 _SILENT_S = 4.0
@@ -57,8 +58,8 @@ class Peer:
 class Listener(Protocol):
     """Whom the links tell, from their thread."""
 
-    def on_gone(self, rank: int, place: Place | None) -> None:
-        """The process of a rank is gone; the place is the last one that it sent, if any."""
+    def on_gone(self, rank: int) -> None:
+        """The process of a rank is gone."""
 
     def on_silent(self, rank: int, since: float) -> None:
         """The host of a rank has not answered since; called with each attempt."""
@@ -157,6 +158,7 @@ class _Link:
             self._outgoing += self._links.all_news()
         elif line == _GOODBYE:
             self.is_over = True
+            self.place = replace(self.place or Place(), ended=LEFT)
             self.close()
         elif self.was_up:
             self._gone()  # another process has its port
@@ -179,9 +181,8 @@ class _Link:
         """This attempt, or this connection, has ended."""
         is_attempt, now = not self._is_connected, time.monotonic()
         is_late = is_attempt and now - self._began > _LATE_S
-        self.close()
         self._next = now + (_PERIOD_S if is_attempt else 0 if self.is_up else _PAUSE_S)
-        self.is_up = False
+        self.close()
         if is_late or not self.was_up:
             return
         if error in _UNANSWERED:
@@ -197,14 +198,14 @@ class _Link:
     def _gone(self) -> None:
         self.is_over = True
         self.close()
-        self._links.listener.on_gone(self.peer.rank, self.place)
+        self._links.listener.on_gone(self.peer.rank)
 
     def close(self) -> None:
         if self._reader is not None:
             with suppress(KeyError):
                 self._links.selector.unregister(self._reader.sock)
             self._reader.sock.close()
-            self._reader, self._outgoing = None, b""
+            self._reader, self._outgoing, self.is_up = None, b"", False
 
 
 class Links:
@@ -256,10 +257,19 @@ class Links:
         message = _line({"place": place, "rank": self.rank})
         self._do(lambda: self._say(message))
 
+    def has(self, rank: int) -> bool:
+        """Whether there is a link to a rank."""
+        return rank in self._links
+
+    def place_of(self, rank: int) -> Place | None:
+        """The last place that a rank has sent, if it has."""
+        return self._links[rank].place if rank in self._links else None
+
     def close(self, timeout_s: float = 1.0) -> None:
         """Say goodbye; without it, others take the end of this process for a failure."""
         if self._thread is None:
-            self._listening.close()
+            for each in (self._listening, self._woken, self._waking, self.selector):
+                each.close()
             return
         self._do(self._leave)
         self._thread.join(timeout_s)
@@ -284,6 +294,7 @@ class Links:
                     key.data(events)
         for key in list(self.selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
+        self._waking.close()
         self.selector.close()
 
     def is_silent(self, link: _Link) -> None:

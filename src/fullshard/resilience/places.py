@@ -21,6 +21,7 @@ from fullshard.comm.guard import Place, Watched
 
 # How long ranks wait before they give up one that has left or is stopped.
 SHORT_PATIENCE_S = 3.0
+LEFT = "it has left"
 
 _ASKED_WITHIN_S = 1.5
 _SHOWN_RANKS = 8

@@ -50,6 +50,7 @@ from fullshard.processes import is_stopped, machine_id, start_of
 from fullshard.resilience.hosts import Hosts, clock
 from fullshard.resilience.links import Links, Peer
 from fullshard.resilience.places import (
+    LEFT,
     SHORT_PATIENCE_S,
     OwnPlace,
     are_deadlocked,
@@ -74,7 +75,6 @@ _SHORT_TIMEOUT_S = 2.0  # for what the program waits for
 _SLICE_S = 0.5
 _END_S = 4.0
 _SHOWN_FRAMES = 3
-_LEFT = "it has left"
 
 
 class RankFailedError(FullshardError, dist.DistBackendError):
@@ -155,14 +155,12 @@ class Watcher:
         """Tell others not to wait for this process: it ends, or its process group does."""
         with self._leaving:  # the program must not end while the thread says so
             if not self.own.ended:
-                self.own.ended = _LEFT
-                self._write_soon()
-        deadline = time.monotonic() + SHORT_PATIENCE_S
-        with suppress(Exception):  # this process may host the store
-            while self._has_verdict and time.monotonic() < deadline:
-                if self._num_heard() >= self.size - 1:
-                    break
-                self._stopped.wait(_SLICE_S / 5)
+                self.own.ended = LEFT
+                if self.failure is None:  # otherwise all are told to end
+                    self._write_soon()
+        if self.rank == 0 and self._has_verdict:  # its process may have the store
+            with suppress(Exception):
+                self._wait_until_all_have_heard()
         if self._links is not None:
             self._links.close()
         self._stopped.set()
@@ -194,6 +192,14 @@ class Watcher:
     def _raised(self) -> FullshardError:
         assert self.failure is not None
         return type(self.failure)(str(self.failure))
+
+    def _wait_until_all_have_heard(self) -> None:
+        num_left = self.size - 1  # all but the one that has failed
+        if self._hosts is not None:
+            num_left = min(num_left, self._hosts.num_reachable())
+        deadline = time.monotonic() + SHORT_PATIENCE_S
+        while time.monotonic() < deadline and self._num_heard() < num_left:
+            self._stopped.wait(_SLICE_S / 5)
 
     def _num_heard(self, more: int = 0) -> int:
         """How many ranks have heard of the verdict."""
@@ -315,24 +321,24 @@ class Watcher:
             self._num_stopped[rank] = self._num_stopped.get(rank, 0) + 1 if is_waited_for else 0
             if start_of(pid) != start:
                 del self._neighbours[rank]
-                self.on_gone(rank, None)
+                self.on_gone(rank)
             elif self._num_stopped[rank] > 1:
-                place = self._place_or(rank, Place())
-                self._give_up(rank, replace(place, ended="its process is stopped"))
+                self._give_up(rank, self._last_place_of(rank), "its process is stopped")
 
-    def _place_or(self, rank: int, otherwise: Place) -> Place:
-        """Where a rank is, as far as the store can say."""
-        try:
+    def _last_place_of(self, rank: int) -> Place | None:
+        """Where a rank was, if the store or a link can say."""
+        with suppress(Exception):
             return self._place_of(rank)
-        except Exception:
-            return otherwise
+        return None if self._links is None else self._links.place_of(rank)
 
     # Of the links, in their thread
 
-    def on_gone(self, rank: int, place: Place | None) -> None:
-        found = self._place_or(rank, place or Place())
-        if found.ended != _LEFT:  # otherwise nobody may need it
-            self._give_up(rank, replace(found, ended=found.ended or "its process is gone"))
+    def on_gone(self, rank: int) -> None:
+        place = self._last_place_of(rank)
+        if place is None and self._links is not None and not self._links.has(rank):
+            return  # the store has ended, too: those that the rank had links to know where it was
+        if place is None or place.ended != LEFT:  # otherwise nobody may need it
+            self._give_up(rank, place, "its process is gone")
 
     def on_silent(self, rank: int, since: float) -> None:
         lost_s = time.monotonic() - since
@@ -400,12 +406,15 @@ class Watcher:
 
     # Giving up
 
-    def _give_up(self, rank: int, place: Place) -> None:
-        """Tell all ranks that one is lost."""
+    def _give_up(self, rank: int, place: Place | None, ended: str = "") -> None:
+        """Tell all ranks that one is lost, where it was if that is known, and how it ended."""
+        found = f"that {ended}"
+        if place is not None:
+            found = f"it at {replace(place, ended=place.ended or ended)}"
         self._tell(
             RankFailedError(
-                f"{self._named(rank)}: all ranks must go on together, found it at {place}; look "
-                "at its own output, and start the ranks again."
+                f"{self._named(rank)}: all ranks must go on together, found {found}; look at its "
+                "own output, and start the ranks again."
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,7 @@ class _PlanCommand(KeyCommand):
 @click.option("--nodes", default=1, show_default=True, type=click.IntRange(1), help="Machines.")
 @click.option(
     "--fabric",
-    default="400Gb",
-    show_default=True,
-    help="Network per GPU between machines, in Gb/s.",
+    help="Network per GPU between machines, in Gb/s; by default that of the profile, or 400Gb.",
 )
 @click.option("--budget", help="Choose the fastest settings that need no more, as in 70GiB.")
 @click.option(
@@ -56,7 +55,7 @@ def plan(
     /,
     gpus: str,
     nodes: int,
-    fabric: str,
+    fabric: str | None,
     budget: str | None,
     profile: Path | None,
     html: Path | None,
@@ -89,7 +88,7 @@ def plan(
         _draw(found, config, html)
 
 
-def machine_of(gpus: str, nodes: int, fabric: str, profile: Path | None) -> Machine:
+def machine_of(gpus: str, nodes: int, fabric: str | None, profile: Path | None) -> Machine:
     from fullshard.plan import Machine, profile_named, read_profile
 
     match = re.fullmatch(r"([1-9]\d{0,4})x(.+)", gpus)
@@ -97,16 +96,13 @@ def machine_of(gpus: str, nodes: int, fabric: str, profile: Path | None) -> Mach
         raise ConfigError(
             f"--gpus: a number and a name, as in 8xH100, is expected, found {gpus!r}."
         )
-    speed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:Gb(?:/s|ps)?)?", fabric)
-    if speed is None or not float(speed[1]):
-        raise ConfigError(f"--fabric: Gb/s, as in 400Gb, is expected, found {fabric!r}.")
     known = profile_named(match[2]) if profile is None else read_profile(profile)
-    return Machine(
-        profile=known,
-        ranks_per_host=int(match[1]),
-        num_hosts=nodes,
-        network_gbs=float(speed[1]) / 8,
-    )
+    if fabric is not None:
+        speed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:Gb(?:/s|ps)?)?", fabric)
+        if speed is None or not float(speed[1]):
+            raise ConfigError(f"--fabric: Gb/s, as in 400Gb, is expected, found {fabric!r}.")
+        known = replace(known, network_gbs=float(speed[1]) / 8, adapters_per_host=0)
+    return Machine(profile=known, ranks_per_host=int(match[1]), num_hosts=nodes)
 
 
 def bytes_of(text: str) -> int:

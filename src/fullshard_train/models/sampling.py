@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard_train.models.architecture import Architecture
+
+_TIME_IS_UP = -1  # instead of a token
 
 
 @torch.no_grad()
@@ -24,13 +28,18 @@ def sample(
     seed: int,
     end: int,
     device: torch.device,
+    within_s: float = math.inf,
 ) -> list[int]:
     """Sample up to `num_tokens` tokens that follow a prompt. Sampling stops at `end`.
+
+    No token is begun after `within_s`: over a slow network, each takes as long as gathering the
+    model does.
 
     Every rank must call this function with the same arguments, and gets the same tokens. The
     model is given the last `max_sequence` tokens. An empty prompt starts a new document. With a
     temperature of 0 the most likely token is chosen; a `top_k` of 0 samples from all tokens.
     """
+    deadline = time.monotonic() + within_s
     generator = torch.Generator().manual_seed(seed)
     prompt = prompt_tokens or [end]  # the token that precedes a new document
     tokens = list(prompt)
@@ -39,8 +48,9 @@ def sample(
         for _ in range(num_tokens):
             window = tokens[-architecture.max_sequence :] if architecture.max_sequence else tokens
             logits = next_logits(torch.tensor([window], device=device)).float().cpu()
-            token = _broadcast(_draw_token(logits, temperature, top_k, generator), device)
-            if token == end:
+            drawn = _draw_token(logits, temperature, top_k, generator)
+            token = _broadcast(drawn if time.monotonic() < deadline else _TIME_IS_UP, device)
+            if token in (end, _TIME_IS_UP):
                 break
             tokens.append(token)
     return tokens[len(prompt) :]

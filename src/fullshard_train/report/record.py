@@ -30,7 +30,8 @@ class StepMetrics:
     peak; NaN if unknown. `eval_loss` is the loss of a validation after the step, NaN if there was
     none. `is_restart` marks the first step after a checkpoint was loaded. `replicas`, with
     `--elastic-replicas`, are those that began the step, in the order in which they take parts of
-    its batch; None stands for one that died in it.
+    its batch; None stands for one that died in it. `slowest` names the ranks that the others wait
+    for, for `slowest_s` of each of the last steps; it is empty if they do not.
     """
 
     step: int
@@ -46,6 +47,8 @@ class StepMetrics:
     eval_loss: float = nan
     is_restart: bool = False
     replicas: tuple[int | None, ...] = ()
+    slowest: str = ""
+    slowest_s: float = nan
 
     @property
     def tokens_per_s(self) -> float:
@@ -122,9 +125,12 @@ def _complete_steps(lines: list[str]) -> Iterator[StepMetrics]:
             counts = {name: int(values.pop(name)) for name in ("step", "tokens", "memory_bytes")}
             is_restart = bool(values.pop("is_restart"))
             replicas = tuple(values.pop("replicas") or ())
+            slowest = str(values.pop("slowest") or "")
             numbers: dict[str, Any]
             numbers = {name: nan if v is None or v != v else float(v) for name, v in values.items()}
-            yield StepMetrics(**counts, **numbers, is_restart=is_restart, replicas=replicas)
+            yield StepMetrics(
+                **counts, **numbers, is_restart=is_restart, replicas=replicas, slowest=slowest
+            )
         except (ValueError, KeyError, TypeError):
             continue  # incomplete: the run was killed
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite
 
@@ -61,8 +61,20 @@ def summary(record: RunRecord) -> list[Fact]:
             f"most on any rank{peak_note}",
         ),
         Fact("Exposed communication", shown_share(exposed), "of the step, median"),
+        *_slowest(record),
         *_computed(record),
     ]
+
+
+def _slowest(record: RunRecord) -> Iterator[Fact]:
+    """The ranks that the others wait for in most steps, if there are any."""
+    named = Counter(each.slowest for each in record.metrics)
+    for name, number in named.most_common(1):
+        if name:
+            waiting = (each for each in record.metrics if each.slowest == name)
+            share = finite_median(each.slowest_s / each.step_s for each in waiting)
+            note = f"of the step the others wait for {name}, median of {counted(number, 'step')}"
+            yield Fact("Slowest", shown_share(share), note, is_alarming=True)
 
 
 def subtitle(record: RunRecord) -> list[str]:
