@@ -20,6 +20,7 @@ from fullshard_train.report.curves import MOST_POINTS, curves_of, downsampled, s
 from fullshard_train.report.formatting import plain, shown_bytes, shown_number, shown_time
 from fullshard_train.report.page import page_of
 from fullshard_train.report.palette import KEYS, NUM_SERIES, PALETTES
+from fullshard_train.report.record import HostFacts
 from fullshard_train.report.step_timeline import (
     MOST_RANKS,
     choices,
@@ -27,7 +28,7 @@ from fullshard_train.report.step_timeline import (
     short_labels,
     step_figure,
 )
-from fullshard_train.report.tables import summary, unit_table
+from fullshard_train.report.tables import host_rows, summary, unit_table
 from tests.made_up_run import MIB, Sizes, made_up_run
 
 NAN, INF = float("nan"), float("inf")
@@ -249,6 +250,21 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross():
     assert run["crosses"] == [[8, "NaN"], [20, "∞"]]
     assert "∞" in page.text
     assert "crosses: not finite (2 of 20 steps)" in page.text
+
+
+def test_hosts_are_drawn_with_what_they_sent_and_what_their_ranks_waited():
+    hosts = (HostFacts("a<b", (0,), 3 * 2**20, 2**20), HostFacts("host1", (1,), 2**20, 0))
+    record = made_up_run(hosts=hosts)
+    first, second = host_rows(record)
+    step_s = max(each.duration_s for each in record.timelines)
+    assert (first.name, first.received) == (
+        "a<b",
+        f"{shown_bytes(3 * 2**20)}, {shown_bytes(int(3 * 2**20 / step_s))}/s",
+    )
+    assert second.waits == [(1, pytest.approx(100 * record.timelines[1].exposed_s() / step_s))]
+    page = page_of(record)
+    assert "<b>a&lt;b</b>" in page
+    assert 'id="hosts"' not in page_of(made_up_run())
 
 
 def test_validation_restarts_and_memory_by_kind_are_shown():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from fullshard.captured_step import CapturedStep
 from fullshard.errors import ConfigError, FullshardError, OtherRankError
 from fullshard.facts import memory_by_kind, unit_facts
 from fullshard.optim import Muon
+from fullshard.processes import machine_id
 from fullshard.ranks import RankGroup
 from fullshard.resilience import explain_out_of_memory, first_nonfinite
 from fullshard.sharded_grad_scaler import ShardedGradScaler
@@ -38,6 +40,7 @@ from fullshard_train.models.architecture import Architecture
 from fullshard_train.optimizer import learning_rate, make_state
 from fullshard_train.output import MetricsLog, ReplicaLog, RunFolder
 from fullshard_train.report.record import StepMetrics
+from fullshard_train.traffic import counted_traffic, hosts_of
 from fullshard_train.world import World
 
 # Steps before the traced one: by then the execution order is known and caches are warm.
@@ -485,11 +488,14 @@ class Trainer:
             return
         ranks = RankGroup.world()
         ranks.all_gather(None)  # so that the clocks of all ranks start together
-        with record(self._world.device, self._world.rank) as recording:
-            yield
+        with counted_traffic() as traffic:
+            with record(self._world.device, self._world.rank) as recording:
+                yield
+            ranks.all_gather(None)  # until all have received what they were sent
         model, timeline = self._parts.model, recording.timeline
         memory = ranks.all_gather(memory_by_kind(model, self._parts.optimizer, timeline))
         timelines = ranks.all_gather(timeline.as_json())
+        everyone = ranks.all_gather((machine_id(), socket.gethostname(), asdict(traffic)))
         if self._world.is_first and self.leads:
             found = {
                 "step": self.step,
@@ -498,6 +504,7 @@ class Trainer:
                 "memory": max(memory, key=lambda kinds: sum(kinds.values())),
                 "environment": dict(self._environment),
                 "predicted": self._predicted,
+                "hosts": hosts_of(everyone),
             }
             self._folder.timeline.write_text(json.dumps(found), encoding="utf-8")
 

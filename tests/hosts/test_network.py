@@ -61,6 +61,13 @@ def test_train_predicts_steps_from_what_it_measures_between_hosts(tmp_path: Path
     # a CPU alone would send them in a hundredth of that.
     least_s = 3 * numel * 4 / 2 / (2 * RATE_GBS * 1e9)
     assert record.predicted["step_s"] > least_s
+    # What the interfaces have counted: each host has half, gathers once or twice, and reduces.
+    assert [(each.name, each.ranks) for each in record.hosts] == [("host0", (0,)), ("host1", (1,))]
+    for each in record.hosts:
+        assert 2 < each.received_bytes / (numel * 4 / 2) < 4
+        assert 2 < each.sent_bytes / (numel * 4 / 2) < 4
+    page = (out / "report.html").read_text()
+    assert "<b>host1</b>" in page
 
 
 def test_a_slow_host_is_named_with_what_it_costs(tmp_path: Path) -> None:

@@ -18,7 +18,13 @@ from fullshard_train.report.formatting import plain
 from fullshard_train.report.palette import KEYS, PALETTES
 from fullshard_train.report.record import RunRecord
 from fullshard_train.report.step_timeline import StepFigure, step_figure
-from fullshard_train.report.tables import memory_kinds, subtitle, summary, unit_table
+from fullshard_train.report.tables import (
+    host_rows,
+    memory_kinds,
+    subtitle,
+    summary,
+    unit_table,
+)
 
 
 def write_report(record: RunRecord, path: Path, *, others: Sequence[RunRecord] = ()) -> Path:
@@ -84,6 +90,7 @@ def _details(record: RunRecord, step: StepFigure | None) -> dict[str, Any]:
         "step": step,
         "legend": [(key, activity.value) for activity, key in KEYS.items()],
         "memory": memory_kinds(record),
+        "hosts": host_rows(record),
         "table": unit_table(record),
         "sample": _sample(record),
         "config": _shown_config(record.config),

@@ -56,12 +56,22 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class HostFacts:
+    """A host in the traced step: its ranks, and the bytes between it and the others."""
+
+    name: str
+    ranks: tuple[int, ...]
+    received_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """Everything that a report shows.
 
     `memory` has the bytes of each kind at the peak of the traced step, on the rank with the most.
     `predicted` has the `step_s`, `peak_bytes` and `memory` of a plan, if there was one. `held` is
-    the memory that a planned step holds over time, by kind.
+    the memory that a planned step holds over time, by kind. `hosts` is empty if there was one.
     """
 
     title: str
@@ -75,6 +85,7 @@ class RunRecord:
     memory: Mapping[str, int] = field(default_factory=dict)
     predicted: Mapping[str, Any] = field(default_factory=dict)
     held: Sequence[tuple[float, Mapping[str, int]]] = ()
+    hosts: Sequence[HostFacts] = ()
 
 
 def read_record(folder: Path) -> RunRecord:
@@ -149,6 +160,15 @@ def _read_timeline(path: Path) -> dict[str, Any]:
             "environment": {str(k): str(v) for k, v in found.get("environment", {}).items()},
             "memory": {str(k): int(v) for k, v in found.get("memory", {}).items()},
             "predicted": _prediction(found.get("predicted", {})),
+            "hosts": tuple(
+                HostFacts(
+                    name=str(each["name"]),
+                    ranks=tuple(map(int, each["ranks"])),
+                    received_bytes=int(each["received_bytes"]),
+                    sent_bytes=int(each["sent_bytes"]),
+                )
+                for each in found.get("hosts", ())
+            ),
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(

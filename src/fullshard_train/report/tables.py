@@ -77,6 +77,40 @@ def _slowest(record: RunRecord) -> Iterator[Fact]:
             yield Fact("Slowest", shown_share(share), note, is_alarming=True)
 
 
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """A host as the page draws it; `waits` has a rank and the percent of the step it waited."""
+
+    name: str
+    received: str
+    sent: str
+    waits: Sequence[tuple[int, float]]
+
+
+def host_rows(record: RunRecord) -> list[HostRow]:
+    """The hosts of a traced step, with what each of their ranks waited for communication."""
+    by_rank = {each.rank: each for each in record.timelines}
+    step_s = max((each.duration_s for each in record.timelines), default=0.0)
+    return [
+        HostRow(
+            name=plain(host.name),
+            received=_with_rate(host.received_bytes, step_s),
+            sent=_with_rate(host.sent_bytes, step_s),
+            waits=[
+                (rank, 100 * min(1.0, by_rank[rank].exposed_s() / step_s))
+                for rank in host.ranks
+                if rank in by_rank and step_s > 0
+            ],
+        )
+        for host in record.hosts
+    ]
+
+
+def _with_rate(num_bytes: int, seconds: float) -> str:
+    shown = shown_bytes(num_bytes)
+    return f"{shown}, {shown_bytes(int(num_bytes / seconds))}/s" if seconds > 0 else shown
+
+
 def subtitle(record: RunRecord) -> list[str]:
     """Return the number of steps, ranks, parameters and tokens, as far as they are known."""
     found = []
