@@ -243,9 +243,9 @@ def passes_and_refuses(rank: Rank) -> None:
     with pytest.raises(ValueError, match="planned"), explain_out_of_memory(model):
         raise ValueError("planned")
     step()  # it has left nothing behind
-    with pytest.raises(LifecycleError, match="found another block around it"), oom_guard(model):
+    with pytest.raises(LifecycleError, match="with another block around it"), oom_guard(model):
         step()
-    with pytest.raises(LifecycleError, match="found no unit in Linear"), oom_guard(nn.Linear(1, 1)):
+    with pytest.raises(LifecycleError, match="with no unit in Linear"), oom_guard(nn.Linear(1, 1)):
         pass
     model(batch).sum().backward()
     with pytest.raises(LifecycleError, match="gradients from before"):
