@@ -261,13 +261,21 @@ def test_a_policy_that_chooses_nothing_leaves_the_model_as_one_unit():
 @pytest.mark.parametrize(
     "policy, options, message",
     [
-        (3, {}, "policy: .* found 3"),
-        (lambda module, recurse, nonwrapped_numel: "yes", {}, "found 'yes'"),
-        (None, {"reshard": True}, "options: .* found 'reshard'; choose from mesh, "),
+        (3, {}, r"policy must be a function .* not 3"),
+        (
+            lambda module, recurse, nonwrapped_numel: "yes",
+            {},
+            "returned 'yes' instead of True or False",
+        ),
+        (
+            None,
+            {"reshard": True},
+            "options: 'reshard' is not an option of fully_shard; choose from mesh, ",
+        ),
         (
             CustomPolicy(lambda m: {"sharding": 1} if isinstance(m, Attention) else False),
             {},
-            "blocks.0.attention: overrides: .* found 'sharding'",
+            "blocks.0.attention: overrides: 'sharding' is not an option",
         ),
     ],
 )

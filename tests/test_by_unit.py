@@ -843,7 +843,7 @@ def test_state_of_another_shape_breaks_the_promise(rank: Rank) -> None:
     held = params_of(optimizer)
     model(batch(0, rank.rank)).square().mean().backward()
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"found 'norms' of shape \(2, 1\)"):
+        with pytest.raises(ConfigError, match=r"state 'norms' of shape \(2, 1\)"):
             optimizer.step()
         assert all(a is b for a, b in zip(params_of(optimizer), held, strict=True))
 

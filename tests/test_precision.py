@@ -434,7 +434,9 @@ def test_torchs_policies_mean_for_fully_shard_what_ours_do(rank: Rank) -> None:
     ):
         model = fully_shard(nn.Linear(4, 3), mesh=rank.mesh(), offload_policy=given)
         assert hooks_of(model).request.offload == expected
-    with pytest.raises(ConfigError, match="found a MixedPrecision without output_dtype; import"):
+    with pytest.raises(
+        ConfigError, match="this MixedPrecision is no MixedPrecisionPolicy: it has no output_dtype"
+    ):
         fully_shard(nn.Linear(4, 3), mesh=rank.mesh(), mp_policy=torch_fsdp.MixedPrecision())
 
 
