@@ -72,7 +72,7 @@ NOT_CORE = PARTS["around it"]
 # more lines than the limit, so that not every change has to raise it.
 MAX_CORE_LINES = 27_400
 MAX_LINES = {
-    "fullshard": 4_250,
+    "fullshard": 4_300,
     "fullshard.cli": 950,
     "fullshard.comm": 3_200,
     "fullshard.compat": 400,
