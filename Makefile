@@ -32,6 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	echo torch==$(TORCH) >> $(VENV)/constraints.txt
 	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt -e '.[$(EXTRA)]'
+	$(if $(filter 2.14.% 2.15.%,$(TORCH)),$(BIN)/pip install --no-compile spmd_types==0.3.1)
 	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python3*/site-packages/torch \
 		$(VENV)/lib/python3*/site-packages/sympy
 	touch $@

@@ -22,13 +22,14 @@ from tests.hosts.faults import Ending, Round, Rounds
 from tests.support.hosts import Hosts
 
 NUM_HOSTS, NUM_RANKS = 2, 4
-LOST_S = 30.0  # after the patience
+LOST_S, END_S = 30.0, 300.0  # after the patience; of a round
+DELAY_MS, LOSS = 5, 0.01
 NUM_STEPS = 80  # of a round that a cut interrupts
 
 
 @contextmanager
-def rounds_on_hosts(patience_s: float) -> Iterator[Rounds]:
-    with tempfile.TemporaryDirectory() as folder, Hosts(NUM_HOSTS) as hosts:
+def rounds_on_hosts(patience_s: float, **network: float) -> Iterator[Rounds]:
+    with tempfile.TemporaryDirectory() as folder, Hosts(NUM_HOSTS, **network) as hosts:
         per_host = NUM_RANKS // NUM_HOSTS
         yield Rounds(hosts, Path(folder), num_ranks=per_host, patience_s=patience_s)
 
@@ -89,9 +90,9 @@ def goes_on_s(trained: Round, timeout_s: float) -> float:
     return trained.wait_until(lambda: trained.step(0) > at + 1, timeout_s)
 
 
-def cuts(result: Result, rounds: Rounds, seconds: Sequence[float]) -> None:
+def cuts(result: Result, rounds: Rounds, seconds: Sequence[float], network: str = "") -> None:
     with rounds.round(num_steps=NUM_STEPS) as trained:
-        trained.ends(range(NUM_RANKS), LOST_S)
+        trained.ends(range(NUM_RANKS), END_S)
         expected = trained.loss(0)
     rows: list[list[str | float | None]] = []
     for cut_s in seconds:
@@ -99,14 +100,14 @@ def cuts(result: Result, rounds: Rounds, seconds: Sequence[float]) -> None:
             rounds.hosts.cut(1)
             trained.wait_for(cut_s)
             rounds.hosts.mend(1)
-            on_s = goes_on_s(trained, 2 * cut_s + LOST_S)
-            found = trained.ends(range(NUM_RANKS), LOST_S)
+            on_s = goes_on_s(trained, 2 * cut_s + END_S)
+            found = trained.ends(range(NUM_RANKS), END_S)
             statuses = {ending.status for ending in found.values()}
             is_same = trained.loss(0) == expected
         ended = "all ranks end with status 0" if statuses == {0} else f"status {statuses}"
         rows.append([f"{cut_s:g} s", on_s - cut_s, ended, "same" if is_same else "other"])
     columns = ["cut for", "steps after the cut, s", "what happens", "losses"]
-    result.add(Table("A link that comes back", columns, rows))
+    result.add(Table(f"A link that comes back{network}", columns, rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -119,6 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with rounds_on_hosts(options.patience) as rounds:
         signals(result, rounds, options.times)
         cuts(result, rounds, options.cuts)
+    with rounds_on_hosts(options.patience, delay_ms=DELAY_MS, loss=LOSS) as rounds:
+        network = f", with a delay of {DELAY_MS} ms and {LOSS:.0%} of all frames lost"
+        cuts(result, rounds, options.cuts, network)
     losses(result, options.patience)
     result.write(options.json)
 

@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 from collections.abc import Generator
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,9 @@ from tests.support.hosts import reason_not_here
 
 # Tests run side by side, so every process gets one thread. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Only torch 2.14 and later can be installed beside `spmd_types`.
+collect_ignore = [] if find_spec("spmd_types") else ["test_annotated_parameters.py"]
 
 gc.disable()  # until everything is imported
 

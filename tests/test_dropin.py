@@ -19,6 +19,8 @@ from torch.distributed.pipelining import schedules
 import fullshard
 from fullshard import dropin
 from fullshard.cli.commands import fullshard as command
+from fullshard.comm import guard
+from fullshard.errors import DisagreementError
 from fullshard.testing import Rank, RankPool, on_ranks
 from tests.programs import free_port
 from tests.wrapped import Net, batch_of
@@ -34,6 +36,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 dist.init_process_group("gloo")
+# Ranks have told each other that they run on fullshard.
+store = dist.distributed_c10d._get_default_store()
+assert store.check([f"fullshard/dropin/{dist.get_rank()}"])
 def wrap(model):
     return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
 
@@ -219,3 +224,19 @@ def test_instances_of_ours_are_instances_of_torchs_names(rank: Rank) -> None:
             model(batch_of(0, rank.rank)).sum().backward()
             assert all(param.grad is not None for param in model.parameters() if param.numel())
     assert not isinstance(wrapped, TorchWrapper)
+
+
+@on_ranks(2)
+def test_a_rank_that_runs_on_torchs_fsdp_is_named_in_the_first_step(rank: Rank) -> None:
+    model = torch_fsdp.fully_shard(Net(), mesh=rank.mesh())
+    dist.barrier()
+    if rank.rank == 0:
+        os.environ[guard.PATIENCE] = "0.2"
+        with dropin.installed():
+            model = torch_fsdp.fully_shard(Net(), mesh=rank.mesh())
+            with pytest.raises(DisagreementError, match=r"found that ranks \[1\] have not said so"):
+                model(batch_of(0, 0))
+        del os.environ[guard.PATIENCE]
+    dist.barrier()
+    with dropin.installed():
+        torch_fsdp.fully_shard(Net(), mesh=rank.mesh())(batch_of(0, 0)).sum().backward()

@@ -159,6 +159,14 @@ class Released(Quantised):
         return True
 
 
+class Viewed(Quantised):
+    """On one rank, a weight that is not trained needs no memory but the shard's."""
+
+    def fsdp_get_unsharded_view(self, mesh: Any, module: Any, mp_policy: Any) -> torch.Tensor:
+        assert (mesh.size(), type(module)) == (1, nn.Linear)
+        return self.inner.view(self.inner.shape)
+
+
 class Halved(Wrapped):
     """Sends bfloat16, padded where the shards are uneven; computes in what was gathered."""
 
@@ -388,6 +396,27 @@ def test_memory_of_an_extended_full_weight_is_given_back(rank: Rank, kind: type[
         model.reshard()
         assert weight.untyped_storage().size() == 0
     assert len(weights) == 1
+
+
+@on_ranks(1)
+def test_on_one_rank_a_frozen_weight_may_be_a_view_of_its_shard(rank: Rank) -> None:
+    model, reference = built(Viewed), built(Viewed)
+    model.first.weight.requires_grad_(False)
+    fully_shard(model, mesh=rank.mesh())
+    memory = local(model.first.weight).data_ptr()
+    for step in range(3):
+        values = {name: local(value) + step for name, value in reference.state_dict().items()}
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                local(param).copy_(values[name])
+        model.unshard()
+        assert model.first.weight.data_ptr() == memory
+        torch.testing.assert_close(model.first.weight, values["first.weight"])
+        model.reshard()
+        model(batch(step, 0)).sum().backward()
+        assert model.first.weight.grad is None
+        assert model.second.weight.grad is not None
+    assert calls_of(model)["pre"] == 0
 
 
 @pytest.mark.parametrize("assign", [False, True])

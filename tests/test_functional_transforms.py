@@ -32,7 +32,9 @@ def built() -> nn.Sequential:
 @pytest.mark.parametrize("api", APIS)
 @on_ranks(2)
 def test_a_transform_may_contain_the_first_forward_or_a_later_one(rank: Rank, api: str) -> None:
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch compiles what jvp needs by its JIT
+    # torch compiles what jvp needs by its JIT.
+    for kind in (DeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", kind)
     # torch's wrapper fails inside of transforms.
     packages = (OURS, TORCH) if api == "fully_shard" else (OURS,)
     for transform in TRANSFORMS.values():

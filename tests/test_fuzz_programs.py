@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
@@ -19,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, func, nn
+from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -74,7 +76,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Program:
-    api: str
+    api: str  # "fully_shard", that with torch's "replicate" around, "wrapper" or "flat wrapper"
     mesh: tuple[int, ...]
     num_blocks: int
     reshards: bool | int
@@ -129,6 +131,7 @@ class Model(nn.Module):
         self.way = Way()
         self.embedded = torch.empty(0)  # by the last forward
         self.failing: tuple[str, int] = ("", 0)  # in which phase, at which block
+        self.gain: Tensor | None = None  # what a functional transform differentiates by
 
     def forward(self, tokens: Tensor) -> Tensor:
         way, num_blocks = self.way, len(self.blocks)
@@ -137,6 +140,8 @@ class Model(nn.Module):
         else:
             x = self._embedded(tokens)
         self.embedded = x
+        if self.gain is not None:
+            x = x * self.gain
         if way.reads_embedding:
             of_rows = x.mean((1, 2), keepdim=True) * self.embedding.weight
             x = x + of_rows.mean((1, 2), keepdim=True)
@@ -202,7 +207,7 @@ class Sides:
 
     @property
     def is_wrapped(self) -> bool:
-        return self.program.api != "fully_shard"
+        return self.program.api.endswith("wrapper")
 
     def _sharded(self) -> Any:
         program, model = self.program, self.inner
@@ -246,6 +251,8 @@ class Sides:
             if program.has_nested_units:
                 fully_shard(block.up, **options)
             fully_shard(block, **options)
+        if program.api == "replicate":
+            return replicate(model)
         if program.embedding_is_unit:
             fully_shard(model.embedding, **options)
         if program.norm_goes_with_head:
@@ -308,9 +315,13 @@ class Sides:
             with self.model.no_sync():
                 yield
         else:
-            self.model.set_requires_gradient_sync(False)
+            # torch's `replicate` does not pass it on to the blocks.
+            modules = [self.model, *self.inner.blocks]
+            for module in modules:
+                module.set_requires_gradient_sync(False)
             yield
-            self.model.set_requires_gradient_sync(True)
+            for module in modules:
+                module.set_requires_gradient_sync(True)
 
     def assert_same(self, subject: str, found: Tensor, expected: Tensor) -> None:
         rtol, atol = (1e-4, 1e-5) if self.program.is_cast else (1e-9, 1e-11)
@@ -432,31 +443,66 @@ def grad_of_activations(sides: Sides, action: Action) -> None:
 
 
 def evaluation(sides: Sides, action: Action) -> None:
-    with torch.no_grad() if action.choice % 2 else torch.inference_mode():
+    # torch's `replicate` cannot begin in inference mode.
+    is_normal = action.choice % 2 or sides.program.api == "replicate"
+    with torch.no_grad() if is_normal else torch.inference_mode():
         sides.outputs(action.seed)
 
 
 def summoned_evaluation(sides: Sides, action: Action) -> None:
     """A forward inside `summon_full_params`, of the wrapper or of the module in it."""
+    is_between = action.choice & 4
+    losses = sides.losses(action.seed + 1) if is_between else ()
     summoned = FullyShardedDataParallel.summon_full_params(
         sides.model, recurse=action.choice % 2 == 0, writeback=False
     )
     everyones, own = sides.batches(action.seed)
     with torch.no_grad(), summoned:
-        if sides.program.is_cast:  # what is summoned is not
-            return
-        found = (sides.inner if action.choice & 2 else sides.model)(own)
-        sides.assert_same("output", found, sides.unsharded(everyones)[sides.rows])
+        if not sides.program.is_cast:  # what is summoned is not
+            found = (sides.inner if action.choice & 2 else sides.model)(own)
+            sides.assert_same("output", found, sides.unsharded(everyones)[sides.rows])
+    for loss in losses:
+        loss.backward()
+    if is_between:
+        sides.check_grads()
+
+
+def gain_by_jvp(function: Callable[[Tensor], Tensor], gain: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch compiles what it needs by its JIT
+        result: Tensor = func.jvp(function, (gain,), (torch.ones_like(gain),))[1]
+    return result
+
+
+def gain_by_vjp(function: Callable[[Tensor], Tensor], gain: Tensor) -> Tensor:
+    output, pull = func.vjp(function, gain)
+    return torch.stack((output, *pull(torch.ones_like(output))))
+
+
+TRANSFORMS: tuple[Callable[[Callable[[Tensor], Tensor], Tensor], Tensor], ...] = (
+    lambda function, gain: func.grad(function)(gain),
+    gain_by_jvp,
+    lambda function, gain: func.jacrev(function)(gain),
+    gain_by_vjp,
+)
 
 
 def transformed(sides: Sides, action: Action) -> None:
-    """A forward inside of a functional transform."""
+    """A forward inside of a functional transform, every other time by `functional_call`."""
     sides.follow(Way())  # functorch does not know checkpoints
-    scale = torch.ones((), dtype=torch.float64, device=sides.rank.device)
-    everyones, own = sides.batches(action.seed)
-    found = torch.func.grad(lambda scale: (sides.model(own).square() * scale).mean())(scale)
-    expected = sides.unsharded(everyones)[sides.rows].square().mean()
-    sides.assert_same("gradient", found.detach(), expected.detach())
+    gain = torch.tensor(0.9, dtype=torch.float64, device=sides.rank.device)
+    transform, own = TRANSFORMS[action.choice // 2 % len(TRANSFORMS)], sides.batches(action.seed)[1]
+    values = []
+    for model, inner in ((sides.unsharded, sides.unsharded), (sides.model, sides.inner)):
+
+        def output(gain: Tensor, model: nn.Module = model, inner: Model = inner) -> Tensor:
+            inner.gain = gain
+            run = model if action.choice % 2 else partial(func.functional_call, model, {})
+            return run(own).double().square().mean()
+
+        values.append(transform(output, gain).detach())
+        inner.gain = None
+    sides.assert_same("transformed", values[1], values[0])
 
 
 def evaluation_before_backward(sides: Sides, action: Action) -> None:
@@ -543,30 +589,36 @@ def saved_and_loaded(sides: Sides, action: Action) -> None:
     sides.check_params()
 
 
-def edited_grads(sides: Sides, action: Action) -> None:
-    """Gradients are changed in place, and the next backward adds to them."""
-    backward(sides, action)
-    for param in sides.all_params:
-        if param.grad is not None:
+def change_grads(params: Iterable[nn.Parameter], choice: int) -> None:
+    for param in params:
+        if param.grad is None or choice % 4 == 0:
+            param.grad = None
+        elif choice % 4 == 1:
+            param.grad.zero_()
+        elif choice % 4 == 2:
             param.grad.mul_(0.5)
+        else:
+            param.grad = param.grad * 0.5
+
+
+def edited_grads(sides: Sides, action: Action) -> None:
+    """Gradients are changed, and the next backward adds to them."""
+    backward(sides, action)
+    change_grads(sides.all_params, action.choice)
     backward(sides, action)
 
 
 def edited_grads_between(sides: Sides, action: Action) -> None:
-    """Gradients are changed between a forward and its backward, which adds to them."""
+    """Gradients are read and changed between a forward and its backward, which adds to them."""
     backward(sides, action)
-    losses = sides.losses(action.seed + 1)
     shows_shards = sides.program.api == "wrapper" and sides.program.reshards
-    of_sharded = sides.model.parameters() if shows_shards else sides.params.values()
-    for param in (*sides.unsharded.parameters(), *of_sharded):
-        if param.grad is None or action.choice % 4 == 0:
-            param.grad = None
-        elif action.choice % 4 == 1:
-            param.grad.zero_()
-        elif action.choice % 4 == 2:
-            param.grad.mul_(0.5)
-        else:
-            param.grad = param.grad * 0.5
+    before = [None if p.grad is None else p.grad.clone() for p in sides.params.values()]
+    losses = sides.losses(action.seed + 1)
+    params = [*sides.model.parameters()] if shows_shards else [*sides.params.values()]
+    if shows_shards:
+        for param, grad in zip(params, before, strict=True):
+            torch.testing.assert_close(param.grad, grad, rtol=0, atol=0)
+    change_grads([*sides.unsharded.parameters(), *params], action.choice)
     for loss in losses:
         loss.backward()
     sides.check_grads()
@@ -599,6 +651,17 @@ def replaced_data(sides: Sides, action: Action) -> None:
                 loss.backward()
         # Not before: autograd has saved the parameters themselves.
         replace(sides.unsharded.parameters())
+    sides.check_params()
+
+
+def assigned(sides: Sides, action: Action) -> None:
+    """All parameters are replaced by new ones."""
+    sides.zero_grad()
+    for model in sides.models:
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    sides.params = named_params(sides.model)
+    sides.make_optimizers()
     sides.check_params()
 
 
@@ -732,6 +795,7 @@ KINDS: dict[str, Callable[[Sides, Action], None]] = {
         edited_grads,
         edited_grads_between,
         replaced_data,
+        assigned,
         hooked_step,
         new_optimizer,
         freezing,
@@ -743,6 +807,10 @@ KINDS: dict[str, Callable[[Sides, Action], None]] = {
         without_all_reduce,
     )
 }
+
+# What torch's `replicate` allows.
+REPLICATED = {"backward", "step", "evaluation", "accumulation", "state_dict", "edited"}
+REPLICATED |= {"edited_grads", "saved_and_loaded", "new_optimizer"}
 
 
 def run(rank: Rank, program: Program, folder: Path) -> None:
@@ -763,9 +831,10 @@ def as_accelerator() -> Iterator[None]:
 
 @st.composite
 def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> Program:
-    is_wrapped, mesh = api != "fully_shard", draw(st.sampled_from(meshes))
-    embedding_is_unit = not is_wrapped and draw(st.sampled_from([False, False, True]))
-    is_cast = draw(st.sampled_from([False, False, True]))
+    is_wrapped, mesh = api.endswith("wrapper"), draw(st.sampled_from(meshes))
+    is_replicated = api == "replicate"  # which casts and offloads nothing
+    embedding_is_unit = api == "fully_shard" and draw(st.sampled_from([False, False, True]))
+    is_cast = not is_replicated and draw(st.sampled_from([False, False, True]))
     head_is_embedding = not embedding_is_unit and draw(st.sampled_from([False, False, True]))
     # No unit may read the weight of another unit.
     shares_embedding = not embedding_is_unit and api != "flat wrapper"
@@ -775,7 +844,8 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
         recomputes_embedding=st.sampled_from([False, False, True]),
         reads_embedding=st.sampled_from([False, shares_embedding]),
         tied_head=st.sampled_from(["", "plain", "recomputed"] if shares_embedding else [""]),
-        skipped=block_numbers,
+        # With `replicate` around, what a block has accumulated waits for its own backward.
+        skipped=st.none() if is_replicated else block_numbers,
         repeated=block_numbers,
         checkpoint=st.sampled_from(["", "", "reentrant", "not reentrant"]),
     )
@@ -783,8 +853,13 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
     if is_wrapped:
         kinds -= {"unsharding", "setting", "not_the_last_backward", "finalized_by_hand"}
         kinds -= {"accumulation_of_a_block"}
+        kinds -= {"assigned"}
     if not is_wrapped:
         kinds -= {"replaced_data", "summoned_evaluation"}
+    if head_is_embedding:
+        kinds -= {"assigned"}  # which unties what is loaded
+    if is_replicated:
+        kinds &= REPLICATED
     if is_wrapped or len(mesh) == 1:
         kinds -= {"without_all_reduce"}
     if api == "flat wrapper":
@@ -804,13 +879,13 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
         prefetches=draw(st.sampled_from([*BackwardPrefetch, None])) if is_wrapped else None,
         splits_columns=not is_wrapped and draw(st.booleans()),
         optimizer=draw(st.sampled_from(["plain", "momentum", *(() if is_cast else ("adam",))])),
-        is_by_unit=draw(st.sampled_from([False, False, True])),
+        is_by_unit=not is_replicated and draw(st.sampled_from([False, False, True])),
         is_cast=is_cast,
         has_large_units=draw(st.booleans()),
-        is_offloaded=draw(st.sampled_from([False, False, False, True])),
+        is_offloaded=not is_replicated and draw(st.sampled_from([False, False, False, True])),
         embedding_is_unit=embedding_is_unit,
         head_is_embedding=head_is_embedding,
-        norm_goes_with_head=not is_wrapped and not head_is_embedding and draw(st.booleans()),
+        norm_goes_with_head=api == "fully_shard" and not head_is_embedding and draw(st.booleans()),
         has_nested_units=draw(st.booleans()),
         actions=tuple(draw(st.lists(actions, min_size=4, max_size=12))),
     )
@@ -849,4 +924,12 @@ def test_any_program_computes_what_it_does_unsharded_with_a_wrapper(program: Pro
 @few
 @given(programs("flat wrapper", ((2,), (2, 2))))
 def test_any_program_computes_what_it_does_unsharded_with_flat_params(program: Program) -> None:
+    check(program)
+
+
+@few
+@given(programs("replicate", ((2,),)))
+def test_any_program_computes_what_it_does_unsharded_with_replicate_around(
+    program: Program,
+) -> None:
     check(program)

@@ -1,5 +1,8 @@
 """CPU offload where the device that computes is the CPU itself: nothing moves, nothing fails."""
 
+from unittest.mock import patch
+
+import pytest
 import torch
 from torch import nn
 
@@ -7,6 +10,7 @@ from fullshard import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.unit.store import DeviceStore, HostStore
+from tests.test_large_gradients import Ordered
 from tests.wrapped import layers, make_batch
 
 CPU = torch.device("cpu")
@@ -39,3 +43,24 @@ def test_units_with_and_without_offload_train_side_by_side(rank: Rank) -> None:
     trained = assert_same_training(layers, shard, Training(make_batch))
     stores = [type(hooks_of(part).units[0].store) for part in trained.sharded[0:3:2]]
     assert stores == [HostStore, DeviceStore]
+
+
+@on_ranks(2)
+def test_parameters_are_offloaded_by_name_and_others_stay(rank: Rank) -> None:
+    offloaded = {"0.weight": CPUOffloadPolicy(), "4.bias": CPUOffloadPolicy(pin_memory=False)}
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model, mesh=rank.mesh(), offload_policy=offloaded)
+
+    # Apart from the host, whose memory is `cpu` without a number.
+    with patch("fullshard.runtime.build.device_for", lambda _: Ordered(torch.device("cpu", 0))):
+        trained = assert_same_training(layers, shard, Training(make_batch))
+    kinds = {
+        param.name: type(unit.store)
+        for unit in hooks_of(trained.sharded).units
+        for param in unit.params
+    }
+    assert [name for name, kind in kinds.items() if kind is HostStore] == list(offloaded)
+    assert len(kinds) == len(list(layers().parameters()))
+    with pytest.raises(ValueError, match=r"offload_policy: .*found \['5\.bias'\]"):
+        fully_shard(layers(), mesh=rank.mesh(), offload_policy={"5.bias": OffloadPolicy()})

@@ -101,6 +101,11 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def full_grads(api: Any, model: nn.Module) -> list[torch.Tensor | None]:
+    with summoned(api, model, with_grads=True):
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
 @on_ranks(4)
 def test_what_is_shown_is_what_torchs_class_shows(rank: Rank) -> None:
     for use_orig_params in (False, True):
@@ -333,11 +338,14 @@ def test_an_error_inside_leaves_everything_as_it_was(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_no_backward_runs_inside_and_a_summons_does_not_begin_in_forward(rank: Rank) -> None:
+def test_flat_params_are_not_trained_inside_and_a_summons_does_not_begin_in_forward(
+    rank: Rank,
+) -> None:
     for use_orig_params in (False, True):
         model = wrapped(OURS, use_orig_params=use_orig_params)
+        how = {"with_grads": use_orig_params}  # nor is what shows its gradients
         loss = model(batch(rank.rank)).sum()
-        with summoned(OURS, model):
+        with summoned(OURS, model, **how):
             with pytest.raises(LifecycleError, match="summon_full_params"):
                 loss.backward()
             loss = model(batch(rank.rank)).sum()
@@ -385,6 +393,33 @@ def test_a_forward_inside_computes_with_what_was_written_there(rank: Rank, strat
             theirs = wrapped(TORCH, **options)
             with torch.no_grad(), summoned(TORCH, theirs, recurse=recurse, writeback=False):
                 torch.testing.assert_close(theirs(x), built()(x))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_original_parameters_may_be_trained_inside_as_with_torch(rank: Rank, strategy: str) -> None:
+    x, options = batch(rank.rank), {"use_orig_params": True, "sharding_strategy": strategy}
+    for recurse, is_inside in itertools.product((False, True), repeat=2):
+        trained = []
+        for api in (TORCH, OURS):
+            model = wrapped(api, **options)
+            model(x).square().sum().backward()
+            with summoned(api, model, recurse=recurse, writeback=False):
+                loss = model(x).square().sum()
+                if is_inside:
+                    loss.backward()
+            if not is_inside:
+                loss.backward()
+            trained.append((loss, full_grads(api, model)))
+        torch.testing.assert_close(trained[1], trained[0])
+        reference = built()
+        with summoned(OURS, model, recurse=recurse), torch.no_grad():
+            for net in (model.module, reference):
+                net.gain.add_(1.0)
+            with torch.enable_grad():
+                torch.testing.assert_close(model(x), reference(x))
+            assert model.module.gain.shape == reference.gain.shape  # it is shown again
+        torch.testing.assert_close(values(model)["gain"], reference.gain.detach())
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ Classes whose fields torch's users assign to are not frozen, as in torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -111,8 +111,14 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-def own_offload(given: Any) -> OffloadPolicy:
-    """Convert an offload policy of torch, or an object like it, to one of this package."""
+def own_offload(given: Any) -> OffloadPolicy | Mapping[str, OffloadPolicy]:
+    """Convert offload policies of torch, or objects like them, to those of this package."""
+    if isinstance(given, Mapping):
+        return {name: _own_offload(policy) for name, policy in given.items()}
+    return _own_offload(given)
+
+
+def _own_offload(given: Any) -> OffloadPolicy:
     if isinstance(given, OffloadPolicy):
         return given
     if hasattr(given, "pin_memory"):

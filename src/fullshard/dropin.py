@@ -18,11 +18,14 @@ import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
+from fullshard.comm import redirected
 from fullshard.compat.framework_attributes import lazy_init, module_state_of, wrapper_state_of
 
 _OURS = {
@@ -73,6 +76,8 @@ class _Redirect:
             value = getattr(importlib.import_module(module_name), each, None)
             if value is not None:
                 self.theirs[id(value)] = value, partial(either, value)
+        begin = dist.init_process_group
+        self.theirs[id(begin)] = begin, _telling(begin)
         self.ours = {id(own): (own, theirs) for theirs, own in self.theirs.values()}
         self.imported_before = set(sys.modules)
         self.replaced = _replace(self.theirs, sys.modules)
@@ -82,6 +87,17 @@ class _Redirect:
         for module, name, theirs in self.replaced:
             setattr(module, name, theirs)
         _replace(self.ours, set(sys.modules) - self.imported_before)
+
+
+def _telling(begin: Callable[..., None]) -> Callable[..., None]:
+    """Let a rank say that it runs on fullshard as soon as there is a process group."""
+
+    @wraps(begin)
+    def begin_and_tell(*args: Any, **kwargs: Any) -> None:
+        begin(*args, **kwargs)
+        redirected.tell()
+
+    return begin_and_tell
 
 
 def _public_names(module: ModuleType) -> list[str]:
@@ -121,6 +137,7 @@ def install() -> None:
     if _installed is not None:
         return
     _installed = _Redirect()
+    redirected.tell()
     num_modules = len({id(module) for module, *_ in _installed.replaced})
     _log.info(
         "fullshard replaces %d names of torch.distributed.fsdp in %d modules; these are torch's "
@@ -137,6 +154,7 @@ def uninstall() -> None:
     if _installed is not None:
         _installed.undo()
         _installed = None
+        redirected.take_back()
 
 
 @contextmanager

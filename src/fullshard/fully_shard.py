@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
@@ -58,7 +58,7 @@ class ShardOptions(TypedDict, total=False):
     reshard_after_forward: bool | int | None
     shard_placement_fn: PlacementFn | None
     mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy]
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
 
@@ -78,7 +78,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (no fields)
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
@@ -101,7 +101,8 @@ def fully_shard(
         shard_placement_fn: Chooses the dim to shard for each parameter (`Shard(dim)`, which need
             not divide evenly), and its own mesh with a `ShardPlacementResult`.
         mp_policy: The dtypes to compute and reduce in.
-        offload_policy: Where the shards live.
+        offload_policy: Where the shards live. A mapping from names of parameters, relative to
+            `module`, to policies says it for each of them; others stay on the device.
         ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: Which axes of `mesh` are data parallel, for parameters that are DTensors
             on all of it.

@@ -1,8 +1,12 @@
 """Lightning's strategies train, save and load on fullshard as they do on torch's FSDP."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.clients.clients import Run, assert_same, with_resumed
+from tests.clients.clients import PROGRAMS, TIMEOUT_S, Run, assert_same, with_resumed
 
 PROGRAM = "lightning_strategies.py"
 VARIANTS = (
@@ -37,3 +41,13 @@ def test_full_state_dicts_of_the_wrapper_change_no_loss(ours: Run, variant: str)
 @pytest.mark.parametrize("variant", [each for each in VARIANTS if each.startswith("fabric")])
 def test_a_loaded_state_goes_on_as_if_it_had_not_been_interrupted(ours: Run, variant: str) -> None:
     assert_same(ours.found(f"resume_{variant}"), ours.found(variant)["then"])
+
+
+def test_ranks_that_lightning_starts_train_on_fullshard(tmp_path: Path) -> None:
+    program = PROGRAMS / "lightning_launcher.py"
+    command = [sys.executable, "-m", "fullshard.dropin", str(program), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=TIMEOUT_S)
+    for rank in range(2):
+        found = (tmp_path / f"rank_{rank}").read_text()
+        assert found.startswith("fullshard.")
+        assert found.endswith(f"rank {rank} of 2, step 2")

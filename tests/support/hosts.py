@@ -23,6 +23,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support import switch
+
 _PORT = 29500
 _NAMESPACES = ["--uts", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
 
@@ -54,11 +56,14 @@ def _ip(*command: str, check: bool = True) -> None:
 class Hosts:
     """A number of hosts, which can reach each other, for as long as the block lasts.
 
-    `rate` is that of each link, in each direction, as `tc` of iproute2 writes it: "1gbit".
+    `rate` is that of each link, in each direction, as `tc` of iproute2 writes it: "1gbit". With a
+    delay or a loss (a part of all frames), all frames go through a process, and no host comes back.
     """
 
-    def __init__(self, num: int, rate: str = "") -> None:
+    def __init__(self, num: int, rate: str = "", *, delay_ms: float = 0, loss: float = 0) -> None:
         self.num, self._rate = num, rate
+        self._delay_ms, self._loss = delay_ms, loss
+        self._user_switch: subprocess.Popen[str] | None = None
         self._tag = f"fs{os.getpid()}"
         self._processes: list[list[subprocess.Popen[bytes]]] = [[] for _ in range(num)]
 
@@ -72,6 +77,10 @@ class Hosts:
             _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
             _ip("-n", self._switch, "link", "set", "br0", "up")
             for host in range(self.num):
+                _ip("netns", "add", self._namespace(host))
+            if self._delay_ms or self._loss:
+                self._start_user_switch()
+            for host in range(self.num):
                 self._connect(host)
         except BaseException:
             self.__exit__()
@@ -83,6 +92,8 @@ class Hosts:
             self._kill(host)
             _ip("netns", "del", self._namespace(host), check=False)
         _ip("netns", "del", self._switch, check=False)
+        if self._user_switch is not None:
+            self._user_switch.communicate()
         self._folder.cleanup()
 
     def start(
@@ -121,10 +132,10 @@ class Hosts:
 
     def cut(self, host: int) -> None:
         """Cut the link of a host: what it sends is lost, and nothing says so."""
-        _ip("-n", self._switch, "link", "set", f"p{host}", "down")
+        self._set(host, "cut", "down")
 
     def mend(self, host: int) -> None:
-        _ip("-n", self._switch, "link", "set", f"p{host}", "up")
+        self._set(host, "mend", "up")
 
     def lose(self, host: int) -> None:
         """End a host as a power failure does: no process says goodbye, and no kernel answers."""
@@ -135,14 +146,33 @@ class Hosts:
 
     def back(self, host: int) -> None:
         """Bring back a host that was lost: its kernel answers, and nothing runs on it."""
+        _ip("netns", "add", self._namespace(host))
         self._connect(host)
+
+    def _set(self, host: int, command: str, state: str) -> None:
+        if self._user_switch is None:
+            _ip("-n", self._switch, "link", "set", f"p{host}", state)
+        else:
+            assert self._user_switch.stdin is not None
+            print(command, host, file=self._user_switch.stdin, flush=True)
+
+    def _start_user_switch(self) -> None:
+        given = [str(self._delay_ms), str(self._loss), *map(self._namespace, range(self.num))]
+        self._user_switch = subprocess.Popen(
+            [sys.executable, str(Path(switch.__file__)), *given],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._user_switch.stdout is not None
+        assert self._user_switch.stdout.readline() == "ready\n"
 
     def _connect(self, host: int) -> None:
         name, port, switch = self._namespace(host), f"p{host}", self._switch
-        _ip("netns", "add", name)
-        link = ["link", "add", "eth0", "netns", name, "type", "veth"]
-        _ip(*link, "peer", "name", port, "netns", switch)
-        _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+        if self._user_switch is None:
+            link = ["link", "add", "eth0", "netns", name, "type", "veth"]
+            _ip(*link, "peer", "name", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", "br0", "up")
         _ip("-n", name, "addr", "add", f"{self._address(host)}/24", "dev", "eth0")
         for device in ("eth0", "lo"):
             _ip("-n", name, "link", "set", device, "up")

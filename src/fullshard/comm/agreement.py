@@ -6,6 +6,7 @@ import hashlib
 import json
 import secrets
 import socket
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard._torch import all_gather_single, is_registered, store_of, timeout_of
-from fullshard.comm import guard
+from fullshard.comm import guard, redirected
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.comm.order import ModelPasses, difference, is_simulated, order_of, wait_until
 from fullshard.errors import DisagreementError
@@ -142,16 +143,19 @@ def exchanged_in_store(values: Sequence[_T], group: dist.ProcessGroup) -> list[l
     said, count = (f"fullshard/exchange/{number}/{end}" for end in ("said", "count"))
     store.append(said, json.dumps([rank, *values]) + "\n")
     num_come, limit_s = store.add(count, 1), timeout_of(group).total_seconds()
+    since, ranks = time.monotonic(), dist.get_process_group_ranks(group)
+
+    def have_come() -> bool:
+        redirected.require_all(ranks, since)
+        return bool(store.add(count, 0) >= size)
+
     try:
-        have_all_come = num_come >= size or wait_until(
-            lambda: store.add(count, 0) >= size, limit_s=limit_s
-        )
+        have_all_come = num_come >= size or wait_until(have_come, limit_s=limit_s)
     except BaseException:
         _withdraw(store, said, count, size)
         raise
     rows = {row[0]: row[1:] for row in map(json.loads, store.get(said).splitlines())}
     if not have_all_come and not _withdraw(store, said, count, size):
-        ranks = dist.get_process_group_ranks(group)
         missing = [ranks[each] for each in range(size) if each not in rows]
         raise DisagreementError(
             f"process group {group.group_name}: all {size} ranks must come to compare what they "

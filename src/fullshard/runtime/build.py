@@ -6,7 +6,7 @@ the root.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import is_tensor_like
 
 from fullshard._torch import to_local
-from fullshard.api import MixedPrecisionPolicy
+from fullshard.api import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.comm.agreement import Agreement, UnitPlan
+from fullshard.comm.annotations import read_annotations, unchecked
 from fullshard.comm.mesh import MeshInfo, mesh_info_of, subgroup_size
 from fullshard.comm.placement import as_dtensor, place, shard_dim, with_dtype
 from fullshard.device import device_for, simulation, type_of
@@ -120,16 +121,24 @@ def join(path: str, name: str) -> str:
 
 
 def _make_units(request: ShardRequest, found: _Found) -> list[Unit]:
-    """One unit per mesh that the parameters are placed on; the first is the call's own mesh."""
-    by_mesh: dict[MeshInfo, list[ShardedParam]] = {request.mesh_info: []}
+    """One unit per mesh that the parameters are placed on, and per place where shards live.
+
+    The first is the call's own mesh.
+    """
+    offload_of = _offload_policies(request, [name for name, _ in found.values()])
+    usual = offload_of.get("", OffloadPolicy())
+    # By mesh and place. As text: policies cannot be hashed.
+    groups: dict[tuple[MeshInfo, str], list[ShardedParam]] = {(request.mesh_info, repr(usual)): []}
+    policies = {repr(each): each for each in (usual, *offload_of.values())}
     replaced: list[tuple[nn.Parameter, ShardedParam, int]] = []
     for original, (name, locations) in found.items():
         _move_parameter(name, original, request.device)
+        offload = offload_of.get(name, usual)
         if request.form is ParamForm.DTENSOR:
-            mesh_info, param = _dtensor_param(request, name, original, locations)
+            mesh_info, param = _dtensor_param(request, name, original, locations, offload)
         else:
             mesh_info, param = request.mesh_info, _flat_param(request, name, original, locations)
-        by_mesh.setdefault(mesh_info, []).append(param)
+        groups.setdefault((mesh_info, repr(offload)), []).append(param)
         replaced.append((original, param, mesh_info.shard.rank))
     flat = None
     if request.form is not ParamForm.DTENSOR:
@@ -138,9 +147,9 @@ def _make_units(request: ShardRequest, found: _Found) -> list[Unit]:
     name = ", ".join(type(module).__name__ for module in request.modules)
     comm_ctx = CommContext(device_for(request.device))
     policy, settings = request.policy, request.settings
-    store = Store.of(request.offload, comm_ctx.device.torch_device)
     units = []
-    for mesh_info, params in by_mesh.items():
+    for (mesh_info, key), params in groups.items():
+        store = Store.of(policies[key], comm_ctx.device.torch_device)
         large = [p for p in params if flat is None and _is_large(p, mesh_info, policy, comm_ctx)]
         rest = [param for param in params if param not in large]
         alone = [[param] for param in large]
@@ -155,6 +164,18 @@ def _make_units(request: ShardRequest, found: _Found) -> list[Unit]:
         param.register(param.shard)
         record_replacement(original, param, rank)
     return units
+
+
+def _offload_policies(request: ShardRequest, names: Collection[str]) -> Mapping[str, OffloadPolicy]:
+    """The policies of parameters by name; that of all others under the empty name."""
+    if isinstance(request.offload, OffloadPolicy):
+        return {"": request.offload}
+    if unknown := sorted(set(request.offload).difference(names)):
+        raise ConfigError(
+            f"offload_policy: the names must be those of parameters that this call shards, found "
+            f"{unknown}; choose some of {sorted(names)}."
+        )
+    return request.offload
 
 
 def _is_large(
@@ -186,7 +207,11 @@ def _flat_param(
 
 
 def _dtensor_param(
-    request: ShardRequest, name: str, original: nn.Parameter, locations: list[ParamLocation]
+    request: ShardRequest,
+    name: str,
+    original: nn.Parameter,
+    locations: list[ParamLocation],
+    offload: OffloadPolicy,
 ) -> tuple[MeshInfo, ShardedParam]:
     mesh_info, placement = request.mesh_info, None
     chosen = None if request.placement_fn is None else request.placement_fn(original)
@@ -202,12 +227,14 @@ def _dtensor_param(
             f"{name}: Invalid shard_placement_fn result: {chosen!r}; return a Shard such as "
             "Shard(0), a ShardPlacementResult or None."
         )
-    device = Store.of(request.offload, request.device).device
+    device = Store.of(offload, request.device).device
     dim = shard_dim(name, to_local(original), placement)
-    with torch.no_grad():
-        placed = place(name, original, dim, mesh_info)
+    with torch.no_grad(), unchecked():
+        stored, annotations = read_annotations(name, original, mesh_info)
+        placed = place(name, stored, dim, mesh_info)
         axis = mesh_info.shard
         param = DTensorParam.of(name, original, locations, placed, axis, device)
+    param.annotations = annotations
     param.keeps_dtype = _keeps_dtype(request.policy, name, original)
     return mesh_info, param
 

@@ -7,7 +7,7 @@ tree is in `step.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -51,7 +51,7 @@ class ShardRequest:
     mesh_info: MeshInfo
     device: torch.device
     policy: MixedPrecisionPolicy
-    offload: OffloadPolicy
+    offload: OffloadPolicy | Mapping[str, OffloadPolicy]
     settings: UnitSettings
     placement_fn: Callable[[nn.Parameter], Any] | None = None
     ignored: Collection[nn.Parameter] = ()
@@ -177,6 +177,8 @@ class ModuleHooks:
                 scheduler.begin_forward(module, self.name)
             if self.turnstile.is_even:
                 scheduler.start(self, (args, kwargs))
+        if torch.is_grad_enabled():
+            scheduler.pause_summons(self.reads)
         call = ModuleCall(self, scheduler.finished, opens_forward, self.turnstile.is_even)
         call.is_summoned = any(unit.is_summoned for unit in self.units)
         request = self.request
@@ -308,7 +310,8 @@ class ModuleHooks:
         if call.is_summoned or any(unit.is_summoned for unit in self.units):
             raise LifecycleError(
                 f"{self.name}: forward and backward must run outside of summon_full_params, found "
-                "one of them inside; leave the context first. A forward alone may run inside."
+                "one of them inside; leave the context first. A forward alone may run inside, and "
+                "with use_orig_params=True and with_grads=False both may."
             )
         self.turnstile.reach(self, was_even=call.is_even)
         self._awaited.discard(call)

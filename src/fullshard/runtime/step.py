@@ -221,6 +221,7 @@ class Scheduler:
             self._leave_order(expected, f"{self.root.name}: end of forward")
         for member in self.members:
             member.end_forward()
+        self._resume_summons()
         for unit in self.units:
             unit.enter_forward()  # those that it did not reach
         self.turnstile.end_checks("forward")
@@ -232,6 +233,17 @@ class Scheduler:
         if not torch.is_grad_enabled():
             self.comm_ctx.free_leaving()  # no backward will come to use it
 
+    def pause_summons(self, units: Sequence[Unit]) -> None:
+        """Let units train inside of `summon_full_params`, where that is possible."""
+        for unit in units:
+            if unit.summoned is not None:
+                unit.summoned.pause()
+
+    def _resume_summons(self) -> None:
+        for unit in self.units:
+            if unit.summoned is not None:
+                unit.summoned.resume()
+
     # Backward
 
     def enter_backward(self) -> None:
@@ -240,6 +252,7 @@ class Scheduler:
             self._is_unfinalized = self.finalizes_manually
             if self.owner is None:
                 self.turnstile.begin_backward()
+            self.pause_summons(self.units)
             queue_backward_callback(self.end_backward)
 
     def prefetch_backward(self, member: Modules, call: ModuleCall) -> None:
@@ -276,9 +289,11 @@ class Scheduler:
         self.comm_ctx.free_leaving()
         for unit in self.units:
             unit.grads.synchronize_host()
+        self._resume_summons()
         self.is_in_backward = self._is_unfinalized = False
 
     def set_manual_finalization(self, enabled: bool) -> None:
+        self.end_failed_backward()
         if enabled != self.finalizes_manually and (self.is_in_backward or self._is_unfinalized):
             raise LifecycleError(
                 f"{self.root.name}: set_manual_backward_finalization must be called before "

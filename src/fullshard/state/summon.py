@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from fullshard.state.shards import (
     wrappers_of,
 )
 from fullshard.unit.grad_buffer import set_grad
+from fullshard.unit.unit import Unit
 
 
 def is_first_rank(wrapper: nn.Module) -> bool:
@@ -87,72 +88,144 @@ def summon_full_params(
             stacklevel=3,
         )
 
-    def mark(is_summoned: bool) -> None:
-        """Mark wrappers: while summoned, they cannot run, and parameters have clean names."""
-        for wrapper in wrappers:
-            wrapper.__dict__["_is_summoned"] = wrapper_unit(wrapper).is_summoned = is_summoned
-
+    of_units: dict[Unit, SummonedUnit] = {}
     with ExitStack() as stack:
-        stack.callback(mark, False)
-        mark(True)
+        stack.callback(_end, wrappers)
+        for wrapper in wrappers:
+            wrapper.__dict__["_is_summoned"] = wrapper_unit(wrapper).is_summoned = True
         for lane in lanes:
             is_shown = not rank0_only or is_first_rank(lane.wrapper)
-            shards = lane.shards if is_shown else []
-            stack.enter_context(_summoned(lane, shards, writeback, offload_to_cpu, with_grads))
+            summoned = _SummonedLane(
+                lane, lane.shards if is_shown else [], writeback, offload_to_cpu, with_grads
+            )
+            stack.callback(summoned.end)
+            summoned.show()
+            if not lane.is_flat and not with_grads:
+                unit = lane.unit
+                of_units.setdefault(unit, SummonedUnit(unit)).lanes.append(summoned)
+                unit.summoned = of_units[unit]
         yield
 
 
-@contextmanager
-def _summoned(
-    lane: FlatLane, shards: list[FlatShard], writeback: bool, offload_to_cpu: bool, with_grads: bool
-) -> Iterator[None]:
-    """Register the full parameters of one lane, and restore everything afterwards."""
-    with torch.no_grad():
-        full = lane.gather(lane.shard_buffer())
-        grads = _full_grads(lane) if with_grads else {}
-    full = full.cpu() if offload_to_cpu else full
-    before = [(shard, shard.tensor.data, shard.tensor.grad) for shard in shards]
-    places = [(place, place.get()) for shard in shards for place in shard.param.locations]
-    modules = {place.module for place, _ in places}
-    if lane.holder is not None and shards:
-        modules.add(lane.holder.location.module)
-    registered = {module: dict(module._parameters) for module in modules}
-    shown: dict[FlatShard, Any] = {}
-    try:
+def _end(wrappers: Sequence[nn.Module]) -> None:
+    """While summoned, parameters have clean names, and most units cannot be trained."""
+    for wrapper in wrappers:
+        wrapper.__dict__["_is_summoned"] = wrapper_unit(wrapper).is_summoned = False
+        wrapper_unit(wrapper).summoned = None
+
+
+class SummonedUnit:
+    """A unit of original parameters that is summoned: it may be trained meanwhile.
+
+    For the time of a forward that takes gradients, and of a backward, modules see what they see
+    outside, with the values that were written.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.lanes: list[_SummonedLane] = []
+        self._unit = unit
+
+    def pause(self) -> None:
+        if self._unit.is_summoned:
+            for lane in self.lanes:
+                lane.pause()
+            self._unit.is_summoned = False
+
+    def resume(self) -> None:
+        if not self._unit.is_summoned:
+            self._unit.keep()
+            for lane in self.lanes:
+                lane.show()
+            self._unit.is_summoned = True
+
+
+class _SummonedLane:
+    """The full parameters of one lane, and what was registered before.
+
+    `_kept` are this rank's values before a pause, which has written others.
+    """
+
+    def __init__(
+        self,
+        lane: FlatLane,
+        shards: list[FlatShard],
+        writeback: bool,
+        offload_to_cpu: bool,
+        with_grads: bool,
+    ) -> None:
+        self._lane, self._shards = lane, shards
+        self._writeback, self._with_grads = writeback, with_grads
+        with torch.no_grad():
+            full = lane.gather(lane.shard_buffer())
+            self._grads = _full_grads(lane) if with_grads else {}
+        self._full = full.cpu() if offload_to_cpu else full
+        self._kept: torch.Tensor | None = None
+        self._shown: dict[FlatShard, Any] = {}
+        self._is_shown = False
+
+    def show(self) -> None:
+        """Register the full parameters."""
+        lane, shards = self._lane, self._shards
+        self._is_shown = True
+        self._before = [(shard, shard.tensor.data, shard.tensor.grad) for shard in shards]
+        places = [place for shard in shards for place in shard.param.locations]
+        self._places = [(place, place.get()) for place in places]
+        modules = {place.module for place in places}
+        if lane.holder is not None and shards:
+            modules.add(lane.holder.location.module)
+        self._registered = {module: dict(module._parameters) for module in modules}
         if lane.holder is not None and shards:
             lane.holder.unregister()
         for shard in shards:
-            view, shown[shard] = shard.view_of(full), shard.tensor
+            view, self._shown[shard] = shard.view_of(self._full), shard.tensor
             if lane.is_flat or isinstance(view, DTensor):
-                shown[shard] = nn.Parameter(view, requires_grad=shard.is_trainable)
-                if shard in grads:
-                    set_grad(shown[shard], grads[shard])
+                shown = nn.Parameter(view, requires_grad=shard.is_trainable)
+                self._shown[shard] = shown
+                if shard in self._grads:
+                    set_grad(shown, self._grads[shard])
             else:
-                _set(shard.tensor, view, grads.get(shard), with_grads)
+                _set(shard.tensor, view, self._grads.get(shard), self._with_grads)
             for place in shard.param.locations:
                 place.module.__dict__.pop(place.name, None)
-                place.module._parameters[place.name] = shown[shard]
-        yield
-    finally:
-        for shard, param in shown.items():  # a user may have registered another parameter
+                place.module._parameters[place.name] = self._shown[shard]
+
+    def _hide(self) -> dict[FlatShard, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Register what was there before; return the values and gradients that were written."""
+        self._is_shown = False
+        for shard in self._shown:  # a user may have registered another parameter
             place = shard.param.locations[0]
             found = place.module._parameters.get(place.name)
-            shown[shard] = param if found is None else found
-        written = {shard: (param.detach(), param.grad) for shard, param in shown.items()}
-        for shard, data, grad in before if not lane.is_flat else ():
-            _set(shard.tensor, data, grad, with_grads)
-        for place, _ in places:
+            if found is not None:
+                self._shown[shard] = found
+        written = {shard: (param.detach(), param.grad) for shard, param in self._shown.items()}
+        for shard, data, grad in self._before if not self._lane.is_flat else ():
+            _set(shard.tensor, data, grad, self._with_grads)
+        for place, _ in self._places:
             place.module._parameters.pop(place.name, None)
-        for module, params in registered.items():
+        for module, params in self._registered.items():
             # In the previous order, with what was registered meanwhile at the end.
             merged = params | module._parameters
             module._parameters.clear()
             module._parameters.update(merged)
-        for place, seen in places:
+        for place, seen in self._places:
             if seen is not None:
                 place.put(seen)
-        for shard, (value, grad) in written.items() if writeback else ():
-            _write_back(shard, value, grad, with_grads)
+        return written
+
+    def pause(self) -> None:
+        """Hide the full parameters, and let the unit have the values that were written."""
+        if self._kept is None and not self._writeback:
+            self._kept = self._lane.shard_buffer().clone()
+        for shard, (value, _) in self._hide().items():
+            _write_back(shard, value, None, with_grads=False)
+
+    def end(self) -> None:
+        written = self._hide() if self._is_shown else {}
+        for shard, (value, grad) in written.items() if self._writeback else ():
+            _write_back(shard, value, grad, self._with_grads)
+        if self._kept is not None:
+            with torch.no_grad():
+                self._lane.shard_buffer().copy_(self._kept)
 
 
 def _set(

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard._torch import foreach_copy_
 from fullshard.api import MixedPrecisionPolicy
@@ -24,6 +25,7 @@ from fullshard.errors import ConfigError
 from fullshard.layout import Bucket, Lane, Plain, UnitLayout
 from fullshard.unit.context import AddressRanges, CommContext, wait_all
 from fullshard.unit.copy_program import Decoder, unpacker
+from fullshard.unit.extensions import Extension
 from fullshard.unit.param import ShardBuffers, ShardedParam
 from fullshard.unit.store import Store
 
@@ -277,7 +279,11 @@ def _allocate(buffer: ResizableBuffer, comm_ctx: CommContext) -> None:
 
 
 class ExtensionAllGather:
-    """All-gathers the parameters of a unit that have an `Extension`, all in one call."""
+    """All-gathers the parameters of a unit that have an `Extension`, all in one call.
+
+    On one rank, one that is frozen and not cast may be a view of its shard: `_views` has the shards
+    that such parameters were made of, and the views.
+    """
 
     def __init__(
         self, params: Sequence[ShardedParam], mesh_info: MeshInfo, policy: MixedPrecisionPolicy
@@ -286,6 +292,21 @@ class ExtensionAllGather:
         self._mesh_info = mesh_info
         self._policy = policy
         self._is_compared = False
+        self._views: dict[ShardedParam, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _is_view(self, param: ShardedParam, mesh: DeviceMesh, device: torch.device) -> bool:
+        local, dtypes = param.current_local, param.dtypes
+        is_whole = self._mesh_info.shard.is_single and local.device == device
+        if not is_whole or param.is_trainable or dtypes.stored != dtypes.computed:
+            self._views.pop(param, None)
+            return False
+        if param not in self._views or self._views[param][0] is not local:
+            self._views.pop(param, None)
+            view = Extension.view_of(local, mesh, param.locations[0].module, self._policy)
+            if view is not None:
+                self._views[param] = local, view
+                param.full = None
+        return param in self._views
 
     @torch.no_grad()
     def start(
@@ -300,6 +321,9 @@ class ExtensionAllGather:
         comm_ctx.wait_until_unused()  # extensions allocate here, too (rule 2)
         shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         for param, extension in self.params:
+            if self._is_view(param, shard_mesh, device):
+                num_bytes.append(0)
+                continue
             local, module = param.current_local, param.locations[0].module
             if local.device != device:
                 local = local.to(device, non_blocking=True)
@@ -334,6 +358,10 @@ class ExtensionAllGather:
     def finish(self, comm_ctx: CommContext) -> None:
         """Make the full parameters; runs on the stream that computes."""
         for param, extension in self.params:
+            if param in self._views:
+                if param.full is None:
+                    param.make_full(self._views[param][1])
+                continue
             local, dtype = param.current_local, param.dtypes.computed
             made = extension.make_full(local, dtype, param.full, param.split)
             if made is not None:

@@ -110,6 +110,15 @@ class Extension:
         says = getattr(local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
         return says is not None and bool(says())
 
+    @staticmethod
+    def view_of(
+        local: Any, mesh: DeviceMesh, module: nn.Module, policy: Any
+    ) -> torch.Tensor | None:
+        """The full parameter over the shard's own memory, where the shard is the whole."""
+        view = getattr(local, "fsdp_get_unsharded_view", None)
+        made: torch.Tensor | None = None if view is None else view(mesh, module, policy)
+        return made
+
     def free(self, keep_storage: bool) -> list[tuple[int, int]]:
         """Free what was gathered, unless it is kept; return its address ranges."""
         ranges = [buffer.address_range for buffer in self.buffers]

@@ -134,6 +134,8 @@ class UnitGrads:
         grad, full.grad = full.grad, None
         if param.full_spec is None:
             return grad
+        if param.annotations is not None:
+            grad = param.annotations.placed(grad, param.full_spec.mesh)
         return local_gradient(grad, param.full_spec, self.mesh_info)
 
     def assign_made(

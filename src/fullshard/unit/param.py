@@ -25,6 +25,7 @@ from fullshard._torch import (
     set_local_tensor,
     spec_of,
 )
+from fullshard.comm.annotations import Annotations
 from fullshard.comm.mesh import Axis
 from fullshard.comm.placement import Placed, as_dtensor, with_dtype
 from fullshard.device import has_no_memory, with_own_storage
@@ -69,7 +70,8 @@ class ShardedParam(ABC):
     goes. `accumulated` holds a full gradient that was not reduced yet, and `partial_grad` this
     rank's part of one that was summed over the shard axis but not over the replicas. `keeps_dtype`
     says that a policy's `param_dtype` does not apply to this parameter; `dtypes` is what the unit's
-    plan made of the policy.
+    plan made of the policy. One with `annotations` is stored as a DTensor, but modules see a plain
+    tensor.
     """
 
     name: str
@@ -79,6 +81,7 @@ class ShardedParam(ABC):
     local: torch.Tensor
     full: nn.Parameter | None = None
     full_spec: DTensorSpec | None = None
+    annotations: Annotations | None = None
     extension: Extension | None = None
     accumulated: torch.Tensor | None = None
     partial_grad: torch.Tensor | None = None
@@ -152,7 +155,7 @@ class ShardedParam(ABC):
 
     def make_full(self, data: torch.Tensor) -> None:
         """Make the full parameter over `data`, whose memory comes and goes from now on."""
-        if self.full_spec is not None:
+        if self.full_spec is not None and self.annotations is None:
             data = as_dtensor(data, with_dtype(self.full_spec, data.dtype))
         self.full = nn.Parameter(data, requires_grad=self.is_trainable)
         self.is_hooked = False

@@ -16,6 +16,7 @@ from fullshard._torch import (
     shard_versions,
 )
 from fullshard.api import MixedPrecisionPolicy
+from fullshard.comm.annotations import is_checked, unchecked
 from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.device import has_no_memory
@@ -50,6 +51,16 @@ class UnitOwner(Protocol):
         """Gradients are about to be reduced."""
 
 
+class Summoned(Protocol):
+    """What `summon_full_params` shows of a unit that may be trained meanwhile."""
+
+    def pause(self) -> None:
+        """Let modules see what they see outside, with the values that were written."""
+
+    def resume(self) -> None:
+        """Show the full parameters again."""
+
+
 @dataclass(eq=False)
 class Unit:
     """The parameters of one wrapper, or of one `fully_shard` call that share a mesh.
@@ -58,7 +69,8 @@ class Unit:
     what is in memory besides, and `registration` what modules see; there is none before the first
     unshard. `version` is that of the shards when they were last looked at, and `forward` the one
     that last did so (`CommContext.forward`). `is_summoned` says that `summon_full_params` shows the
-    full parameters. `flat` exists for the parameters of a wrapper.
+    full parameters; where it can be interrupted, `summoned` does so. `flat` exists for the
+    parameters of a wrapper.
     """
 
     name: str
@@ -73,12 +85,14 @@ class Unit:
     state: State = ABSENT
     registration: Registration | None = None
     is_summoned: bool = False
+    summoned: Summoned | None = None
     version: Version = field(default_factory=list)
     forward: object = None
     arrangement: Arrangement = field(init=False)
     comm: UnitComm = field(init=False)
     grads: UnitGrads = field(init=False)
     arrivals: GradArrivals = field(init=False)
+    annotated: list[ShardedParam] = field(init=False)
 
     def __post_init__(self) -> None:
         device, axis = self.comm_ctx.device, self.mesh_info.shard
@@ -158,6 +172,7 @@ class Unit:
             self.arrangement = Arrangement(
                 self.params, self.flat, self.mesh_info, self.policy, self.store, device
             )
+        self.annotated = [param for param in self.params if param.annotations is not None]
         self.grads.follow_lanes([*self.arrangement.grad_lanes()])
 
     def make_whole(self) -> None:
@@ -331,6 +346,10 @@ class Unit:
             registration.follow_requires_grad()
             self.arrivals.hook(self.params)
         registration.show_fulls()
+        for param in self.annotated:
+            assert param.annotations is not None
+            assert param.full is not None
+            param.annotations.restore(param.full)
 
     def join_all_gather(self, *, is_wanted: bool) -> None:
         """Take part in the all-gather, whatever the unit's state is: some rank needs it."""
@@ -522,11 +541,16 @@ _NO_CONTEXT = nullcontext()
 
 
 def _outside_modes() -> AbstractContextManager[object]:
-    """Leave inference mode, whose tensors could not be trained with later, and functorch."""
-    is_inference = torch.is_inference_mode_enabled()
-    if not is_inference and current_transform() is None:
+    """Leave inference mode, whose tensors could not be trained with later, and functorch.
+
+    And let `spmd_types` check the types of nothing that is done here.
+    """
+    is_inference, checks_types = torch.is_inference_mode_enabled(), is_checked()
+    if not is_inference and not checks_types and current_transform() is None:
         return _NO_CONTEXT
     stack = ExitStack()
+    if checks_types:
+        stack.enter_context(unchecked())
     stack.enter_context(outside_transforms())
     stack.enter_context(torch.inference_mode(False))
     return stack
