@@ -5,6 +5,7 @@ Each is defined here, in a few lines, and trains through the engine as it is.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from tests.test_wire import new_group
 WIDTH = 24
 
 
+@dataclass(frozen=True)
 class ByteWire(Wire):
     """Blocks of eight bytes with a float32 scale each: the whole of a quantized wire."""
 
