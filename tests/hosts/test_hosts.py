@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+import bench_host_faults
+import bench_host_restarts
 import bench_hosts
+from measuring import Result
 from tests.support.hosts import Hosts
 from tests.tiny_run import TEXT
 
@@ -112,6 +115,23 @@ def test_steps_on_several_hosts_are_measured_beside_torchs(tmp_path: Path) -> No
     sent = {row[0]: row[3] for row in rows}
     assert list(sent) == bench_hosts.VARIANTS
     assert sent["fullshard fully_shard"] < 0.6 * sent["torch fully_shard"]
+
+
+@pytest.mark.exhaustive
+def test_a_run_on_two_hosts_goes_on_after_faults_with_the_losses_of_one_without(
+    tmp_path: Path,
+) -> None:
+    result = Result("host_restarts", "", "")
+    bench_host_restarts.soak(result, tmp_path, num_faults=2, num_steps=30, patience_s=20)
+    assert result.tables[0].rows[-1] == ["losses that differ", 0]
+
+
+@pytest.mark.exhaustive
+def test_a_cut_of_a_link_with_a_delay_and_losses_costs_only_time() -> None:
+    result = Result("host_faults", "", "")
+    with bench_host_faults.rounds_on_hosts(60, delay_ms=5, loss=0.01) as rounds:
+        bench_host_faults.cuts(result, rounds, [3.0])
+    assert result.tables[0].rows[0][2:] == ["all ranks end with status 0", "same"]
 
 
 @pytest.mark.long

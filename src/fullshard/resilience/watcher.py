@@ -408,13 +408,13 @@ class Watcher:
 
     def _give_up(self, rank: int, place: Place | None, ended: str = "") -> None:
         """Tell all ranks that one is lost, where it was if that is known, and how it ended."""
-        found = f"that {ended}"
+        what = f"all ranks must go on together, found that {ended}"
         if place is not None:
-            found = f"it at {replace(place, ended=place.ended or ended)}"
+            at = replace(place, ended=place.ended or ended)
+            what = f"all ranks must go on together, found it at {at}"
         self._tell(
             RankFailedError(
-                f"{self._named(rank)}: all ranks must go on together, found {found}; look at its "
-                "own output, and start the ranks again."
+                f"{self._named(rank)}: {what}; look at its own output, and start the ranks again."
             )
         )
 
