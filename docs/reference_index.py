@@ -56,6 +56,10 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
             "fullshard.sharded_grad_scaler",
         ),
     ),
+    "fullshard.wire": (
+        "How values travel: [wires of eight bits](precision.md#wires-of-eight-bits).",
+        ("fullshard.wire",),
+    ),
     "fullshard.wrap": ("Policies: [choosing units](choosing_units.md).", ("fullshard.wrap",)),
     "fullshard.plan": ("Simulated steps: [planning a run](planning.md).", ("fullshard.plan",)),
     "fullshard.trace": (

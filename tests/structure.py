@@ -24,7 +24,7 @@ KNOW_APPLICATION = {f"fullshard.cli.{name}" for name in ("commands", "export")}
 # A room sees the rooms of its own level and below.
 LEVELS = [
     ("_torch", "api", "errors", "formatting", "layout", "processes", "trace"),
-    ("comm", "device"),
+    ("comm", "device", "wire"),
     ("ranks", "unit"),
     ("runtime",),
     ("optim", "state"),
@@ -55,7 +55,7 @@ SEES_PUBLIC_NAMES = {"cli", "testing"}
 PARTS = {
     "engine and APIs": (
         *("layout", "comm", "unit", "runtime", "_torch", "__init__", "api", "device", "errors"),
-        *("facts", "formatting", "processes", "ranks", "auto_shard", "fully_shard", "wrap"),
+        *("facts", "formatting", "processes", "ranks", "auto_shard", "fully_shard", "wire", "wrap"),
         "fully_sharded_data_parallel",
     ),
     "shared memory": ("comm.shm",),
@@ -70,7 +70,7 @@ NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
 # are lowered with every cut; the aim is 17,500, and 19,500 with what is new. There may be some
 # more lines than the limit, so that not every change has to raise it.
-MAX_CORE_LINES = 27_700
+MAX_CORE_LINES = 27_900
 MAX_LINES = {
     "fullshard": 4_300,
     "fullshard.cli": 950,
@@ -86,7 +86,7 @@ MAX_LINES = {
     "fullshard.state": 5_700,
     "fullshard.testing": 1_450,
     "fullshard.trace": 550,
-    "fullshard.unit": 4_000,
+    "fullshard.unit": 4_100,
     "fullshard_train": 4_900,
     "fullshard_train.cli": 400,
     "fullshard_train.models": 1_050,

@@ -27,6 +27,7 @@ from tests.test_wire import new_group
 WIDTH = 24
 
 
+@dataclass(frozen=True)
 class ByteWire(Wire):
     """Blocks of eight bytes with a float32 scale each: the whole of a quantized wire."""
 
@@ -52,17 +53,6 @@ class ByteWire(Wire):
         values, scales = blocks.split([self.block, 4], dim=-1)
         floats = values.contiguous().view(torch.int8) * scales.contiguous().view(torch.float32)
         segments.copy_(floats.flatten(1))
-
-
-@dataclass(frozen=True)
-class Quantized(MixedPrecisionPolicy):
-    @property
-    def gather_wire(self) -> Wire:
-        return ByteWire()
-
-    @property
-    def reduce_wire(self) -> Wire:
-        return ByteWire()
 
 
 class FileStore(HostStore):
@@ -125,7 +115,11 @@ def test_a_wire_with_scales_trains_nearly_like_the_plain_one(
 ) -> None:
     with new_group(over_gloo=over_gloo) as group:
         plain = made(group, MixedPrecisionPolicy(), is_wrapped=is_wrapped)
-        coarse = made(group, Quantized(), is_wrapped=is_wrapped)
+        coarse = made(
+            group,
+            MixedPrecisionPolicy(gather_wire=ByteWire(), reduce_wire=ByteWire()),
+            is_wrapped=is_wrapped,
+        )
         expected, found = losses(plain, rank), losses(coarse, rank)
     assert expected[-1] < expected[0] / 2
     assert found != expected

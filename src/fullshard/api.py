@@ -65,7 +65,13 @@ class MixedPrecisionPolicy:
 
     `wire_dtype`, which torch does not have, is the dtype in which gradients are sent over the shard
     axis, to be summed in `reduce_dtype` where they arrive. A narrower one halves the bytes.
-    Gradients that were computed in it lose nothing.
+    Gradients that were computed in it lose nothing. It is short for
+    `reduce_wire=fullshard.wire.Plain(wire_dtype)`.
+
+    `gather_wire` and `reduce_wire`, which torch does not have either, say how parameters and
+    gradients travel: one of `fullshard.wire`, such as `Int8()`, for a quarter of the bytes of
+    float32. Shards keep their values. Parameters with fewer than two dims, and those smaller than a
+    block of the wire, travel as they are, except in a wrapper, which has one bucket for all.
     """
 
     param_dtype: torch.dtype | None = None
@@ -76,19 +82,17 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
     )
+    gather_wire: Wire | None = field(default=None, kw_only=True)
+    reduce_wire: Wire | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _require_wire("MixedPrecisionPolicy", self)
+        _require_wires("MixedPrecisionPolicy", self)
 
     @property
-    def gather_wire(self) -> Wire | None:
-        """How parameters travel; None for as they are computed with."""
-        return None
-
-    @property
-    def reduce_wire(self) -> Wire | None:
-        """How gradients travel; None for as they are reduced."""
-        return None if self.wire_dtype is None else Plain(self.wire_dtype)
+    def wires(self) -> tuple[Wire | None, Wire | None]:
+        """How parameters and gradients travel; None for as they are computed and reduced."""
+        short = None if self.wire_dtype is None else Plain(self.wire_dtype)
+        return self.gather_wire, self.reduce_wire or short
 
 
 @dataclass
@@ -230,8 +234,9 @@ class BackwardPrefetch(Enum):
 class MixedPrecision:
     """The dtypes that a wrapper computes, reduces and keeps buffers in.
 
-    `param_dtype`, `reduce_dtype` and `wire_dtype` are as in `MixedPrecisionPolicy`. `buffer_dtype`
-    is the dtype of floating-point buffers during training; state dicts have the original dtype.
+    `param_dtype`, `reduce_dtype`, `wire_dtype`, `gather_wire` and `reduce_wire` are as in
+    `MixedPrecisionPolicy`. `buffer_dtype` is the dtype of floating-point buffers during training;
+    state dicts have the original dtype.
     `keep_low_precision_grads` leaves gradients in the compute dtype, or in the reduction dtype if
     nothing is sharded. `cast_forward_inputs` casts the inputs of every wrapper,
     `cast_root_forward_inputs` those of the outermost. With a wrapping policy, modules of
@@ -246,13 +251,25 @@ class MixedPrecision:
     cast_root_forward_inputs: bool = True
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (BatchNormBase,)
     wire_dtype: torch.dtype | None = None
+    gather_wire: Wire | None = field(default=None, kw_only=True)
+    reduce_wire: Wire | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _require_wire("MixedPrecision", self)
+        _require_wires("MixedPrecision", self)
 
 
-def _require_wire(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> None:
-    """Raise if gradients cannot be sent in the `wire_dtype` of a policy."""
+def _require_wires(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> None:
+    """Raise if parameters or gradients cannot travel as a policy says."""
+    for key in ("gather_wire", "reduce_wire"):
+        given = getattr(policy, key)
+        if given is not None and not isinstance(given, Wire):
+            raise ConfigError(
+                f"{name}: {key} must be a wire, such as fullshard.wire.Int8(), found {given!r}."
+            )
+    if policy.wire_dtype is not None and policy.reduce_wire is not None:
+        raise ConfigError(
+            f"{name}: wire_dtype and reduce_wire both say how gradients travel; pass one of them."
+        )
     wire, reduced = policy.wire_dtype, policy.reduce_dtype or policy.param_dtype
     if wire is None or wire == reduced:
         return
@@ -286,7 +303,8 @@ def own_precision(kind: type[_Policy], given: Any) -> _Policy:
         return given
     names = [field.name for field in fields(kind)]
     found = {name: getattr(given, name) for name in names if hasattr(given, name)}
-    optional = ("wire_dtype", "param_dtype_override_fn")  # torch lacks them, or did before 2.15
+    # Torch lacks the first three, and lacked the last before 2.15.
+    optional = ("wire_dtype", "gather_wire", "reduce_wire", "param_dtype_override_fn")
     missing = [name for name in names if name not in found and name not in optional]
     if missing:
         raise ConfigError(

@@ -44,7 +44,7 @@ from fullshard.runtime.hooks import (
 )
 from fullshard.runtime.sharded_module import ShardedModule
 from fullshard.runtime.step import GradientReductionHandle, Scheduler
-from fullshard.unit.grad_lane import require_no_wire_dtype
+from fullshard.unit.grad_lane import require_plain_wires
 from fullshard.unit.settings import UnitSettings
 from fullshard.unit.unit import Unit
 
@@ -442,12 +442,13 @@ class FSDPModule(ShardedModule):
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather this unit through a custom collective, in memory that it allocates."""
         for unit in self._units_of_one_mesh("set_custom_all_gather"):
+            require_plain_wires("set_custom_all_gather", unit.name, unit.layout, gathers=True)
             unit.comm.customize(all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this unit through a custom collective, in memory that it allocates."""
         for unit in self._units_of_one_mesh("set_custom_reduce_scatter"):
-            require_no_wire_dtype("set_custom_reduce_scatter", unit.name, unit.layout)
+            require_plain_wires("set_custom_reduce_scatter", unit.name, unit.layout)
             unit.comm.customize(reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

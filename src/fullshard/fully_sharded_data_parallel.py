@@ -53,7 +53,7 @@ from fullshard.runtime.trees import map_tensors
 from fullshard.state import module_state, optim_state, summon
 from fullshard.state.shards import wrappers_of
 from fullshard.unit.flat_param import FlatParameter, FlatSlice, ParamForm
-from fullshard.unit.grad_lane import require_no_wire_dtype
+from fullshard.unit.grad_lane import require_plain_wires
 from fullshard.unit.settings import UnitSettings
 from fullshard.wrap import Chosen, CustomPolicy, ModuleWrapPolicy, choose, wrap_chosen
 
@@ -162,6 +162,8 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
                 reduce_dtype=precision.reduce_dtype,
                 cast_forward_inputs=precision.cast_forward_inputs,
                 wire_dtype=precision.wire_dtype,
+                gather_wire=precision.gather_wire,
+                reduce_wire=precision.reduce_wire,
             ),
             offload=CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy(),
             settings=UnitSettings(
@@ -330,7 +332,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
                 "model anew to register another."
             )
         for unit in units:
-            require_no_wire_dtype("register_comm_hook", unit.name, unit.layout)
+            require_plain_wires("register_comm_hook", unit.name, unit.layout)
         for unit in units:
             unit.comm.comm_hook = partial(hook, state)
 

@@ -10,7 +10,7 @@ import torch
 from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.mesh import MeshInfo
 from fullshard.device import has_no_memory, type_of
-from fullshard.layout import CostModel, DtypePlan, ParamSpec, UnitLayout, plan_unit
+from fullshard.layout import CostModel, DtypePlan, ParamSpec, UnitLayout, Wire, plan_unit
 from fullshard.unit.all_gather import ExtensionAllGather, UnitAllGather
 from fullshard.unit.context import CommContext
 from fullshard.unit.extensions import Extension
@@ -75,10 +75,8 @@ class Arrangement:
             if param.is_trainable
         ]
         reduce_dtype = DtypePlan.unit_reduce_dtype(policy.reduce_dtype, trained, is_flat=is_flat)
-        wires = policy.gather_wire, policy.reduce_wire
-        if self._axis.is_single:
-            wires = None, None  # one rank sends nothing
         for param in params:
+            wires = self._wires_of(param)
             plan = DtypePlan.of(param.dtype, self._param_dtype(param), reduce_dtype, *wires)
             if param.grad_dtype != param.dtype:
                 plan = replace(plan, grad=param.grad_dtype)
@@ -86,6 +84,17 @@ class Arrangement:
             specs.append(ParamSpec(param.name, param.split, param.dtypes, param.is_trainable))
         cost = CostModel.of_device(type_of(self._device))
         return plan_unit(specs, self._axis.size, cost, is_flat=is_flat)
+
+    def _wires_of(self, param: ShardedParam) -> tuple[Wire | None, Wire | None]:
+        """How a parameter and its gradient travel; those of a flat layout travel together."""
+        if self._axis.is_single:
+            return None, None  # one rank sends nothing
+        is_flat, shape = self._flat is not None, param.split.shape
+        gather, reduce = (
+            wire if wire is not None and (is_flat or wire.suits(shape)) else None
+            for wire in self._policy.wires
+        )
+        return gather, reduce
 
     def _param_dtype(self, param: ShardedParam) -> torch.dtype | None:
         return None if param.keeps_dtype else self._policy.param_dtype

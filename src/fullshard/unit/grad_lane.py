@@ -223,15 +223,22 @@ class GradLane:
         return self.buffer
 
 
-def require_no_wire_dtype(what: str, unit: str, layout: UnitLayout) -> None:
-    """Raise if gradients travel in a dtype that a user's own reduction does not know of."""
+def require_plain_wires(what: str, unit: str, layout: UnitLayout, *, gathers: bool = False) -> None:
+    """Raise if a user's own collective would be given messages that it does not know of."""
     for lane in layout.lanes:
-        if lane.dtypes.sums_on_arrival:
-            raise ConfigError(
-                f"{unit}: {what} cannot be combined with "
-                f"wire_dtype={lane.dtypes.reduce_wire.dtype}, in which gradients travel; leave "
-                "wire_dtype out, and choose the dtype of the buckets in your own function."
-            )
+        dtypes = lane.dtypes
+        if dtypes.gather_wire.is_plain if gathers else not dtypes.sums_on_arrival:
+            continue
+        key, wire = "reduce_wire", dtypes.reduce_wire
+        if gathers:
+            key, wire = "gather_wire", dtypes.gather_wire
+        elif wire.is_plain:
+            key = "wire_dtype"
+        raise ConfigError(
+            f"{unit}: {what} cannot be combined with "
+            f"{key}={wire.dtype if key == 'wire_dtype' else wire}; leave {key} out, and choose the "
+            "form of the buckets in your own function."
+        )
 
 
 @dataclass(frozen=True, slots=True)
