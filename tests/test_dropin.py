@@ -92,7 +92,17 @@ import os, subprocess, sys
 import torch
 import torch.multiprocessing as mp
 
+def join():
+    # Nothing is imported from torch's FSDP yet, as in a rank that is late.
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.distributed_c10d._get_default_store()
+    assert store.check(["fullshard/dropin/0"])
+    dist.destroy_process_group()
+
 def child(number, *_):
+    if number:
+        join()
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
     names = (FullyShardedDataParallel, fully_shard, ModuleWrapPolicy)
