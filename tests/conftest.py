@@ -21,8 +21,8 @@ collect_ignore = [] if find_spec("spmd_types") else ["test_annotated_parameters.
 
 gc.disable()  # until everything is imported
 
-# No test depends on how fast a busy machine is.
-settings.register_profile("fullshard", deadline=None)
+# No test depends on how fast a busy machine is, or on which examples are drawn today.
+settings.register_profile("fullshard", deadline=None, derandomize=True)
 settings.load_profile("fullshard")
 
 # Tests that may skip, each for one reason, word for word. No other test skips.

@@ -141,5 +141,5 @@ def test_a_run_goes_on_when_replicas_are_killed_and_has_the_losses_of_those_that
 def test_what_does_not_fit_elastic_replicas_is_refused(tmp_path: Path, changes: Any) -> None:
     sharding = {"mesh": "2x2", "elastic_replicas": True, **changes.get("sharding", {})}
     config = configured(tmp_path, "run", **{**changes, "sharding": sharding})
-    with pytest.raises(ConfigError, match=r"sharding.elastic_replicas \(--elastic-replicas\): "):
+    with pytest.raises(ConfigError, match=r"sharding.elastic_replicas \(--elastic-replicas\) "):
         validate(config)

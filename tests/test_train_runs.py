@@ -317,11 +317,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a folder with a run": ({}, "pass --resume to continue it"),
     "a checkpoint of another model": (
         {"model": {"name": "10m", "sequence": 32}, "run": {"resume": True}},
-        "found",
+        "do not have the same parameters",
     ),
     "a unit that is no class of the model": (
         {"sharding": {"units": ("Blok",)}},
-        r"found .Blok.; choose one of .*Block",
+        r"tiny has no module class 'Blok'; choose one of .*Block",
     ),
 }
 
@@ -615,7 +615,11 @@ def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
         assert found == whole[: at_step - 1]
         assert isinstance(error, torch.OutOfMemoryError) == (rank.rank in ranks)
         first = rank.rank if on_oom == "stop" else 1
-        for words in (f"rank {first}: memory", "parameter shards 1.9 MiB", ", full parameters "):
+        for words in (
+            f"rank {first}: a step ran out of memory",
+            "parameter shards 1.9 MiB",
+            ", full parameters ",
+        ):
             assert words in str(error), error
         assert ("with --batch 1 " in str(error)) == (rank.rank in ranks)
         assert ("optimizer state 3.9 MiB" in str(error)) == (at_step > 1)

@@ -273,7 +273,7 @@ def test_an_optimizer_of_another_model_is_refused_on_every_rank(rank: Rank) -> N
         with pytest.raises(KeyError, match="parameter 0"):
             FSDP.optim_state_dict_to_load(model, foreign, state)
     plain = built()
-    with pytest.raises(ValueError, match=r"Net: .*FullyShardedDataParallel"):
+    with pytest.raises(ValueError, match="Net has no FullyShardedDataParallel"):
         FSDP.optim_state_dict(plain, AdamW(plain.parameters()))
 
 
@@ -570,7 +570,7 @@ MISTAKES: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (
         lambda s: s["state"]["first.weight"].update(exp_avg=torch.zeros(5, 7)),
         ConfigError,
-        r"'exp_avg' of 'first.weight'.*\(7, 5\).*\(5, 7\)",
+        r"'exp_avg' of 'first.weight' has shape \(5, 7\), but the parameter has \(7, 5\)",
     ),
     (lambda s: s["state"].update({"first.bias": torch.zeros(7)}), ConfigError, "'first.bias'"),
     (lambda s: names_in(s).__setitem__(0, 0), ConfigError, "rekey_optim_state_dict"),
@@ -606,7 +606,7 @@ def test_ranks_that_load_different_state_are_told(rank: Rank) -> None:
     state = saved(model, optimizer, "SHARDED")
     if rank.rank == 1:
         del state["state"]["gain"]
-    with pytest.raises(DisagreementError, match="same parameters"):
+    with pytest.raises(DisagreementError, match="different parameters"):
         FSDP.optim_state_dict_to_load(model, optimizer, state)
 
 
@@ -721,9 +721,9 @@ def test_mixed_unknown_and_meaningless_keys_are_refused():
     mixed = {"state": {**own["state"], "gain": {}}, "param_groups": own["param_groups"]}
     with pytest.raises(ValueError, match="'gain'"):
         rekeyed(mixed, OptimStateKeyType.PARAM_NAME, model)
-    with pytest.raises(KeyError, match="parameter of the model"):
+    with pytest.raises(KeyError, match="not parameters of the model"):
         rekeyed(named, OptimStateKeyType.PARAM_ID, built(TiedNet))
-    with pytest.raises(KeyError, match="parameter of the model"):
+    with pytest.raises(KeyError, match="not parameters of the model"):
         rekeyed(own, OptimStateKeyType.PARAM_NAME, nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="'PARAM_ID'"):
         rekeyed(own, "PARAM_ID", model)

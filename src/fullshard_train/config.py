@@ -435,8 +435,8 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         unfit = {"run.on_nan": "rollback", "run.capture": "on", "optimizer.name": "adamw8bit"}
         for place, value in unfit.items():
             if value_of(config, KEYS[tuple(place.split("."))]) == value:  # type: ignore[index]
-                found = f"{named(place)} {value!r}"
-                yield problem("sharding.elastic_replicas", "another value", found, "change one")
+                both = f"{named('sharding.elastic_replicas')} does not work with {named(place)}"
+                yield f"{both} {value!r}; change one."
     if run.trace_step > optimizer.steps:
         expected = f"one of {optimizer.steps} steps"
         yield problem("run.trace_step", expected, str(run.trace_step), "choose one of them")

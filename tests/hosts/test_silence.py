@@ -51,6 +51,7 @@ def test_a_killed_rank_is_named_on_other_hosts_with_its_place(rounds: Rounds) ->
         require_one_message(trained, [0, 1, 2])
 
 
+@pytest.mark.exhaustive
 def test_the_rank_that_has_the_store_is_named_when_it_is_killed(rounds: Rounds) -> None:
     with rounds.round(own=True) as trained:
         trained.send(0, signal.SIGKILL)
@@ -61,6 +62,7 @@ def test_the_rank_that_has_the_store_is_named_when_it_is_killed(rounds: Rounds) 
         require_one_message(trained, [1, 2, 3], num_traces=1)
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_rank_is_named_on_other_hosts(rounds: Rounds) -> None:
     with rounds.round() as trained:
         trained.send(2, signal.SIGSTOP)
