@@ -36,7 +36,7 @@ _forbidden_skips: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run tests that take minutes, too")
+    parser.addoption("--exhaustive", action="store_true", help="run tests that take long, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -75,6 +75,7 @@ def test_uneven_units_are_measured_beside_even_ones(tmp_path):
     assert [row[-1] == 1 for row in table.rows] == [True, False, False] * 2
 
 
+@pytest.mark.exhaustive
 def test_steps_of_muon_are_measured_beside_what_they_cannot_do_without(tmp_path):
     small = ("--device", "cpu", "--tiny", "--ranks", "2", "--steps", "2")
     modes = ("products", "simulated", "train", "ranks", "parity")
@@ -124,6 +125,7 @@ def test_collectives_are_measured(tmp_path):
     assert all(row[2] > 0 for row in constants.rows)
 
 
+@pytest.mark.exhaustive
 def test_start_up_is_measured_in_processes_of_its_own(tmp_path):
     small = ("--blocks", "1", "--width", "64", "--worlds", "4", "--ranks", "--variants", OURS)
     result = measured(bench_startup, tmp_path, *small)

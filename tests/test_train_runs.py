@@ -161,6 +161,7 @@ def test_apis_strategies_and_memory_savers_change_no_losses(
         assert found == pytest.approx(expected, rel=2e-4), name
 
 
+@pytest.mark.exhaustive
 @on_ranks(4)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_selective_recomputation_resharding_and_prefetch_change_no_losses(rank: Rank) -> None:

@@ -72,7 +72,13 @@ def train(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["settings", "corpus", "folder"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "settings",
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("corpus", "folder")),
+    ],
+)
 def test_hosts_that_cannot_do_the_same_run_say_why_on_both_and_start_nothing(
     fault: str, tmp_path: Path
 ) -> None:
