@@ -172,6 +172,7 @@ def test_a_room_that_has_grown_is_noticed_and_one_without_a_limit_too() -> None:
     assert list(oversized(Counter({"fullshard.utils": TOLERANCE + 1}))) != []
 
 
+@pytest.mark.exhaustive
 def test_the_engine_trains_without_the_rooms_that_listen_to_it(tmp_path: Path) -> None:
     shutil.copytree(SOURCE, tmp_path / "fullshard", ignore=shutil.ignore_patterns(*ROOMS))
     assert not any((tmp_path / "fullshard" / room).exists() for room in ROOMS)

@@ -407,7 +407,9 @@ def distribute_spmd(model: Spmd, mesh: DeviceMesh, tp: str | None) -> None:
     [
         ((2, 2), "b", {"shard": "a"}),
         ((2, 2), None, {"shard": "a", "replicate": "b"}),
-        ((1, 2, 2), "c", {"shard": "b", "replicate": "a"}),
+        pytest.param(
+            (1, 2, 2), "c", {"shard": "b", "replicate": "a"}, marks=pytest.mark.exhaustive
+        ),
         ((2, 1, 2), None, {"shard": ("b", "c"), "replicate": "a"}),
         ((2, 2), "b", {"replicate": "a"}),
         ((2, 2), None, {"replicate": ("a", "b")}),
