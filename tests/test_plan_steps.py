@@ -396,6 +396,7 @@ def test_profiles_are_found_by_the_names_of_drivers_and_in_files(tmp_path):
 # Settings for a budget
 
 
+@pytest.mark.exhaustive
 def test_the_fastest_settings_that_fit_are_chosen():
     config, architecture = config_of(batch=4), tiny(2)
     machine = Machine(profile=replace(H100, context_bytes=0, comm_bytes=0, launch_s=0.0))

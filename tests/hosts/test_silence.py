@@ -10,7 +10,7 @@ import pytest
 from tests.hosts.faults import Ending, Round, Rounds
 from tests.support.hosts import Hosts
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 NUM_RANKS = 2  # of each host
 PATIENCE_S = 6.0
@@ -51,7 +51,6 @@ def test_a_killed_rank_is_named_on_other_hosts_with_its_place(rounds: Rounds) ->
         require_one_message(trained, [0, 1, 2])
 
 
-@pytest.mark.exhaustive
 def test_the_rank_that_has_the_store_is_named_when_it_is_killed(rounds: Rounds) -> None:
     with rounds.round(own=True) as trained:
         trained.send(0, signal.SIGKILL)
@@ -62,7 +61,6 @@ def test_the_rank_that_has_the_store_is_named_when_it_is_killed(rounds: Rounds) 
         require_one_message(trained, [1, 2, 3], num_traces=1)
 
 
-@pytest.mark.exhaustive
 def test_a_stopped_rank_is_named_on_other_hosts(rounds: Rounds) -> None:
     with rounds.round() as trained:
         trained.send(2, signal.SIGSTOP)
@@ -71,7 +69,6 @@ def test_a_stopped_rank_is_named_on_other_hosts(rounds: Rounds) -> None:
         assert all(ending.text.startswith("rank 2 (host1): ") for ending in found.values())
 
 
-@pytest.mark.exhaustive
 def test_a_cut_that_is_mended_costs_only_time(rounds: Rounds) -> None:
     with rounds.round(num_steps=100) as trained:
         rounds.hosts.cut(1)
