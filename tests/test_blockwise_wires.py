@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import (
@@ -25,10 +24,10 @@ from fullshard import (
 from fullshard.runtime.hooks import units_below
 from fullshard.testing import Rank, on_ranks
 from fullshard.wire import Fp8, Int8, Plain, Wire
+from tests.test_trial_values import WIDTH, Net
 from tests.test_wire import new_group
 
 WIRES = [Int8(block=16), Int8(block=64), Fp8(block=32)]
-WIDTH = 24
 
 
 def sent(wire: Wire, segments: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -100,16 +99,6 @@ def test_long_segments_are_cut_where_blocks_end() -> None:
     found = sent(wire, values)
     for part, expected in zip(values.split(1024, 1), found.split(1024, 1), strict=True):
         assert torch.equal(sent(wire, part), expected)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).relu()) * self.gain
 
 
 def losses(rank: Rank, mesh: DeviceMesh, api: str, **wires: Any) -> list[float]:

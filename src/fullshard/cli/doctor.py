@@ -54,7 +54,7 @@ def doctor(quick: bool, profile: Path | None, attach: str | None) -> None:
 
     facts = gather_facts()
     found = findings(facts)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not quick and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _look_at_launch(facts, found, profile)
         return
     say_facts(_lines(facts))
