@@ -457,8 +457,9 @@ class FSDPModule(ShardedModule):
             unit.comm.current = unit.comm.default
             group = unit.mesh_info.shard.group
             if enable and group is not None:
-                what = "set_allocate_memory_from_process_group_for_comm"
-                require_plain_wires(what, unit.name, unit.layout)
+                if not all(lane.dtypes.reduce_wire.is_plain for lane in unit.layout.lanes):
+                    what = "set_allocate_memory_from_process_group_for_comm"
+                    require_plain_wires(what, unit.name, unit.layout)
                 gather, reduce = ProcessGroupAllGather(group), ProcessGroupReduceScatter(group)
                 unit.comm.customize(all_gather=gather, reduce_scatter=reduce)
 
