@@ -33,6 +33,7 @@ from tests.tiny_run import TEXT, losses
 
 COMMAND = [sys.executable, "-m", "fullshard"]
 TIMEOUT_S = 240
+DEVICE = os.environ.get("DEVICE", "cpu")  # of the runs that are killed
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,9 @@ def undisturbed(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing happened to."""
 
     def make(folder: Path) -> None:
-        asked = CliRunner().invoke(fullshard, [*options(text, folder / "run"), "--print-config"])
+        asked = CliRunner().invoke(
+            fullshard, [*options(text, folder / "run"), "--device", "cpu", "--print-config"]
+        )
         assert asked.exit_code == 0, asked.output
         (folder / "config.toml").write_text(asked.stdout)
         pool(2).run(train_on, folder / "config.toml")
@@ -69,7 +72,7 @@ def train_on(rank: Rank, file: Path) -> None:
 def options(text: str, out: Path, *more: str) -> list[str]:
     """A tiny run of 14 steps with a checkpoint after every third."""
     run = ["--model", "tiny", "--sequence", "32", "--batch", "2", "--steps", "14", "--warmup", "2"]
-    run += ["--save-every", "3", "--sample-tokens", "0", "--no-report", "--device", "cpu"]
+    run += ["--save-every", "3", "--sample-tokens", "0", "--no-report", "--device", DEVICE]
     return ["train", *run, "--data", text, "--out", str(out), *more]
 
 
@@ -171,8 +174,9 @@ def test_a_rank_that_dies_or_is_stopped_without_restarts_left_ends_the_run(
 # The moments of a run: what to wait for, and for how long to go on, at most.
 MOMENTS = {"forward": 0.5, "save": 0.0, "load": 1.0, "start": 4.0, "sample": 0.3, "report": 0.3}
 SIGNALS = (signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT)
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-# `KILLS=30 pytest ...` tries 30 moments.
+NUM_RANKS = "1" if DEVICE == "cuda" else "2"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", NUM_RANKS, "-m"]
+# `KILLS=30 DEVICE=cuda pytest ...` tries 30 moments on a GPU.
 KILLS = [(n, [*MOMENTS][n % len(MOMENTS)]) for n in range(int(os.environ.get("KILLS", "2")))]
 
 
