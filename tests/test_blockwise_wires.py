@@ -173,9 +173,11 @@ def test_only_matrices_travel_in_eight_bits(rank: Rank) -> None:
 
 
 def test_a_wire_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Int8: a block must have 16 elements or a multiple"):
+    with pytest.raises(
+        ConfigError, match="Int8: a block must have a multiple of 16 elements, not "
+    ):
         Int8(block=24)
-    with pytest.raises(ConfigError, match=r"gather_wire must be a wire, such as .*Int8\(\), found"):
+    with pytest.raises(ConfigError, match=r"gather_wire must be a wire, such as .*Int8\(\), not"):
         MixedPrecisionPolicy(gather_wire=torch.int8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="wire_dtype and reduce_wire both say how"):
         MixedPrecision(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16, reduce_wire=Int8())
@@ -195,7 +197,7 @@ def test_ranks_with_other_wires_are_told_both(rank: Rank) -> None:
     model = fully_shard(Net(), mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(gather_wire=wire))
     with pytest.raises(
         DisagreementError,
-        match=r"gather_wire Int8\(block=16\) on rank 1 .* Fp8\(block=16\) on rank 0",
+        match=r"gather_wire is Int8\(block=16\) on rank 1 .* Fp8\(block=16\) on rank 0",
     ):
         model(torch.randn(2, WIDTH))
     dist.barrier()

@@ -123,7 +123,7 @@ def _own_offload(given: Any) -> OffloadPolicy:
         return given
     if hasattr(given, "pin_memory"):
         return CPUOffloadPolicy(given.pin_memory)
-    # A policy without offload has no fields to recognise it by.
+    # A policy without offload has no fields to recognize it by.
     if type(given).__name__ != "OffloadPolicy":
         raise ConfigError(
             f"offload_policy must be an OffloadPolicy, not {given!r}; pass CPUOffloadPolicy() to "
@@ -145,8 +145,8 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if not self.shard_names and not self.replicate_names:
             raise ConfigError(
-                "At least one of shard or replicate must be set in DataParallelMeshDims: found "
-                "neither; pass for example shard='dp'."
+                "At least one of shard or replicate must be set in DataParallelMeshDims; pass "
+                "for example shard='dp'."
             )
 
     @property
@@ -264,7 +264,7 @@ def _require_wires(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> 
         given = getattr(policy, key)
         if given is not None and not isinstance(given, Wire):
             raise ConfigError(
-                f"{name}: {key} must be a wire, such as fullshard.wire.Int8(), found {given!r}."
+                f"{name}: {key} must be a wire, such as fullshard.wire.Int8(), not {given!r}."
             )
     if policy.wire_dtype is not None and policy.reduce_wire is not None:
         raise ConfigError(

@@ -206,7 +206,7 @@ class Collectives:
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
     ) -> torch.Tensor:
-        """Uninitialised memory for an input of `reduce_scatter`, which need not be copied.
+        """Uninitialized memory for an input of `reduce_scatter`, which need not be copied.
 
         It must not be written to again after the reduce-scatter: other ranks may read it later.
         """

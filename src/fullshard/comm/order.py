@@ -182,10 +182,10 @@ class PassOrder:
         if not have_all_come:
             num_here = self._withdraw(said, arrived)
             raise DisagreementError(
-                f"{found}: all ranks must do the same in the same order, found rank {own} about to "
-                f"do this where it did '{expected}' before, while only {num_here} of "
-                f"{self._num_ranks} ranks do, and the others what they did before, or nothing, for "
-                f"{guard.patience_s():g} s; make the program take the same path on every rank."
+                f"{found}: rank {own} is about to do this where it did '{expected}' before, but "
+                f"only {num_here} of {self._num_ranks} ranks have come to do it in "
+                f"{guard.patience_s():g} s; all ranks must do the same in the same order. Make the "
+                "program take the same path on every rank."
             )
         text = store.get(verdict).decode()
         other = first if first[2:] != mine else json.loads(text) if text else None
@@ -388,13 +388,12 @@ def _disagreement(mine: list[Any], other: list[Any], expected: str) -> Disagreem
     if found == others:
         key, value, others = difference(settings, other_settings)
         return DisagreementError(
-            f"optimizer: all ranks must have the same settings, found {key} {value} on rank {rank} "
-            f"({host}), but {others} on rank {other_rank} ({other_host}); set the same on every "
-            "rank."
+            f"optimizer: {key} is {value} on rank {rank} ({host}), but {others} on rank "
+            f"{other_rank} ({other_host}); all ranks must have the same settings."
         )
     return DisagreementError(
-        f"{found}: all ranks must do the same in the same order, found rank {rank} about to do "
-        f"this where it did '{expected}' before, while rank {other_rank} does {others}; make the "
+        f"{found}: rank {rank} is about to do this where it did '{expected}' before, while rank "
+        f"{other_rank} does {others}; all ranks must do the same in the same order. Make the "
         "program take the same path on every rank."
     )
 

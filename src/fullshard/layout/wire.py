@@ -122,7 +122,7 @@ class Blockwise(Wire):
     def __post_init__(self) -> None:
         if self.block < 16 or self.block % 16:
             raise ConfigError(
-                f"{type(self).__name__}: a block must have 16 elements or a multiple of 16, found "
+                f"{type(self).__name__}: a block must have a multiple of 16 elements, not "
                 f"{self.block}."
             )
 

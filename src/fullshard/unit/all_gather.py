@@ -349,8 +349,8 @@ class ExtensionAllGather:
             if len(set(by_rank)) > 1:
                 raise ConfigError(
                     f"{param.name}: fsdp_pre_all_gather must return all-gather inputs with the "
-                    f"padded sharded size, found {list(by_rank)} bytes on the ranks of the shard "
-                    "axis; pad an uneven shard."
+                    f"padded sharded size, but the ranks of the shard axis have {list(by_rank)} "
+                    "bytes; pad an uneven shard."
                 )
         self._is_compared = True
 
