@@ -627,7 +627,7 @@ def test_train_chooses_settings_for_this_machine(capsys, monkeypatch):
 
 
 def test_what_cannot_be_simulated_is_trained_without_a_prediction(capsys, monkeypatch):
-    monkeypatch.setattr(planning, "architecture_for", lambda _: Unplanned())
+    monkeypatch.setattr(planning, "architecture_for", lambda *_: Unplanned())
     assert predicted(replace(config_of(), run=RunSection(device="cpu")), 2, 2) == {}
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("memory and time of this run are not predicted (")
