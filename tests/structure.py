@@ -24,7 +24,7 @@ KNOW_APPLICATION = {f"fullshard.cli.{name}" for name in ("commands", "export")}
 # A room sees the rooms of its own level and below.
 LEVELS = [
     ("_torch", "api", "errors", "formatting", "layout", "processes", "trace"),
-    ("comm", "device", "wire"),
+    ("comm", "device", "losses", "wire"),
     ("ranks", "unit"),
     ("runtime",),
     ("optim", "state"),
@@ -63,7 +63,7 @@ PARTS = {
     "state": ("state",),
     "resilience": ("resilience",),
     "plan": ("plan",),
-    "capture, trace, compat": ("captured_step", "trace", "compat"),
+    "capture, trace, compat": ("captured_step", "trace", "compat", "losses"),
     "around it": ("doctor", "testing", "dropin", "dropin_site", "console", "cli", "__main__"),
 }
 NOT_CORE = PARTS["around it"]
@@ -79,6 +79,7 @@ MAX_LINES = {
     "fullshard.doctor": 900,
     "fullshard.dropin_site": 100,
     "fullshard.layout": 1_050,
+    "fullshard.losses": 400,
     "fullshard.optim": 2_350,
     "fullshard.plan": 1_450,
     "fullshard.resilience": 2_150,
