@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, func, nn
 
 from fullshard.testing import Rank, on_ranks
-from tests.wrapped import APIS, OURS, TORCH, shard_parts, unit_sharder
+from tests.wrapped import (
+    APIS,
+    OURS,
+    TORCH,
+    Lesson,
+    assert_api_trains_alike,
+    shard_parts,
+    unit_sharder,
+    unsynced,
+)
 
 X = torch.arange(8.0).view(2, 4) / 8
 
@@ -49,6 +58,32 @@ def test_a_transform_may_contain_the_first_forward_or_a_later_one(rank: Rank, ap
                 found = model(X).square().mean()
                 torch.testing.assert_close(found, loss)
                 found.backward()
+
+
+def transformed_between(model: Any, batches: list[Tensor], scale: float) -> Tensor:
+    """A transform between a micro-batch that is not reduced and one that is."""
+    with unsynced(model):
+        (scale * model(batches[0]).square().mean()).backward()
+    found = func.grad(lambda x: model(x).square().sum())(batches[1])
+    (scale * model(batches[1]).square().mean()).backward()
+    return found
+
+
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
+def test_a_transform_may_follow_gradients_that_were_not_reduced(rank: Rank, api: str) -> None:
+    lesson = Lesson(
+        make_batch=lambda generator: torch.randn(2, 4, generator=generator),
+        step=transformed_between,
+        num_micro_batches=2,
+    )
+    assert_api_trains_alike(
+        api,
+        built,
+        lambda shard_unit, model: shard_parts(shard_unit, model, "0", "2"),
+        lesson,
+        torch_too=False,
+    )
 
 
 @on_ranks(2)
