@@ -1,4 +1,4 @@
-"""The structure of both packages: rooms, import direction, circles, private names, sizes.
+"""The structure of both packages: rooms, import direction, circles, private names, sizes, docs.
 
 `python tests/structure.py` prints the counts and exits with 1 if a rule is broken; `make check`
 runs it, and `test_imports.py` proves that it notices what it should.
@@ -94,6 +94,9 @@ MAX_LINES = {
     "fullshard_train.report": 1_250,
 }
 TOLERANCE = 100
+# The limit on lines of all pages in docs. Somebody who adds a section cuts what it repeats.
+DOCS = Path(__file__).parent.parent / "docs"
+MAX_DOCS_LINES = 4_200
 # It replaces names of torch, so it has to name them.
 NAMES_TORCH = {"_torch", "dropin"}
 
@@ -362,6 +365,10 @@ def main() -> int:
     found = [*problems(), *oversized(folders)]
     if core > MAX_CORE_LINES + TOLERANCE:
         found.append(f"{core} lines where {MAX_CORE_LINES} are allowed")
+    in_docs = sum(map(num_lines, DOCS.rglob("*.md")))
+    print(f"{in_docs:7} documentation (limit {MAX_DOCS_LINES})")
+    if in_docs > MAX_DOCS_LINES:
+        found.append(f"docs: {in_docs} lines where {MAX_DOCS_LINES} are allowed; cut some")
     in_parts = [room for names in PARTS.values() for room in names]
     found += [f"{room}: expected in one of PARTS" for room in rooms if in_parts.count(room) != 1]
     print("\n".join(found) or "no upward import, no import circle, no private name of torch")
