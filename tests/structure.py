@@ -1,4 +1,4 @@
-"""The structure of both packages: rooms, import direction, circles, private names, sizes.
+"""The structure of both packages: rooms, import direction, circles, private names, sizes, docs.
 
 `python tests/structure.py` prints the counts and exits with 1 if a rule is broken; `make check`
 runs it, and `test_imports.py` proves that it notices what it should.
@@ -24,7 +24,7 @@ KNOW_APPLICATION = {f"fullshard.cli.{name}" for name in ("commands", "export")}
 # A room sees the rooms of its own level and below.
 LEVELS = [
     ("_torch", "api", "errors", "formatting", "layout", "processes", "trace"),
-    ("comm", "device", "wire"),
+    ("comm", "device", "losses", "wire"),
     ("ranks", "unit"),
     ("runtime",),
     ("optim", "state"),
@@ -63,14 +63,14 @@ PARTS = {
     "state": ("state",),
     "resilience": ("resilience",),
     "plan": ("plan",),
-    "capture, trace, compat": ("captured_step", "trace", "compat"),
+    "capture, trace, compat": ("captured_step", "trace", "compat", "losses"),
     "around it": ("doctor", "testing", "dropin", "dropin_site", "console", "cli", "__main__"),
 }
 NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
 # are lowered with every cut; the aim is 17,500, and 19,500 with what is new. There may be some
 # more lines than the limit, so that not every change has to raise it.
-MAX_CORE_LINES = 27_900
+MAX_CORE_LINES = 28_250
 MAX_LINES = {
     "fullshard": 4_300,
     "fullshard.cli": 950,
@@ -79,6 +79,7 @@ MAX_LINES = {
     "fullshard.doctor": 900,
     "fullshard.dropin_site": 100,
     "fullshard.layout": 1_050,
+    "fullshard.losses": 400,
     "fullshard.optim": 2_350,
     "fullshard.plan": 1_450,
     "fullshard.resilience": 2_150,
@@ -93,6 +94,9 @@ MAX_LINES = {
     "fullshard_train.report": 1_250,
 }
 TOLERANCE = 100
+# The limit on lines of all pages in docs. Somebody who adds a section cuts what it repeats.
+DOCS = Path(__file__).parent.parent / "docs"
+MAX_DOCS_LINES = 4_200
 # It replaces names of torch, so it has to name them.
 NAMES_TORCH = {"_torch", "dropin"}
 
@@ -361,6 +365,10 @@ def main() -> int:
     found = [*problems(), *oversized(folders)]
     if core > MAX_CORE_LINES + TOLERANCE:
         found.append(f"{core} lines where {MAX_CORE_LINES} are allowed")
+    in_docs = sum(map(num_lines, DOCS.rglob("*.md")))
+    print(f"{in_docs:7} documentation (limit {MAX_DOCS_LINES})")
+    if in_docs > MAX_DOCS_LINES:
+        found.append(f"docs: {in_docs} lines where {MAX_DOCS_LINES} are allowed; cut some")
     in_parts = [room for names in PARTS.values() for room in names]
     found += [f"{room}: expected in one of PARTS" for room in rooms if in_parts.count(room) != 1]
     print("\n".join(found) or "no upward import, no import circle, no private name of torch")

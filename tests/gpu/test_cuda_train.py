@@ -25,7 +25,7 @@ from fullshard_train.report import read_record
 from fullshard_train.run import Run
 from fullshard_train.trainer import Parts
 from fullshard_train.world import World
-from tests import tiny_run
+from tests.support import tiny_run
 
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"name": "10m", "sequence": 128},
@@ -266,14 +266,15 @@ def test_a_profile_has_kernels_and_the_engines_collectives(rank: Rank, tmp_path:
     trained(rank, config)
     with gzip.open(Path(config.run.out) / "profile" / f"rank{rank.rank}.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
-    step = next(each for each in events if each.get("name") == "fullshard step")
+    kernels = [each for each in events if each.get("cat") == "kernel"]
+    start = min(each["ts"] for each in kernels)
+    end = max(each["ts"] + each["dur"] for each in kernels)
     ours = {each["name"]: each for each in events if each.get("cat") == "fullshard"}
     for name in ("all_gather", "forward", "backward", "reduce_scatter"):
         each = ours[f"{name} model.layers.1"]
-        # Kernels may end after the host has.
-        assert step["ts"] - 1e3 <= each["ts"] < step["ts"] + 2 * step["dur"] + 1e4
+        assert start - 1e3 <= each["ts"] < end + 1e3  # microseconds
         assert each["dur"] > 0
-    assert any(each.get("cat") == "kernel" and "nccl" in each["name"] for each in events)
+    assert any("nccl" in each["name"] for each in kernels)
     # The peak of a GPU that is in the table, such as an H200, is known.
     if "H200" in torch.cuda.get_device_name(rank.device):
         assert peak_tflops(config, rank.device) == 67

@@ -168,7 +168,7 @@ class Unit:
     def _arrange(self) -> None:
         self.registration = None
         device = self.comm_ctx.device.torch_device
-        with torch.no_grad(), _outside_modes():
+        with torch.no_grad(), outside_modes():
             self.arrangement = Arrangement(
                 self.params, self.flat, self.mesh_info, self.policy, self.store, device
             )
@@ -297,7 +297,7 @@ class Unit:
         if self.arrangement.shard_buffers is None:
             self.require_ready()
         comm_ctx = self.comm_ctx
-        with _outside_modes(), comm_ctx.device.on(comm_ctx.streams.all_gather):
+        with outside_modes(), comm_ctx.device.on(comm_ctx.streams.all_gather):
             if seam.observers:
                 seam.begin(Activity.GATHER, self.name)
             in_flight = self._issue_all_gather(self.state)
@@ -329,7 +329,7 @@ class Unit:
         self.comm_ctx.all_gather_used(self)
         if seam.observers:
             seam.begin(Activity.AWAIT_GATHER, self.name)
-        with _outside_modes():
+        with outside_modes():
             self._all_gather.finish(state.all_gather, self.comm_ctx)
         if self.arrangement.extended:
             self.registration = None  # full parameters may have been made anew
@@ -362,7 +362,7 @@ class Unit:
             return
         # The same values arrive where they already are.
         self.comm_ctx.all_gathers_follow_compute()
-        with _outside_modes():
+        with outside_modes():
             with self.comm_ctx.device.on(self.comm_ctx.streams.all_gather):
                 in_flight = self._issue_all_gather(ABSENT)
             self._all_gather.finish(in_flight, self.comm_ctx)
@@ -401,7 +401,7 @@ class Unit:
             event = self.comm_ctx.device.record()
         else:
             self.require_plain_params()
-            with _outside_modes():
+            with outside_modes():
                 part = self._all_gather.part_for_subgroup(subgroup)
             event = self.comm_ctx.device.record()
             then = Kept(version, part, subgroup, event)
@@ -484,7 +484,7 @@ class Unit:
     def reduce_scatter(self, *, with_zeros: bool = False) -> None:
         """Take the full gradients and start reducing them, or accumulate them without a sync."""
         self.arrivals.forget()
-        with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT, _outside_modes():
+        with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT, outside_modes():
             if not self.settings.requires_gradient_sync:
                 self.grads.accumulate(self.params, is_flat=self.flat is not None)
             else:
@@ -539,7 +539,7 @@ class Unit:
 _NO_CONTEXT = nullcontext()
 
 
-def _outside_modes() -> AbstractContextManager[object]:
+def outside_modes() -> AbstractContextManager[object]:
     """Leave inference mode, whose tensors could not be trained with later, and functorch.
 
     And let `spmd_types` check the types of nothing that is done here.
