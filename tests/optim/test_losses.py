@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.test_large_gradients import ordered_and_small
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +18,7 @@ from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.losses import LinearCrossEntropyHead, head_loss, linear_cross_entropy
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
+from tests.engine.test_large_gradients import ordered_and_small
 
 VOCABULARY, WIDTH = 64, 8
 
