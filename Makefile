@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 BENCH ?= build/benchmarks
 # Tests wait for processes more than they compute: two workers per core keep both cores busy.
 WORKERS ?= 4
-# `make test TESTS=tests/test_parity.py` runs some of them.
+# `make test TESTS=tests/engine/test_parity.py` runs some of them.
 TESTS ?= tests
 
 # Every process that a test starts loads torch. Without byte code on disk it would compile torch's
@@ -43,7 +43,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
-# Also what takes minutes: every program of tests/divergence.py. `TESTS` as above.
+# Also what takes minutes: every program of tests/support/divergence.py. `TESTS` as above.
 test-all: $(STAMP)
 	$(BIN)/python -m pytest --exhaustive --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
@@ -57,7 +57,7 @@ test-hosts: $(STAMP)
 test-clients:
 	$(MAKE) env VENV=.venv-clients EXTRA=clients
 	.venv-clients/bin/python -m pytest --numprocesses 2 --dist loadfile tests/clients \
-		tests/test_frameworks.py
+		tests/contract/test_frameworks.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_divergence.py
 
-The programs, and what is promised of them, are in tests/divergence.py.
+The programs, and what is promised of them, are in tests/support/divergence.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from measuring import Result, Table, parser_for, result_for
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.divergence import (
+from tests.support.divergence import (
     APIS,
     CASES,
     CORRECT,

@@ -56,6 +56,10 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
             "fullshard.sharded_grad_scaler",
         ),
     ),
+    "fullshard.losses": (
+        "[The loss without the logits](memory.md#the-loss-without-the-logits).",
+        ("fullshard.losses",),
+    ),
     "fullshard.wire": (
         "How values travel: [wires of eight bits](precision.md#wires-of-eight-bits).",
         ("fullshard.wire",),

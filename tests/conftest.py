@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import sys
+import tempfile
 from collections.abc import Generator
 from importlib.util import find_spec
 
@@ -17,7 +18,12 @@ from tests.support.hosts import reason_not_here
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Only torch 2.14 and later can be installed beside `spmd_types`.
-collect_ignore = [] if find_spec("spmd_types") else ["test_annotated_parameters.py"]
+collect_ignore = [] if find_spec("spmd_types") else ["engine/test_annotated_parameters.py"]
+
+# Runs share tokens and tokenizers with others of the session, and with none before it.
+if "FULLSHARD_CACHE" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="fullshard-cache-")
+    os.environ["FULLSHARD_CACHE"] = _cache.name
 
 gc.disable()  # until everything is imported
 
@@ -27,7 +33,7 @@ settings.load_profile("fullshard")
 
 # Tests that may skip, each for one reason, word for word. No other test skips.
 ALLOWED_SKIP_REASONS: dict[str, str] = {
-    "tests/test_report_browser.py::test_the_report_opens_in_a_real_browser": (
+    "tests/train/test_report_browser.py::test_the_report_opens_in_a_real_browser": (
         "no Chromium on this machine"
     ),
 }

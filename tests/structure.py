@@ -24,7 +24,7 @@ KNOW_APPLICATION = {f"fullshard.cli.{name}" for name in ("commands", "export")}
 # A room sees the rooms of its own level and below.
 LEVELS = [
     ("_torch", "api", "errors", "formatting", "layout", "processes", "trace"),
-    ("comm", "device", "wire"),
+    ("comm", "device", "losses", "wire"),
     ("ranks", "unit"),
     ("runtime",),
     ("optim", "state"),
@@ -63,14 +63,14 @@ PARTS = {
     "state": ("state",),
     "resilience": ("resilience",),
     "plan": ("plan",),
-    "capture, trace, compat": ("captured_step", "trace", "compat"),
+    "capture, trace, compat": ("captured_step", "trace", "compat", "losses"),
     "around it": ("doctor", "testing", "dropin", "dropin_site", "console", "cli", "__main__"),
 }
 NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
 # are lowered with every cut; the aim is 17,500, and 19,500 with what is new. There may be some
 # more lines than the limit, so that not every change has to raise it.
-MAX_CORE_LINES = 27_900
+MAX_CORE_LINES = 28_250
 MAX_LINES = {
     "fullshard": 4_300,
     "fullshard.cli": 950,
@@ -79,6 +79,7 @@ MAX_LINES = {
     "fullshard.doctor": 900,
     "fullshard.dropin_site": 100,
     "fullshard.layout": 1_050,
+    "fullshard.losses": 400,
     "fullshard.optim": 2_350,
     "fullshard.plan": 1_450,
     "fullshard.resilience": 2_150,
@@ -87,9 +88,9 @@ MAX_LINES = {
     "fullshard.testing": 1_450,
     "fullshard.trace": 550,
     "fullshard.unit": 4_100,
-    "fullshard_train": 4_900,
-    "fullshard_train.cli": 400,
-    "fullshard_train.models": 1_050,
+    "fullshard_train": 5_100,
+    "fullshard_train.cli": 450,
+    "fullshard_train.models": 1_250,
     "fullshard_train.report": 1_250,
 }
 TOLERANCE = 100

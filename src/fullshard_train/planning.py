@@ -25,7 +25,7 @@ from fullshard.wrap import repeated_blocks
 from fullshard_train.config import KEYS, TrainConfig, mesh_shape, value_of
 from fullshard_train.models.architecture import Architecture
 from fullshard_train.models.optional import first_line
-from fullshard_train.models.tokenizers import ByteTokenizer, Tokenizer
+from fullshard_train.models.tokenizers import Tokenizer
 from fullshard_train.models.transformer import BuiltinArchitecture
 from fullshard_train.optimizer import build_optimizer
 from fullshard_train.sharding import architecture_for, build_sharded_model
@@ -92,13 +92,13 @@ def planned_architecture(config: TrainConfig) -> Architecture:
     module, _, function = config.model.name.partition(":")
     if function and not Path(config.model.name).exists():
         return FunctionArchitecture(module, function)
-    return architecture_for(config.model)
+    return architecture_for(config.model, config.data.tokenizer)
 
 
 class FunctionArchitecture(Architecture):
     """A model that a function builds, for plans only: tokens in, logits out."""
 
-    vocabulary, max_sequence = 0, None
+    vocabulary, max_sequence, default_tokenizer = 0, None, "bytes"
 
     def __init__(self, module: str, function: str) -> None:
         self.name = f"{module}:{function}"
@@ -139,9 +139,6 @@ class FunctionArchitecture(Architecture):
 
     def fill(self, model: nn.Module, seed: int) -> None:
         raise NotImplementedError
-
-    def tokenizer(self, kind: str) -> Tokenizer:
-        return ByteTokenizer()
 
     def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
         raise NotImplementedError
@@ -439,7 +436,7 @@ def predicted(
     device_type = best_device(config.run.device)
     machine = this_machine(device_type, num_ranks, num_local_ranks, network)
     capacity = capacity_of(torch.device(device_type), num_local_ranks)
-    architecture = architecture_for(config.model)
+    architecture = architecture_for(config.model, config.data.tokenizer)
     try:
         own = _estimated(config, architecture, machine)
     except Exception as error:

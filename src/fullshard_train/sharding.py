@@ -68,12 +68,12 @@ class Dtypes:
         }[precision]
 
 
-def architecture_for(section: ModelSection) -> Architecture:
+def architecture_for(section: ModelSection, tokenizer: str = "auto") -> Architecture:
     """Return the architecture that the configuration names, with its adapters."""
     lora = None
     if section.lora_rank:
         lora = LoraSettings(section.lora_rank, section.lora_alpha, section.lora_targets)
-    return architecture_of(section.name, lora)
+    return architecture_of(section.name, lora, tokenizer)
 
 
 def build_sharded_model(

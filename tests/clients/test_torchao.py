@@ -7,8 +7,8 @@ import torch
 
 from fullshard.testing import Rank, on_ranks
 from tests.clients.clients import Run, assert_same
-from tests.test_train_runs import trained
-from tests.tiny_run import TEXT, configured
+from tests.support.tiny_run import TEXT, configured
+from tests.train.test_train_runs import trained
 
 PROGRAM = "torchao_training.py"
 OPTIMIZERS = ("adam_8bit", "adam_4bit", "adam_fp8")

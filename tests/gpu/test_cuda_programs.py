@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 
-from tests.test_fuzz_programs import Program, check, num_programs, programs
+from tests.engine.test_fuzz_programs import Program, check, num_programs, programs
 
 BACKEND = "cpu:gloo,cuda:nccl"  # the norm of offloaded gradients is summed on the host
 

@@ -25,7 +25,7 @@ from fullshard_train.report import read_record
 from fullshard_train.run import Run
 from fullshard_train.trainer import Parts
 from fullshard_train.world import World
-from tests import tiny_run
+from tests.support import tiny_run
 
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"name": "10m", "sequence": 128},

@@ -5,7 +5,16 @@ from torch import nn
 
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
-from tests.test_uneven import Layers, Model, adam, batch, shard, shard_layers, tokens, wrapped
+from tests.engine.test_uneven import (
+    Layers,
+    Model,
+    adam,
+    batch,
+    shard,
+    shard_layers,
+    tokens,
+    wrapped,
+)
 
 
 @on_ranks(2, backend="nccl", timeout_s=120)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.testing import RankPool
-from tests.test_watcher import FAULTS, require_named
+from tests.comm.test_watcher import FAULTS, require_named
 
 
 @pytest.mark.parametrize(("kind", "phase", "api", "found"), FAULTS)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.elastic_replicas import Scenario
-from tests.test_elastic import SCENARIOS, check, said_by
+from tests.comm.test_elastic import SCENARIOS, check, said_by
+from tests.support.elastic_replicas import Scenario
 
 
 @pytest.mark.parametrize(

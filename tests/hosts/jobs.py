@@ -12,7 +12,7 @@ from pathlib import Path
 
 import soak
 from tests.support.hosts import Hosts
-from tests.tiny_run import TEXT
+from tests.support.tiny_run import TEXT
 
 _POLL_S = 0.02
 _START_S = 300.0

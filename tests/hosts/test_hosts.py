@@ -9,7 +9,7 @@ import bench_host_restarts
 import bench_hosts
 from measuring import Result
 from tests.support.hosts import Hosts
-from tests.tiny_run import TEXT
+from tests.support.tiny_run import TEXT
 
 TIMEOUT_S = 120.0
 SAVE = """

@@ -11,7 +11,7 @@ from fullshard.cli.commands import fullshard
 from fullshard.plan import read_profile
 from fullshard_train.report.record import read_record
 from tests.support.hosts import Hosts
-from tests.tiny_run import TEXT
+from tests.support.tiny_run import TEXT
 
 TIMEOUT_S = 120.0
 RATE, RATE_GBS = "40mbit", 0.005

@@ -12,8 +12,8 @@ from fullshard_train.config import TrainConfig
 from fullshard_train.config_file import config_as_toml
 from tests.hosts.slurm import Slurm
 from tests.support.hosts import Hosts
-from tests.test_clusters import CLUSTER, train
-from tests.tiny_run import TEXT, configured, losses
+from tests.support.tiny_run import TEXT, configured, losses
+from tests.train.test_clusters import CLUSTER, train
 
 NODES = ["--nodes", "2", "--gpus-per-node", "1", "--cpus-per-task", "1"]
 

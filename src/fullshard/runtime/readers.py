@@ -1,10 +1,11 @@
 """What reads a full parameter, according to the graph of a forward (rule 15).
 
-The backward of an embedding needs its indices and not its weight: a weight that nothing else uses
-is not needed in backward, nor in forward once the embedding has run. References tell what autograd
-has saved (`Unit.is_saved`). A frozen weight is in no graph, and that of an embedding is assumed to
-be used for lookups only. If something reads a released parameter after all, as a recomputation
-does, it is gathered again.
+The backward of an embedding needs its indices and not its weight, and that of a linear
+cross-entropy (`losses`) only gradients: a weight that nothing else uses is not needed in backward,
+nor, if it is an embedding's, in forward once that has run. References tell what autograd has saved
+(`Unit.is_saved`). A frozen weight is in no graph, and that of an embedding is assumed to be used
+for lookups only. If something reads a released parameter after all, as a recomputation does, it is
+gathered again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import nn
 from fullshard.runtime.trees import map_tensors
 from fullshard.unit.unit import Unit
 
-_READS_INDICES_ONLY = "EmbeddingBackward0"
+# Nodes whose backward does not read the weight that they are connected to.
+_DO_NOT_READ = ("EmbeddingBackward0", "_LinearCrossEntropyBackward")
 _HIDES_READERS = "CheckpointFunctionBackward"
 
 
@@ -46,7 +48,7 @@ def readers_of(unit: Unit, output: Any, num_lookups: int) -> Readers:
         return Readers.NONE_AFTER_LOOKUP
     if not nodes or others:
         return Readers.HIDDEN
-    if any(node.name() != _READS_INDICES_ONLY for node in nodes):
+    if any(node.name() not in _DO_NOT_READ for node in nodes):
         return Readers.SEEN
     return Readers.NONE_AFTER_LOOKUP if len(nodes) == num_lookups else Readers.NONE
 

@@ -21,7 +21,7 @@ from fullshard.runtime.calls import ModuleCall
 from fullshard.runtime.turnstile import Member, Turnstile
 from fullshard.runtime.uneven import UnevenScope, make_scopes
 from fullshard.unit.context import CommContext
-from fullshard.unit.unit import Unit
+from fullshard.unit.unit import Unit, outside_modes
 
 # Attributes of an error: the unit it comes from, and the memory of full parameters that it freed.
 FAILED_UNIT = "_fullshard_unit"
@@ -266,9 +266,10 @@ class Scheduler:
 
     def end_backward(self) -> None:
         """Settle what backward left open, and make every gradient visible."""
-        self._end_members()
-        if self.is_last_backward and not self.finalizes_manually:
-            self.settle_backward()
+        with outside_modes():  # a functional transform may reduce what was accumulated before it
+            self._end_members()
+            if self.is_last_backward and not self.finalizes_manually:
+                self.settle_backward()
         self.is_in_backward = False
 
     def _end_members(self) -> None:

@@ -52,10 +52,12 @@ class UnitOwner(Protocol):
 
 
 class Summoned(Protocol):
-    """What `summon_full_params` shows of a unit that may be trained meanwhile."""
+    """What `summon_full_params` shows of a unit, and whether it does just now."""
+
+    is_shown: bool
 
     def pause(self) -> None:
-        """Let modules see what they see outside, with the values that were written."""
+        """Let modules see what they see outside, if the unit may be trained meanwhile."""
 
     def resume(self) -> None:
         """Show the full parameters again."""
@@ -68,9 +70,7 @@ class Unit:
     Does what it is told to, and `hooks.py` says when. `arrangement` has the shards, `state` says
     what is in memory besides, and `registration` what modules see; there is none before the first
     unshard. `version` is that of the shards when they were last looked at, and `forward` the one
-    that last did so (`CommContext.forward`). `is_summoned` says that `summon_full_params` shows the
-    full parameters; where it can be interrupted, `summoned` does so. `flat` exists for the
-    parameters of a wrapper.
+    that last did so (`CommContext.forward`). `flat` exists for the parameters of a wrapper.
     """
 
     name: str
@@ -84,7 +84,6 @@ class Unit:
     owner: UnitOwner | None = None
     state: State = ABSENT
     registration: Registration | None = None
-    is_summoned: bool = False
     summoned: Summoned | None = None
     version: Version = field(default_factory=list)
     forward: object = None
@@ -92,7 +91,6 @@ class Unit:
     comm: UnitComm = field(init=False)
     grads: UnitGrads = field(init=False)
     arrivals: GradArrivals = field(init=False)
-    annotated: list[ShardedParam] = field(init=False)
 
     def __post_init__(self) -> None:
         device, axis = self.comm_ctx.device, self.mesh_info.shard
@@ -122,6 +120,11 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Whether modules see the full parameters."""
         return self.registration is not None and self.registration.shown is Shown.FULLS
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether `summon_full_params` shows the full parameters just now."""
+        return self.summoned is not None and self.summoned.is_shown
 
     @property
     def is_released(self) -> bool:
@@ -168,11 +171,10 @@ class Unit:
     def _arrange(self) -> None:
         self.registration = None
         device = self.comm_ctx.device.torch_device
-        with torch.no_grad(), _outside_modes():
+        with torch.no_grad(), outside_modes():
             self.arrangement = Arrangement(
                 self.params, self.flat, self.mesh_info, self.policy, self.store, device
             )
-        self.annotated = [param for param in self.params if param.annotations is not None]
         self.grads.follow_lanes([*self.arrangement.grad_lanes()])
 
     def make_whole(self) -> None:
@@ -297,7 +299,7 @@ class Unit:
         if self.arrangement.shard_buffers is None:
             self.require_ready()
         comm_ctx = self.comm_ctx
-        with _outside_modes(), comm_ctx.device.on(comm_ctx.streams.all_gather):
+        with outside_modes(), comm_ctx.device.on(comm_ctx.streams.all_gather):
             if seam.observers:
                 seam.begin(Activity.GATHER, self.name)
             in_flight = self._issue_all_gather(self.state)
@@ -329,7 +331,7 @@ class Unit:
         self.comm_ctx.all_gather_used(self)
         if seam.observers:
             seam.begin(Activity.AWAIT_GATHER, self.name)
-        with _outside_modes():
+        with outside_modes():
             self._all_gather.finish(state.all_gather, self.comm_ctx)
         if self.arrangement.extended:
             self.registration = None  # full parameters may have been made anew
@@ -346,7 +348,7 @@ class Unit:
             registration.follow_requires_grad()
             self.arrivals.hook(self.params)
         registration.show_fulls()
-        for param in self.annotated:
+        for param in self.arrangement.annotated:
             assert param.annotations is not None
             assert param.full is not None
             param.annotations.restore(param.full)
@@ -362,7 +364,7 @@ class Unit:
             return
         # The same values arrive where they already are.
         self.comm_ctx.all_gathers_follow_compute()
-        with _outside_modes():
+        with outside_modes():
             with self.comm_ctx.device.on(self.comm_ctx.streams.all_gather):
                 in_flight = self._issue_all_gather(ABSENT)
             self._all_gather.finish(in_flight, self.comm_ctx)
@@ -401,7 +403,7 @@ class Unit:
             event = self.comm_ctx.device.record()
         else:
             self.require_plain_params()
-            with _outside_modes():
+            with outside_modes():
                 part = self._all_gather.part_for_subgroup(subgroup)
             event = self.comm_ctx.device.record()
             then = Kept(version, part, subgroup, event)
@@ -484,7 +486,7 @@ class Unit:
     def reduce_scatter(self, *, with_zeros: bool = False) -> None:
         """Take the full gradients and start reducing them, or accumulate them without a sync."""
         self.arrivals.forget()
-        with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT, _outside_modes():
+        with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT, outside_modes():
             if not self.settings.requires_gradient_sync:
                 self.grads.accumulate(self.params, is_flat=self.flat is not None)
             else:
@@ -539,7 +541,7 @@ class Unit:
 _NO_CONTEXT = nullcontext()
 
 
-def _outside_modes() -> AbstractContextManager[object]:
+def outside_modes() -> AbstractContextManager[object]:
     """Leave inference mode, whose tensors could not be trained with later, and functorch.
 
     And let `spmd_types` check the types of nothing that is done here.

@@ -1,0 +1,203 @@
+"""Parameters and gradients that travel in eight bits, with a scale for each block."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import (
+    ConfigError,
+    DisagreementError,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from fullshard.runtime.hooks import units_below
+from fullshard.testing import Rank, on_ranks
+from fullshard.wire import Fp8, Int8, Plain, Wire
+from tests.layout.test_trial_values import WIDTH, Net
+from tests.layout.test_wire import new_group
+
+WIRES = [Int8(block=16), Int8(block=64), Fp8(block=32)]
+
+
+def sent(wire: Wire, segments: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Segments as they arrive."""
+    rows, numel = segments.shape
+    messages = torch.empty(rows, wire.message_numel(numel), dtype=wire.dtype)
+    wire.encode(segments, messages)
+    assert messages.nbytes % 16 == 0
+    arrived = torch.full(segments.shape, 7.0, dtype=dtype)
+    wire.decode(messages, arrived)
+    return arrived
+
+
+def by_block(wire: Any, values: torch.Tensor) -> torch.Tensor:
+    return values.unflatten(1, (-1, wire.block))
+
+
+@st.composite
+def segments(draw: st.DrawFn, wire: Any) -> torch.Tensor:
+    """Values of any magnitude, some blocks of zeros and some values that float32 barely has."""
+    rows, count = draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    numel = count * wire.alignment_numel
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    values = torch.randn(rows, numel, generator=generator)
+    exponents = draw(st.sampled_from([(0, 1), (-30, 30), (-44, -36)]))
+    powers = torch.randint(*exponents, (rows, numel // wire.block, 1), generator=generator)
+    scaled = by_block(wire, values) * 10.0 ** powers.double()
+    scaled *= torch.rand(scaled.shape[:2], generator=generator).gt(0.2).unsqueeze(-1)
+    return scaled.float().flatten(1)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@given(data=st.data())
+def test_values_arrive_rounded_by_block(wire: Any, data: st.DataObject) -> None:
+    values = data.draw(segments(wire))
+    found = sent(wire, values)
+    largest = by_block(wire, values).abs().amax(-1, keepdim=True).double()
+    error = by_block(wire, (found.double() - values.double()).abs())
+    if isinstance(wire, Int8):
+        limit = largest / 254 * 1.0001
+    else:
+        # Three bits after the point; below 2**-6 of what a scale stands for, fixed steps.
+        limit = torch.maximum(by_block(wire, values).abs().double() / 15.9, largest / 448 * 2**-9)
+    # Scales that float32 has with few bits only are those of a block of zeros.
+    limit = torch.where(largest < 448 * 1.2e-38, largest, limit)
+    assert (error <= limit).all()
+    for row in range(len(values)):
+        torch.testing.assert_close(sent(wire, values[row : row + 1])[0], found[row])
+    exact = found.to(torch.bfloat16)
+    assert torch.equal(sent(wire, values, torch.bfloat16), exact)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_arrives_as_nan_with_its_block_alone(
+    wire: Any, value: float
+) -> None:
+    values = torch.randn(2, 2 * wire.alignment_numel)
+    expected = sent(wire, values)
+    values[1, wire.block + 3] = value
+    found = by_block(wire, sent(wire, values))
+    assert found[1, 1].isnan().all()
+    found[1, 1] = by_block(wire, expected)[1, 1]
+    assert torch.equal(found.flatten(1), expected)
+
+
+def test_long_segments_are_cut_where_blocks_end() -> None:
+    wire, values = Int8(), torch.randn(3, 1 << 18)
+    found = sent(wire, values)
+    for part, expected in zip(values.split(1024, 1), found.split(1024, 1), strict=True):
+        assert torch.equal(sent(wire, part), expected)
+
+
+def losses(rank: Rank, mesh: DeviceMesh, api: str, **wires: Any) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = Net()
+    if api == "wrapper":
+        strategy: Any = {}
+        if mesh.ndim == 2:
+            strategy = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        model = FullyShardedDataParallel(
+            model,
+            device_mesh=mesh,
+            use_orig_params=True,
+            mixed_precision=MixedPrecision(**wires),
+            **strategy,
+        )
+    else:
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**wires))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank.rank))
+    found = []
+    for _ in range(12):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("wire", [Int8(block=16), Fp8(block=32)], ids=str)
+@pytest.mark.parametrize("over_gloo", [False, True])
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+@on_ranks(2)
+def test_training_is_nearly_the_same(rank: Rank, api: str, over_gloo: bool, wire: Wire) -> None:
+    with new_group(over_gloo=over_gloo) as group:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        expected = losses(rank, mesh, api)
+        found = losses(rank, mesh, api, gather_wire=wire, reduce_wire=wire)
+    assert expected[-1] < expected[0] / 2
+    assert found != expected
+    rounding = 0.05 if isinstance(wire, Fp8) else 0.02
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=rounding, atol=0)
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+@on_ranks(4)
+def test_replicas_that_exchange_sums_in_eight_bits_stay_equal(rank: Rank, api: str) -> None:
+    mesh = rank.mesh((2, 2), ("replicas", "shards"))
+    wires = {"gather_wire": Int8(block=16), "reduce_wire": Int8(block=16)}
+    expected, found = losses(rank, mesh, api), losses(rank, mesh, api, **wires)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=0)
+
+
+@on_ranks(2)
+def test_only_matrices_travel_in_eight_bits(rank: Rank) -> None:
+    wire = Int8(block=16)
+    model: Any = Net()
+    fully_shard(
+        model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(gather_wire=wire, reduce_wire=wire)
+    )
+    (unit,) = units_below(model)
+    found = {p.name: (p.dtypes.gather_wire, p.dtypes.reduce_wire) for p in unit.params}
+    plain = (Plain(torch.float32),) * 2
+    assert found == {
+        "first.weight": (wire, wire),
+        "last.weight": (wire, wire),
+        "first.bias": plain,
+        "last.bias": plain,
+        "gain": plain,
+    }
+
+
+def test_a_wire_that_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="Int8: a block must have a multiple of 16 elements, not "
+    ):
+        Int8(block=24)
+    with pytest.raises(ConfigError, match=r"gather_wire must be a wire, such as .*Int8\(\), not"):
+        MixedPrecisionPolicy(gather_wire=torch.int8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="wire_dtype and reduce_wire both say how"):
+        MixedPrecision(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16, reduce_wire=Int8())
+
+
+@on_ranks(2)
+def test_collectives_of_a_users_own_are_given_values_only(rank: Rank) -> None:
+    policy = MixedPrecisionPolicy(gather_wire=Int8(block=16))
+    model: Any = fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
+    with pytest.raises(ConfigError, match=r"cannot be combined with gather_wire=Int8\(block=16\)"):
+        model.set_custom_all_gather(object())
+
+
+@on_ranks(2)
+def test_ranks_with_other_wires_are_told_both(rank: Rank) -> None:
+    wire: Wire = Int8(block=16) if rank.rank else Fp8(block=16)
+    model = fully_shard(Net(), mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(gather_wire=wire))
+    with pytest.raises(
+        DisagreementError,
+        match=r"gather_wire is Int8\(block=16\) on rank 1 .* Fp8\(block=16\) on rank 0",
+    ):
+        model(torch.randn(2, WIDTH))
+    dist.barrier()
