@@ -364,7 +364,7 @@ class _Run:
         self.states = [all_states.get(param, {}) for param in self.params]
         self.given: State | None = None
         self.moments: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        # For take_grad, which looks at every parameter in every step (rule 7).
+        # For take_grad, which looks at every parameter in every step (rule 7: host time).
         self._addresses = [shard.local.data_ptr() for shard in self._shards]
         self._specs = [spec_of(param) for param in self.params if isinstance(param, DTensor)]
         self._grad_types = {DTensor if self._specs else torch.Tensor}

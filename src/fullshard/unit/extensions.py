@@ -24,7 +24,7 @@ class Extension:
     """The all-gather of one parameter whose tensor defines it.
 
     Gathered tensors live in resizable `buffers`, since the full parameter may be a view of them
-    (rule 1). `outs` is where the tensors of all ranks arrive.
+    (rule 1: storage outlives memory). `outs` is where the tensors of all ranks arrive.
     """
 
     def __init__(self, name: str) -> None:
