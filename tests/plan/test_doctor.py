@@ -208,7 +208,9 @@ def test_a_quick_look_shows_facts_and_measures_nothing(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     result = CliRunner().invoke(fullshard, ["doctor", "--quick"])
     lines = dict(line.split("  ", 1) for line in result.stdout.splitlines() if "  " in line)
-    assert {"python", "torch", "memory", "disk", "NCCL_DEBUG"} <= {name.strip() for name in lines}
+    assert {"fullshard", "python", "torch", "memory", "disk", "NCCL_DEBUG"} <= {
+        name.strip() for name in lines
+    }
     assert "GB/s" not in result.stdout
     assert result.exit_code == any(found.is_serious for found in findings(gather_facts()))
 
