@@ -183,6 +183,7 @@ def test_collectives_take_the_slower_of_links_and_network():
 # Steps
 
 
+@pytest.mark.exhaustive
 def test_memory_on_a_cpu_is_what_the_engine_holds(tmp_path):
     result = tmp_path / "plan.json"
     small = ("--model", "tiny", "--sequence", "64", "--configs", "4")
@@ -479,6 +480,7 @@ def test_resharding_to_a_host_and_deeper_prefetch_are_chosen_where_they_are_fast
     assert best.config.sharding.prefetch == 1
 
 
+@pytest.mark.exhaustive
 def test_parts_of_blocks_become_units_where_blocks_do_not_fit():
     config, architecture = config_of(batch=1), tiny(4)
     recomputed = config_of(batch=1, activation_checkpointing=True)
@@ -606,6 +608,7 @@ def test_a_report_shows_what_was_predicted():
     assert notes["Peak memory"].endswith(f"{shown_bytes(3 << 30)} for tensors alone")
 
 
+@pytest.mark.exhaustive
 def test_train_chooses_settings_for_this_machine(capsys, monkeypatch):
     given = {("optimizer", "batch"), ("optimizer", "accumulate"), ("sharding", "strategy")}
     config = replace(config_of(strategy="full"), run=RunSection(device="cpu", ranks=2))

@@ -36,6 +36,7 @@ from tests.support.stored import damage
 from tests.support.tiny_run import TEXT, configured, estimate_once, losses
 
 
+@pytest.mark.exhaustive
 def test_a_profiled_step_has_the_engines_collectives_by_unit(folder: Path) -> None:
     for rank in (0, 1):
         with gzip.open(folder / "reference" / "profile" / f"rank{rank}.json.gz", "rt") as file:
@@ -241,6 +242,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_losses_of_one_that_was_not(
     assert others == pytest.approx(evaluated, rel=2e-4)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_bf16_follows_float32_closely(rank: Rank, folder: Path, tmp_path: Path) -> None:
     found = []
@@ -260,6 +262,7 @@ def test_bf16_follows_float32_closely(rank: Rank, folder: Path, tmp_path: Path) 
     assert found[1] == pytest.approx(found[0], rel=0.02)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_lora_trains_adapters_and_saves_only_them(rank: Rank, folder: Path, tmp_path: Path) -> None:
     config = configured(
@@ -426,6 +429,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_an_older_one_resumed_from(
     assert verify(out / "checkpoints" / "step_6") == []
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_run_learns_what_an_assistant_says(rank: Rank, folder: Path, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
@@ -490,6 +494,7 @@ def poisoned(
     return said.getvalue(), losses(Path(config.run.out))
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_step_that_is_not_finite_is_reported_and_not_applied(
     rank: Rank, folder: Path, tmp_path: Path
@@ -583,6 +588,7 @@ def starved(
     return said.getvalue(), losses(Path(config.run.out)), raised
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
     rank: Rank, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -626,6 +632,7 @@ def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
         assert ("optimizer state 3.9 MiB" in str(error)) == (at_step > 1)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_run_with_muon_is_resumed_to_the_last_bit(
     rank: Rank, folder: Path, tmp_path: Path
