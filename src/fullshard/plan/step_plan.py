@@ -102,12 +102,15 @@ class StepPlan:
 
     def __repr__(self) -> str:
         machine, peak = self.machine, self.peak
+        is_all = self.num_trainable == self.num_parameters
+        trainable = "all" if is_all else f"{self.num_trainable:,}"
+        hosts = f"{machine.num_hosts} hosts of " * (machine.num_hosts > 1)
         rows = [("on each rank", "at the peak")]
         rows += [(k.value, readable(peak.kinds.get(k, 0))) for k in Kind if peak.kinds.get(k)]
         rows.append(("total", readable(peak.num_bytes)))
         lines = [
-            f"{self.num_parameters:,} parameters, {self.num_trainable:,} trainable, on "
-            f"{machine.num_hosts}x{machine.ranks_per_host} {machine.profile.name}",
+            f"{self.num_parameters:,} parameters, {trainable} trainable, on {hosts}"
+            f"{machine.ranks_per_host} {machine.profile.name}",
             *table(rows, numbers=(1,)),
             f"peak in the {peak.where}, after {_shown_s(peak.at_s)}",
         ]
