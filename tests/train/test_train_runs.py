@@ -244,22 +244,32 @@ def test_a_run_that_is_stopped_goes_on_with_the_losses_of_one_that_was_not(
 
 @pytest.mark.exhaustive
 @on_ranks(2)
-def test_bf16_follows_float32_closely(rank: Rank, folder: Path, tmp_path: Path) -> None:
-    found = []
+def test_bf16_and_wires_of_eight_bits_follow_float32_closely(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    coarser: dict[str, dict[str, str]] = {
+        "float32": {},
+        "bf16": {"precision": "bf16"},
+        "wires": {"gather_wire": "int8", "reduce_wire": "int8"},
+        "wrapper": {"gather_wire": "fp8", "reduce_wire": "bf16", "api": "wrapper"},
+    }
+    found = {}
     with warnings.catch_warnings():
         # torch, on a CPU without instructions for bf16.
         warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
-        for precision in ("auto", "bf16"):
+        for name, sharding in coarser.items():
             config = configured(
                 folder,
-                precision,
+                name,
                 model={"name": "tiny", "sequence": 8},
-                sharding={"precision": precision},
-                run={"out": str(tmp_path / precision)},
+                sharding=sharding,
+                run={"out": str(tmp_path / name)},
             )
-            found.append(trained(rank, config, num_steps=2))
-    assert found[0] != found[1]
-    assert found[1] == pytest.approx(found[0], rel=0.02)
+            found[name] = trained(rank, config, num_steps=2)
+    exact = found.pop("float32")
+    for coarse in found.values():
+        assert coarse != exact
+        assert coarse == pytest.approx(exact, rel=0.02)
 
 
 @pytest.mark.exhaustive
