@@ -3,9 +3,9 @@
 [Note: order of passes] A pass is a forward, a backward, or another call that issues collectives.
 What comes next is predicted from what came before, which is the same on all ranks, and so is the
 prediction. A rank that does what is predicted asks nobody. A rank that is about to do something
-else asks the others through the store, before it issues a collective: it would match another one
-of the ranks that do what they did before. (On gloo, a process that receives more than it expects
-dies.) Ranks that leave the order alike learn it from each other, and remember it for the next time.
+else first asks the others through the store. Its collective would otherwise meet a different one
+of the ranks that keep to the order. (On gloo, a process that receives more than it expects dies.)
+Ranks that leave the order in the same way go on, and remember it for the next time.
 """
 
 from __future__ import annotations

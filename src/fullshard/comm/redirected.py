@@ -1,7 +1,7 @@
 """Ranks of a program that `fullshard.dropin` runs tell each other so.
 
-A rank that was started in another way trains on torch's FSDP: its collectives would never match.
-It is named where the others wait for it first.
+A rank that was started in another way trains on torch's FSDP, and its collectives never match.
+The others name it when they first wait for it.
 """
 
 from __future__ import annotations
