@@ -18,7 +18,7 @@ from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.losses import LinearCrossEntropyHead, head_loss, linear_cross_entropy
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
-from tests.test_large_gradients import ordered_and_small
+from tests.engine.test_large_gradients import ordered_and_small
 
 VOCABULARY, WIDTH = 64, 8
 
