@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import sys
+import tempfile
 from collections.abc import Generator
 from importlib.util import find_spec
 
@@ -18,6 +19,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Only torch 2.14 and later can be installed beside `spmd_types`.
 collect_ignore = [] if find_spec("spmd_types") else ["engine/test_annotated_parameters.py"]
+
+# Runs share tokens and tokenizers with others of the session, and with none before it.
+if "FULLSHARD_CACHE" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="fullshard-cache-")
+    os.environ["FULLSHARD_CACHE"] = _cache.name
 
 gc.disable()  # until everything is imported
 

@@ -17,6 +17,7 @@ from fullshard.errors import ConfigError, TopologyError
 
 DEVICES = ("auto", "cpu", "cuda")
 
+_BPE = re.compile(r"bpe:([1-9]\d{2,6})", re.ASCII)
 _MESH = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 
 # What a value must be, in words and as a predicate; for a list, what each entry must be.
@@ -32,6 +33,13 @@ _PORT: _Rule = ("0 to 65535", lambda value: 0 <= value <= 65535)
 _MESH_SHAPE: _Rule = (
     "'auto' or replicas x shards, as in 2x4,",
     lambda value: value == "auto" or _MESH.fullmatch(value) is not None,
+)
+_TOKENIZER: _Rule = (
+    "auto, bytes, model, bpe:N with N from 257 to 9999999, or a path",
+    lambda value: (
+        bool(value.strip())
+        and (not value.startswith("bpe:") or int((_BPE.fullmatch(value) or "00")[1]) > 256)
+    ),
 )
 _ANY: _Rule = ("anything", lambda value: True)
 
@@ -87,7 +95,16 @@ class DataSection:
     )
     eval_share: float = _key(0.0, "Share of the sequences held out for validation.", _FRACTION)
     tokenizer: str = _key(
-        "auto", "How text is converted to tokens.", choices=("auto", "bytes", "model")
+        "auto",
+        "How text is converted to tokens: bytes, model (its own), bpe:N (trained on the data, with "
+        "N tokens), or the path of a tokenizer.json or its folder; auto is the model's own, bytes "
+        "for small built-in sizes, and otherwise a BPE with the vocabulary of the model.",
+        _TOKENIZER,
+    )
+    cache: str = _key(
+        "",
+        "Folder of tokens and tokenizers that runs share; by default ~/.cache/fullshard, and with "
+        "several hosts the folder of the run.",
     )
     text_field: str = _key(
         "text", "The field of a .jsonl line that contains the text.", _text("the name of a field")
@@ -123,6 +140,16 @@ class ShardingSection:
         "auto",
         "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; auto is bf16 on a GPU.",
         choices=("auto", "float32", "bf16", "bf16-reduce", "fp16"),
+    )
+    gather_wire: str = _key(
+        "plain",
+        "How parameters travel between ranks: as they are computed with, or in eight bits.",
+        choices=("plain", "int8", "fp8"),
+    )
+    reduce_wire: str = _key(
+        "plain",
+        "How gradients travel between ranks: as they are reduced, in bf16, or in eight bits.",
+        choices=("plain", "bf16", "int8", "fp8"),
     )
     offload: bool = _key(False, "Keep shards, gradients and optimizer state in host memory.")
     reshard_to: int = _key(

@@ -461,7 +461,7 @@ def _encoded(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[list[in
 
 def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
     if isinstance(document, str):
-        yield from ((piece, True) for piece in _pieces(document))
+        yield from ((piece, True) for piece in pieces_of(document))
     elif isinstance(document, tuple):
         yield from zip(document, (False, True), strict=True)
     else:
@@ -479,7 +479,7 @@ def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[str, bool
             done = after
 
 
-def _pieces(text: str) -> Iterator[str]:
+def pieces_of(text: str) -> Iterator[str]:
     """Split a text at line ends, so that not all of its tokens are in memory at once."""
     start = 0
     while len(text) - start > PIECE_CHARS:

@@ -35,7 +35,8 @@ from fullshard_train.control import (
 )
 from fullshard_train.launcher import local_launch, prepare_environment
 from fullshard_train.models.sampling import sample
-from fullshard_train.output import config_beside
+from fullshard_train.output import config_beside, folder_beside
+from fullshard_train.run_tokenizer import tokenizer_of_run
 from fullshard_train.sharding import architecture_for, build_sharded_model
 from fullshard_train.world import World, best_device, joined, leave, require_devices
 
@@ -128,7 +129,7 @@ def _single_rank(device_type: str) -> Iterator[World]:
 def _generated(request: GenerateRequest, world: World) -> str:
     """Load the model and sample from it, on every rank."""
     path, config = find_checkpoint(request.checkpoint)
-    architecture = architecture_for(config.model)
+    architecture = architecture_for(config.model, config.data.tokenizer)
     # The units and the precision are those of the run; other settings concern training.
     is_possible = world.device.type == "cuda" or config.sharding.precision != "fp16"
     precision = config.sharding.precision if is_possible else "float32"
@@ -137,8 +138,9 @@ def _generated(request: GenerateRequest, world: World) -> str:
     # A checkpoint may lack the base weights of adapters, and buffers that are computed.
     architecture.fill(model, config.run.seed)
     _require_same_model(path, config, architecture.name, model)
-    load(path, model, random_state=False)
-    tokenizer = architecture.tokenizer(config.data.tokenizer)
+    loaded = load(path, model, random_state=False)
+    trained_with = loaded.extra.get("tokenizer", "")
+    tokenizer = tokenizer_of_run(architecture, config, folder_beside(path), trained_with)
     tokens = sample(
         architecture,
         model,

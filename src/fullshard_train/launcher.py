@@ -110,7 +110,7 @@ def _require_possible(config: TrainConfig, num_ranks: int) -> None:
     from fullshard_train.sharding import architecture_for, unit_classes
 
     mesh_shape(config.sharding, num_ranks)
-    architecture = architecture_for(config.model)
+    architecture = architecture_for(config.model, config.data.tokenizer)
     RunFolder.of(config).require_usable(config)
     require_files(config.data.paths + config.data.eval_paths)
     if config.sharding.units:

@@ -21,7 +21,10 @@ from fullshard.state import checkpoints
 from fullshard_train.config import TrainConfig
 from fullshard_train.config_file import config_of
 from fullshard_train.models.optional import optional
+from fullshard_train.models.tokenizers import is_path
 from fullshard_train.report.record import CONFIG, METRICS, SAMPLE, TIMELINE, StepMetrics
+
+TOKENIZER = "about.json"
 
 
 class RunFolder:
@@ -35,7 +38,7 @@ class RunFolder:
         self.sample = path / SAMPLE
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
-        self.tokens = path / "tokens"
+        self.tokenizer = path / "tokenizer"
         self.tensorboard = path / "tensorboard"
         self.profile = path / "profile"
         self.places = path / "places.json"
@@ -108,6 +111,21 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}"
 
+    @property
+    def about_tokenizer(self) -> dict[str, Any]:
+        """What the folder says of the tokenizer in it; empty if there is none."""
+        path = self.tokenizer / TOKENIZER
+        found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        return found
+
+    @property
+    def kept_tokenizer(self) -> Path | None:
+        """The path of the tokenizer in the folder."""
+        about = self.about_tokenizer
+        if not about:
+            return None
+        return self.tokenizer if about["is_folder"] else self.tokenizer / "tokenizer.json"
+
     def complete(self) -> list[Path]:
         """Return the checkpoints that have all their files, newest first."""
         return checkpoints(self.checkpoints)[::-1]
@@ -147,8 +165,20 @@ class RunFolder:
 def config_beside(checkpoint: Path) -> TrainConfig | None:
     """Return the configuration of the run whose folder contains a checkpoint, or None."""
     # abspath removes `..` but, unlike resolve, does not follow a link to a checkpoint.
-    file = RunFolder(Path(os.path.abspath(checkpoint)).parent.parent).config
-    return config_of(file, {}) if file.is_file() else None
+    folder = RunFolder(folder_beside(checkpoint))
+    if not folder.config.is_file():
+        return None
+    config = config_of(folder.config, {})
+    kept = folder.kept_tokenizer
+    if kept is not None and is_path(config.data.tokenizer):  # the original may be gone
+        data = dataclasses.replace(config.data, tokenizer=str(kept))
+        return dataclasses.replace(config, data=data)
+    return config
+
+
+def folder_beside(checkpoint: Path) -> Path:
+    """Return the folder of the run that wrote a checkpoint."""
+    return Path(os.path.abspath(checkpoint)).parent.parent
 
 
 def _step_of(checkpoint: Path) -> int:

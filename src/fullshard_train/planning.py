@@ -24,10 +24,10 @@ from fullshard.wrap import repeated_blocks
 from fullshard_train.config import KEYS, TrainConfig, mesh_shape, value_of
 from fullshard_train.models.architecture import Architecture
 from fullshard_train.models.optional import first_line
-from fullshard_train.models.tokenizers import ByteTokenizer, Tokenizer
+from fullshard_train.models.tokenizers import Tokenizer
 from fullshard_train.models.transformer import BuiltinArchitecture
 from fullshard_train.optimizer import build_optimizer
-from fullshard_train.sharding import architecture_for, build_sharded_model
+from fullshard_train.sharding import architecture_for, build_sharded_model, wires_of
 from fullshard_train.world import World, best_device
 
 _META = torch.device("meta")
@@ -88,13 +88,13 @@ def planned_architecture(config: TrainConfig) -> Architecture:
     module, _, function = config.model.name.partition(":")
     if function and not Path(config.model.name).exists():
         return FunctionArchitecture(module, function)
-    return architecture_for(config.model)
+    return architecture_for(config.model, config.data.tokenizer)
 
 
 class FunctionArchitecture(Architecture):
     """A model that a function builds, for plans only: tokens in, logits out."""
 
-    vocabulary, max_sequence = 0, None
+    vocabulary, max_sequence, default_tokenizer = 0, None, "bytes"
 
     def __init__(self, module: str, function: str) -> None:
         self.name = f"{module}:{function}"
@@ -135,9 +135,6 @@ class FunctionArchitecture(Architecture):
 
     def fill(self, model: nn.Module, seed: int) -> None:
         raise NotImplementedError
-
-    def tokenizer(self, kind: str) -> Tokenizer:
-        return ByteTokenizer()
 
     def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
         raise NotImplementedError
@@ -197,8 +194,12 @@ class Candidate:
             words.insert(0, f"ModuleWrapPolicy({{{', '.join(section.units)}}})")
         if section.strategy != "full" or section.reshard_to:
             words.append(f"reshard_after_forward={section.reshard_to or False}")
+        policy = []
         if section.precision != "float32" and self.machine.profile.device_type != "cpu":
-            words.append("mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)")
+            policy += ["torch.bfloat16", "torch.float32"]
+        policy += [f"{key}={each!r}" for key, each in wires_of(section).items() if each]
+        if policy:
+            words.append(f"mp_policy=MixedPrecisionPolicy({', '.join(policy)})")
         words += ["offload_policy=CPUOffloadPolicy()"] * section.offload
         notes = []
         if section.activation_checkpointing:
@@ -278,14 +279,13 @@ def choose_settings(
             if other.fits(budget_bytes) and other.step_s < 0.99 * fitting[0].step_s:
                 fitting.insert(0, other)
     best = fitting[0]
-    narrow = _with(best.config, {("sharding", "precision"): "bf16-reduce"})
-    may_round = ("sharding", "precision") not in given and machine.profile.device_type != "cpu"
+    coarser = [estimated(_with(best.config, each)) for each in _roundings(machine, given)]
     return [
         best,
         *(
             replace(each, verdict=f"changes rounding; {1 - each.step_s / best.step_s:.0%} faster")
-            for each in ([estimated(narrow)] if may_round else [])
-            if each.step_s < 0.99 * best.step_s
+            for each in coarser
+            if each.step_s < 0.99 * best.step_s and each.fits(budget_bytes)
         ),
         *(
             replace(each, verdict=f"{best.tokens_per_s / each.tokens_per_s - 1:.0%} slower")
@@ -309,6 +309,19 @@ def _batches(config: TrainConfig, given: Collection[Place]) -> Iterator[dict[Pla
         is_kept = size == config.optimizer.batch
         if is_kept or (total % size == 0 and not {batch, accumulate} & set(given)):
             yield {batch: size, accumulate: total // size}
+
+
+def _roundings(machine: Machine, given: Collection[Place]) -> Iterator[dict[Place, Any]]:
+    """Yield settings that may be faster, but compute or send other values."""
+    precision, gather, reduce = (
+        ("sharding", name) for name in ("precision", "gather_wire", "reduce_wire")
+    )
+    if precision not in given and machine.profile.device_type != "cpu":
+        yield {precision: "bf16-reduce"}
+    if machine.num_ranks == 1 or {gather, reduce} & {*given}:
+        return
+    yield {gather: "int8", reduce: "bf16"}
+    yield {gather: "int8", reduce: "int8"}
 
 
 def _refinements(config: TrainConfig, machine: Machine) -> Iterator[tuple[Place, int]]:
@@ -435,7 +448,7 @@ def predicted(
     device_type = best_device(config.run.device)
     machine = this_machine(device_type, num_ranks, num_local_ranks, network)
     capacity = capacity_of(torch.device(device_type), num_local_ranks)
-    architecture = architecture_for(config.model)
+    architecture = architecture_for(config.model, config.data.tokenizer)
     try:
         own = _estimated(config, architecture, machine)
     except Exception as error:

@@ -42,11 +42,18 @@ from fullshard_train.corpus import Documents, prepare_corpus
 from fullshard_train.display import Display, closing_lines
 from fullshard_train.models.optional import first_line
 from fullshard_train.models.sampling import sample
+from fullshard_train.models.tokenizers import Tokenizer
 from fullshard_train.optimizer import build_optimizer
 from fullshard_train.output import MetricsLog, ReplicaLog, RunFolder
 from fullshard_train.planning import predicted
 from fullshard_train.report.page import write_report
 from fullshard_train.report.record import read_record
+from fullshard_train.run_tokenizer import (
+    cache_folder,
+    keep_tokenizer,
+    tokenizer_for,
+    tokenizer_of_run,
+)
 from fullshard_train.same_run import Inputs, facts_of, require_same
 from fullshard_train.sharding import build_sharded_model
 from fullshard_train.trainer import Parts, Trainer
@@ -108,6 +115,7 @@ class Run:
         require_same(self._ranks, facts, is_told=is_told)
         architecture = inputs.architecture
         found = self._prepare_folder()
+        self._tokenizer = self._choose_tokenizer(inputs)
         parts = self._build(inputs)
         self._ranks.run_first("train", lambda: self._require_room(parts, len(found)))
         trainer = Trainer(
@@ -199,6 +207,25 @@ class Run:
         probe.touch()
         return probe
 
+    def _choose_tokenizer(self, inputs: Inputs) -> Tokenizer:
+        """Return the tokenizer, which the first rank trains if need be, from the run's folder."""
+        config, kind = self._config, inputs.tokenizer_kind
+        is_alone = self._world.local_size == self._world.size
+        cache = cache_folder(config) if is_alone or config.data.cache else self._folder.path
+        self._tokens = cache / "tokens"
+
+        def say(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        def keep() -> None:
+            own = tokenizer_for(kind, inputs.tokenizer, inputs.documents, cache, say)
+            keep_tokenizer(own, kind, self._folder)
+
+        self._ranks.run_first("train", keep)
+        return self._ranks.run(
+            "train", lambda: tokenizer_of_run(inputs.architecture, config, self._folder.path)
+        )
+
     def _require_room(self, parts: Parts, num_complete: int) -> None:
         """Raise if the disk has no room for the checkpoints that will exist at the same time."""
         run, is_adapted = self._config.run, bool(self._config.model.lora_rank)
@@ -226,8 +253,8 @@ class Run:
             def prepared() -> Any:
                 return prepare_corpus(
                     documents,
-                    inputs.tokenizer,
-                    self._folder.tokens,
+                    self._tokenizer,
+                    self._tokens,
                     sequence=config.model.sequence,
                     vocabulary=architecture.vocabulary,
                 )
@@ -251,7 +278,8 @@ class Run:
             "model", lambda: build_sharded_model(architecture, config.sharding, world)
         )
         optimizer = build_optimizer(model, config.optimizer, world.device)
-        return Parts(architecture, model, optimizer, trained, evaluated)
+        fingerprint = self._tokenizer.fingerprint
+        return Parts(architecture, model, optimizer, trained, evaluated, fingerprint)
 
     def _log(self, trainer: Trainer) -> MetricsLog | ReplicaLog | None:
         if not self._world.is_first:
@@ -297,7 +325,7 @@ class Run:
 
     def _sample(self, parts: Parts) -> str:
         run = self._config.run
-        tokenizer = parts.architecture.tokenizer(self._config.data.tokenizer)
+        tokenizer = self._tokenizer
         prompt = tokenizer.encode(run.prompt)
         tokens = sample(
             parts.architecture,

@@ -19,12 +19,13 @@ from fullshard.ranks import RankGroup
 from fullshard_train.config import KEYS, TrainConfig, value_of
 from fullshard_train.corpus import Documents, TextFile, fingerprint_of
 from fullshard_train.models.architecture import Architecture
-from fullshard_train.models.tokenizers import Tokenizer
+from fullshard_train.models.tokenizers import Tokenizer, bpe_vocabulary, is_path
 from fullshard_train.sharding import architecture_for
 from fullshard_train.world import World
 
 # Paths may differ where the contents are equal. The first rank names the folder of the run.
-_OF_A_HOST = {"model.name", "data.paths", "data.eval_paths"}
+_OF_A_HOST = {f"data.{name}" for name in ("paths", "eval_paths", "tokenizer", "cache")}
+_OF_A_HOST |= {"model.name"}
 _OF_A_HOST |= {f"run.{name}" for name in ("out", "ranks", "device", "port", "max_restarts")}
 # Variables that change what is computed.
 _VARIABLES = (
@@ -35,21 +36,25 @@ _VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a run reads: a model, its tokenizer, and text."""
+    """What a run reads: a model, its tokenizer unless it is yet to be trained, and text."""
 
     architecture: Architecture
-    tokenizer: Tokenizer
+    tokenizer_kind: str
+    tokenizer: Tokenizer | None
     documents: Documents
     eval_documents: Documents | None
 
     @classmethod
     def of(cls, config: TrainConfig) -> Inputs:
-        architecture, data = architecture_for(config.model), config.data
+        architecture, data = architecture_for(config.model, config.data.tokenizer), config.data
         documents = Documents.of(data.paths, data.text_field)
+        kind = architecture.tokenizer_kind(data.tokenizer)
+        is_trained = bpe_vocabulary(kind) is not None
         held_out = documents if data.eval_share else None
         return cls(
             architecture,
-            architecture.tokenizer(data.tokenizer),
+            kind,
+            None if is_trained else architecture.tokenizer(kind),
             documents,
             Documents.of(data.eval_paths, data.text_field) if data.eval_paths else held_out,
         )
@@ -67,7 +72,11 @@ def facts_of(config: TrainConfig, inputs: Inputs, world: World) -> dict[str, str
     found["data.paths (--data)"] = _text(inputs.documents)
     if inputs.eval_documents is not None:
         found["data.eval_paths (--eval-data)"] = _text(inputs.eval_documents)
-    found["the tokenizer"] = f"fingerprint {inputs.tokenizer.fingerprint}"
+    found["data.tokenizer (--tokenizer)"] = inputs.tokenizer_kind
+    if inputs.tokenizer is not None:
+        is_at = " at a path" if is_path(inputs.tokenizer_kind) else ""
+        named = f"a tokenizer{is_at} with fingerprint {inputs.tokenizer.fingerprint}"
+        found["data.tokenizer (--tokenizer)"] = named
     found |= {"fullshard": __version__, "torch": torch.__version__}
     return found | {name: os.environ.get(name, "not set") for name in _VARIABLES}
 

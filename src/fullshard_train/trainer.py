@@ -60,6 +60,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     batches: Batches
     eval_batches: Batches | None = None
+    tokenizer: str = ""  # its fingerprint
 
 
 class Trainer:
@@ -188,7 +189,7 @@ class Trainer:
             self._folder.checkpoint(self.step),
             self._parts.model,
             self._parts.optimizer,
-            extra={**self._extra(), "best": self._best, "optimizer": self._config.optimizer.name},
+            extra={**self._extra(), **self._about()},
             step=self.step,
             only="trainable" if self._config.model.lora_rank else None,
             # Only the next step shows whether this checkpoint is any good.
@@ -197,6 +198,10 @@ class Trainer:
         )
         self._saving = written if isinstance(written, Handle) else None
         self._saved_step = self.step
+
+    def _about(self) -> dict[str, Any]:
+        name, tokenizer = self._config.optimizer.name, self._parts.tokenizer
+        return {"best": self._best, "optimizer": name, "tokenizer": tokenizer}
 
     def _has_failed_save(self) -> bool:
         saving = self._saving

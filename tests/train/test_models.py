@@ -151,6 +151,7 @@ def test_what_is_no_size_and_no_folder_is_answered_with_what_was_expected(tmp_pa
 
 
 # Dynamo looks at `.grad` of what it is given.
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("how", ["compiled", "recomputed"])
 @on_ranks(1)

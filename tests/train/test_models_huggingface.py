@@ -464,7 +464,8 @@ def test_a_folder_without_a_tokenizer_reads_bytes(folder: Path, tmp_path: Path) 
     few = dataclasses.replace(SMALL, vocabulary=100)
     architecture = architecture_of(str(saved(tmp_path / "few", llama(few))))
     with pytest.raises(
-        ConfigError, match="vocabulary of 100 is too small for bytes, which have 257"
+        ConfigError,
+        match=r"vocabulary of 100 is too small for the tokenizer .bytes., which has 257",
     ):
         architecture.tokenizer("auto")
 

@@ -180,6 +180,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", N
 KILLS = [(n, [*MOMENTS][n % len(MOMENTS)]) for n in range(int(os.environ.get("KILLS", "2")))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize("number, moment", KILLS, ids=[f"{n}-{moment}" for n, moment in KILLS])
 def test_nothing_of_a_run_outlives_its_launcher_and_what_it_saved_is_whole(

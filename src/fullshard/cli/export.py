@@ -23,7 +23,7 @@ from fullshard.state.safetensors.files import FilePlan, FileWriter, plan_files
 from fullshard.state.shards import tensor_shards
 from fullshard.state.stored import TensorSource
 from fullshard_train.config import TrainConfig
-from fullshard_train.output import config_beside
+from fullshard_train.output import config_beside, folder_beside
 
 if TYPE_CHECKING:
     from fullshard_train.models.architecture import Architecture
@@ -63,14 +63,15 @@ def export(
     if config is None:
         return _write(out, _stored(opened, asked.prefix), asked, progress, lambda staging: None)
     # Imported here, because other commands need no models.
+    from fullshard_train.run_tokenizer import tokenizer_of_run
     from fullshard_train.sharding import architecture_for
 
-    architecture = architecture_for(config.model)
+    architecture = architecture_for(config.model, config.data.tokenizer)
     if is_adapter and not asked.merge:
         tensors = {_peft_name(name): each for name, each in _stored(opened, None).items()}
         return _write(out, tensors, asked, progress, lambda to: _save_settings(architecture, to))
     tensors = _merged(opened, architecture, config) if asked.merge else _named(opened, architecture)
-    tokenizer = architecture.tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of_run(architecture, config, folder_beside(opened.path))
 
     def describe(staging: Path) -> None:
         dtypes = [each.dtype for each in tensors.values() if each.dtype.is_floating_point]

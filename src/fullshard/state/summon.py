@@ -92,7 +92,9 @@ def summon_full_params(
     with ExitStack() as stack:
         stack.callback(_end, wrappers)
         for wrapper in wrappers:
-            wrapper.__dict__["_is_summoned"] = wrapper_unit(wrapper).is_summoned = True
+            unit = wrapper_unit(wrapper)
+            unit.summoned = of_units[unit] = SummonedUnit(unit)
+            wrapper.__dict__["_is_summoned"] = True
         for lane in lanes:
             is_shown = not rank0_only or is_first_rank(lane.wrapper)
             summoned = _SummonedLane(
@@ -101,21 +103,19 @@ def summon_full_params(
             stack.callback(summoned.end)
             summoned.show()
             if not lane.is_flat and not with_grads:
-                unit = lane.unit
-                of_units.setdefault(unit, SummonedUnit(unit)).lanes.append(summoned)
-                unit.summoned = of_units[unit]
+                of_units[lane.unit].lanes.append(summoned)
         yield
 
 
 def _end(wrappers: Sequence[nn.Module]) -> None:
     """While summoned, parameters have clean names, and most units cannot be trained."""
     for wrapper in wrappers:
-        wrapper.__dict__["_is_summoned"] = wrapper_unit(wrapper).is_summoned = False
+        wrapper.__dict__["_is_summoned"] = False
         wrapper_unit(wrapper).summoned = None
 
 
 class SummonedUnit:
-    """A unit of original parameters that is summoned: it may be trained meanwhile.
+    """A unit that is summoned; `lanes` are those that may be trained meanwhile.
 
     For the time of a forward that takes gradients, and of a backward, modules see what they see
     outside, with the values that were written.
@@ -123,20 +123,21 @@ class SummonedUnit:
 
     def __init__(self, unit: Unit) -> None:
         self.lanes: list[_SummonedLane] = []
+        self.is_shown = True
         self._unit = unit
 
     def pause(self) -> None:
-        if self._unit.is_summoned:
+        if self.is_shown and self.lanes:
             for lane in self.lanes:
                 lane.pause()
-            self._unit.is_summoned = False
+            self.is_shown = False
 
     def resume(self) -> None:
-        if not self._unit.is_summoned:
+        if not self.is_shown:
             self._unit.keep()
             for lane in self.lanes:
                 lane.show()
-            self._unit.is_summoned = True
+            self.is_shown = True
 
 
 class _SummonedLane:

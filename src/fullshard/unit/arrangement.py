@@ -49,6 +49,7 @@ class Arrangement:
                 param.extension = extension
         self.plain = plain = [param for param in params if param.extension is None]
         self.extended = [param for param in params if param.extension is not None]
+        self.annotated = [param for param in params if param.annotations is not None]
         if flat is not None:
             flat.detach()
         self.layout = self._plan(plain)

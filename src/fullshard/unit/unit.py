@@ -52,10 +52,12 @@ class UnitOwner(Protocol):
 
 
 class Summoned(Protocol):
-    """What `summon_full_params` shows of a unit that may be trained meanwhile."""
+    """What `summon_full_params` shows of a unit, and whether it does just now."""
+
+    is_shown: bool
 
     def pause(self) -> None:
-        """Let modules see what they see outside, with the values that were written."""
+        """Let modules see what they see outside, if the unit may be trained meanwhile."""
 
     def resume(self) -> None:
         """Show the full parameters again."""
@@ -68,9 +70,7 @@ class Unit:
     Does what it is told to, and `hooks.py` says when. `arrangement` has the shards, `state` says
     what is in memory besides, and `registration` what modules see; there is none before the first
     unshard. `version` is that of the shards when they were last looked at, and `forward` the one
-    that last did so (`CommContext.forward`). `is_summoned` says that `summon_full_params` shows the
-    full parameters; where it can be interrupted, `summoned` does so. `flat` exists for the
-    parameters of a wrapper.
+    that last did so (`CommContext.forward`). `flat` exists for the parameters of a wrapper.
     """
 
     name: str
@@ -84,7 +84,6 @@ class Unit:
     owner: UnitOwner | None = None
     state: State = ABSENT
     registration: Registration | None = None
-    is_summoned: bool = False
     summoned: Summoned | None = None
     version: Version = field(default_factory=list)
     forward: object = None
@@ -92,7 +91,6 @@ class Unit:
     comm: UnitComm = field(init=False)
     grads: UnitGrads = field(init=False)
     arrivals: GradArrivals = field(init=False)
-    annotated: list[ShardedParam] = field(init=False)
 
     def __post_init__(self) -> None:
         device, axis = self.comm_ctx.device, self.mesh_info.shard
@@ -122,6 +120,11 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Whether modules see the full parameters."""
         return self.registration is not None and self.registration.shown is Shown.FULLS
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether `summon_full_params` shows the full parameters just now."""
+        return self.summoned is not None and self.summoned.is_shown
 
     @property
     def is_released(self) -> bool:
@@ -172,7 +175,6 @@ class Unit:
             self.arrangement = Arrangement(
                 self.params, self.flat, self.mesh_info, self.policy, self.store, device
             )
-        self.annotated = [param for param in self.params if param.annotations is not None]
         self.grads.follow_lanes([*self.arrangement.grad_lanes()])
 
     def make_whole(self) -> None:
@@ -346,7 +348,7 @@ class Unit:
             registration.follow_requires_grad()
             self.arrivals.hook(self.params)
         registration.show_fulls()
-        for param in self.annotated:
+        for param in self.arrangement.annotated:
             assert param.annotations is not None
             assert param.full is not None
             param.annotations.restore(param.full)

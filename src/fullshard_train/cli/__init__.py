@@ -3,6 +3,7 @@
 from fullshard_train.cli.generate import generate
 from fullshard_train.cli.plan import plan
 from fullshard_train.cli.report import report
+from fullshard_train.cli.tokenize import tokenize
 from fullshard_train.cli.train import train
 
-COMMANDS = (train, plan, generate, report)
+COMMANDS = (train, plan, tokenize, generate, report)

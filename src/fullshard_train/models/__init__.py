@@ -7,14 +7,17 @@ from pathlib import Path
 from fullshard_train.models.adapters import LoraSettings
 from fullshard_train.models.architecture import Architecture
 from fullshard_train.models.huggingface import FolderArchitecture
-from fullshard_train.models.transformer import SIZES, BuiltinArchitecture, size_named
+from fullshard_train.models.transformer import SIZES, BuiltinArchitecture, size_for, size_named
 
 
-def architecture_of(name: str, lora: LoraSettings | None = None) -> Architecture:
+def architecture_of(
+    name: str, lora: LoraSettings | None = None, tokenizer: str = "auto"
+) -> Architecture:
     """Return the architecture of a built-in size, or of a folder in Hugging Face's layout.
 
-    A built-in size takes precedence over a folder of the same name; `./10m` selects the folder.
+    The vocabulary of a built-in size follows a tokenizer that is asked for. A built-in size takes
+    precedence over a folder of the same name; `./10m` selects the folder.
     """
     if name not in SIZES and Path(name).is_dir():
         return FolderArchitecture(Path(name), lora)
-    return BuiltinArchitecture(size_named(name), lora)
+    return BuiltinArchitecture(size_for(size_named(name), tokenizer), lora)

@@ -11,18 +11,27 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard_train.models.tokenizers import Tokenizer
+from fullshard.errors import ConfigError
+from fullshard_train.models.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    bpe_vocabulary,
+    is_path,
+    tokenizer_at,
+)
 
 
 class Architecture(ABC):
     """How a model is built on the meta device, initialized once it is sharded, and called.
 
     `max_sequence` is the longest sequence that the model supports, or None if it is unknown.
+    `default_tokenizer` is "bytes", "model" (its own), or "bpe:N" (to be trained on the data).
     """
 
     name: str
     vocabulary: int
     max_sequence: int | None
+    default_tokenizer: str
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -63,12 +72,39 @@ class Architecture(ABC):
         """
         return lambda tokens: self.logits(model, tokens)[0, -1]
 
-    @abstractmethod
-    def tokenizer(self, kind: str) -> Tokenizer:
-        """Return the tokenizer: "bytes", "model" (the model's own), or "auto".
+    def tokenizer_kind(self, kind: str) -> str:
+        """Return the kind of tokenizer that "auto" stands for, or the kind itself."""
+        return self.default_tokenizer if kind == "auto" else kind
 
-        "auto" is the model's own tokenizer if it has one, and bytes otherwise.
+    def tokenizer(self, kind: str, stored: Path | None = None) -> Tokenizer:
+        """Return the tokenizer of a kind: "auto", "bytes", "model", or the path of one.
+
+        A tokenizer that was trained, "bpe:N", is read from `stored`.
         """
+        kind = self.tokenizer_kind(kind)
+        if stored is not None or is_path(kind):
+            tokenizer = tokenizer_at(stored or Path(kind))
+        elif bpe_vocabulary(kind):
+            raise ConfigError(
+                f"--tokenizer: {kind} is trained on the data of a run, and its folder contains no "
+                "such tokenizer; pass the folder of the run as it was written."
+            )
+        else:
+            tokenizer = ByteTokenizer() if kind == "bytes" else self.own_tokenizer()
+        if tokenizer.vocabulary > self.vocabulary:
+            raise ConfigError(
+                f"model {self.name}: its vocabulary of {self.vocabulary:,} is too small for the "
+                f"tokenizer {kind!r}, which has {tokenizer.vocabulary:,} tokens; choose another "
+                "tokenizer or model."
+            )
+        return tokenizer
+
+    def own_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer that comes with the model."""
+        raise ConfigError(
+            f"model {self.name!r}: a built-in size has no tokenizer of its own; choose 'bytes', "
+            "'bpe:N' or the path of a tokenizer, not 'model'."
+        )
 
     @abstractmethod
     def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:

@@ -34,7 +34,6 @@ from fullshard_train.models.adapters import (
 from fullshard_train.models.architecture import Architecture, token_ids, write_json
 from fullshard_train.models.optional import first_line, optional
 from fullshard_train.models.tokenizers import (
-    ByteTokenizer,
     FolderTokenizer,
     Tokenizer,
     has_tokenizer,
@@ -65,6 +64,7 @@ class FolderArchitecture(Architecture):
             raise self._other_kind(f"a {self._config.model_type!r}, which has no vocabulary")
         self.vocabulary: int = text.vocab_size
         self.max_sequence: int | None = getattr(text, "max_position_embeddings", None)
+        self.default_tokenizer = "model" if has_tokenizer(folder) else "bytes"
 
     def build(self) -> nn.Module:
         model = self._without_adapters()
@@ -96,21 +96,13 @@ class FolderArchitecture(Architecture):
         with head_loss(head, targets, reduction="sum"):
             return self.logits(model, tokens, positions)
 
-    def tokenizer(self, kind: str) -> Tokenizer:
-        if kind == "model" and not has_tokenizer(self._folder):
+    def own_tokenizer(self) -> Tokenizer:
+        if not has_tokenizer(self._folder):
             raise ConfigError(
                 f"model {self.name}: the folder has no tokenizer files; copy them there, or "
                 "choose the tokenizer 'bytes'."
             )
-        own = kind != "bytes" and has_tokenizer(self._folder)
-        tokenizer = FolderTokenizer(self._folder) if own else ByteTokenizer()
-        if tokenizer.vocabulary > self.vocabulary:
-            raise ConfigError(
-                f"model {self.name}: its vocabulary of {self.vocabulary} is too small for "
-                f"{'its tokenizer' if own else 'bytes'}, which {'has' if own else 'have'} "
-                f"{tokenizer.vocabulary} tokens; choose another tokenizer or model."
-            )
-        return tokenizer
+        return FolderTokenizer(self._folder)
 
     def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
         config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))

@@ -9,20 +9,26 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.errors import ConfigError, UnknownNameError
+from fullshard.errors import UnknownNameError
 from fullshard.losses import LinearCrossEntropyHead
 from fullshard.state import draw_into, tensor_shards
 from fullshard_train.models.adapters import LoraSettings, add_adapters, base_name, fill_adapters
 from fullshard_train.models.architecture import Architecture, token_ids, write_json
 from fullshard_train.models.initialization import Draw, constant, normal
-from fullshard_train.models.tokenizers import ByteTokenizer, Tokenizer
+from fullshard_train.models.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    bpe_vocabulary,
+    is_path,
+    tokenizer_at,
+)
 
 # 256 bytes and the end-of-document token, rounded up to a multiple of 8.
 BYTE_VOCABULARY = 264
@@ -95,6 +101,17 @@ def size_named(name: str) -> Size:
         f"model {name!r} is neither a built-in size ({known}) nor a folder in Hugging Face's "
         f"layout{meant}"
     )
+
+
+def size_for(size: Size, tokenizer: str) -> Size:
+    """Return a size with the vocabulary of a kind of tokenizer, rounded up to a multiple of 8."""
+    if tokenizer in ("auto", "model"):
+        return size
+    trained = bpe_vocabulary(tokenizer)
+    if trained is None:
+        own = tokenizer_at(Path(tokenizer)) if is_path(tokenizer) else ByteTokenizer()
+        trained = own.vocabulary
+    return replace(size, vocabulary=-(-trained // 8) * 8)
 
 
 class KVCache:
@@ -276,6 +293,8 @@ class BuiltinArchitecture(Architecture):
         self.name = size.name
         self.vocabulary = size.vocabulary
         self.max_sequence = size.max_sequence
+        is_of_bytes = size.vocabulary == BYTE_VOCABULARY
+        self.default_tokenizer = "bytes" if is_of_bytes else f"bpe:{size.vocabulary}"
         self.size = size
         self.lora = lora
         self._has_plain_head = True
@@ -319,14 +338,6 @@ class BuiltinArchitecture(Architecture):
             return logits[0, -1]
 
         return read
-
-    def tokenizer(self, kind: str) -> Tokenizer:
-        if kind in ("auto", "bytes"):
-            return ByteTokenizer()
-        raise ConfigError(
-            f"model {self.name!r}: a built-in size has no tokenizer of its own; choose 'bytes' "
-            f"or 'auto', not {kind!r}."
-        )
 
     def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
         size, ids = self.size, token_ids(tokenizer)
