@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fullshard.doctor import NetworkSpeeds, available_bytes
@@ -70,10 +69,7 @@ def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) 
         inputs, targets = (torch.empty(shape, dtype=torch.int64, device=_META) for _ in range(2))
 
         def loss() -> torch.Tensor:
-            logits = architecture.logits(model, inputs)
-            total = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
-            )
+            total = architecture.loss(model, inputs, targets)
             return total / targets.ge(0).sum().clamp(min=1)
 
         limit = config.optimizer.clip or torch.inf

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ class SmallArchitecture(Architecture):
     def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
         raise NotImplementedError
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+    def logits(self, model: nn.Module, tokens: Tensor, positions: Any = None) -> Tensor:
         logits: Tensor = model(tokens)
         return logits
 

@@ -471,7 +471,7 @@ def test_resharding_to_a_host_and_deeper_prefetch_are_chosen_where_they_are_fast
     # A narrower wire is named, but not chosen: it changes what is computed.
     narrow = [each for each in others if "--gather-wire int8" in each.flags]
     assert all(each.verdict.startswith("changes rounding") for each in narrow)
-    assert "gather_wire=Int8(block=256), reduce_wire=Plain(" in narrow[0].python
+    assert "gather_wire=Int8(block=256, stochastic=False), reduce_wire=" in narrow[0].python
     exact = [each for each in others if each not in narrow]
     assert [each.config.sharding.reshard_to for each in exact] == [0]
     # Messages that take longer than the compute of one unit, and less than that of two.
