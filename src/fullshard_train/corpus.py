@@ -201,13 +201,16 @@ def prepare_corpus(
     return Corpus(own, tokenizer, vocabulary, fingerprint, is_strict, say)
 
 
-def start_worker(corpora: Sequence[Corpus], tokenizer: str, num_threads: int) -> None:
+def start_worker(
+    corpora: Sequence[Corpus], tokenizer: str, num_threads: int, *, niceness: int = 10
+) -> None:
     """Start a process that tokenizes what is missing, unless that takes no longer than its start.
 
     Args:
         corpora: The corpora of a run.
         tokenizer: "bytes", or the path of one.
         num_threads: How many threads the process uses.
+        niceness: How far it stands back behind other processes, as those that train.
     """
     windows = [each.windows for each in corpora]
     pieces = [
@@ -224,7 +227,8 @@ def start_worker(corpora: Sequence[Corpus], tokenizer: str, num_threads: int) ->
             missing += _num_bytes(folder.documents.pieces[number])
         if missing > INLINE_BYTES:
             folders = tuple(each.folder for each in corpora)
-            process = Work(folders, tuple(pieces), tokenizer).start(num_threads=num_threads)
+            work = Work(folders, tuple(pieces), tokenizer, niceness)
+            process = work.start(num_threads=num_threads)
             for each in corpora:
                 each.worker = process
             return
@@ -245,11 +249,11 @@ def tokenize_all(
     corpora = [prepare_corpus(each, tokenizer, folder, vocabulary=vocabulary) for each in documents]
     for each in corpora:
         each.folder.clean()
-    num_workers = os.cpu_count() or 1
+    num_workers = len(os.sched_getaffinity(0))
     workers = []
     try:
         for _ in range(num_workers):
-            start_worker(corpora, path, 1)
+            start_worker(corpora, path, 1, niceness=0)
             workers += [each.worker for each in corpora[:1] if each.worker is not None]
         numbers = [(each, n) for each in corpora for window in each.windows for n in window]
         found = []

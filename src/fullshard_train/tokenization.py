@@ -316,6 +316,7 @@ class Work:
     folders: tuple[TokenFolder, ...]
     pieces: tuple[tuple[int, int], ...]  # the place of a folder, and the number of a piece
     tokenizer: str  # "bytes", or the path of one
+    niceness: int = 10
 
     def do(self) -> None:
         """Tokenize what no other process does; those that were killed leave theirs to others."""
@@ -341,9 +342,9 @@ class Work:
 
 def main() -> None:
     end_with_parent()
-    with suppress(OSError):
-        os.nice(10)
     work = pickle.load(sys.stdin.buffer)
+    with suppress(OSError):
+        os.nice(work.niceness)
     with suppress(ConfigError):  # written beside the piece, where ranks look for it
         work.do()
 
