@@ -78,7 +78,7 @@ MAX_LINES = {
     "fullshard.compat": 400,
     "fullshard.doctor": 900,
     "fullshard.dropin_site": 100,
-    "fullshard.layout": 1_050,
+    "fullshard.layout": 1_250,
     "fullshard.losses": 400,
     "fullshard.optim": 2_350,
     "fullshard.plan": 1_450,

@@ -142,6 +142,16 @@ class ShardingSection:
         "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; auto is bf16 on a GPU.",
         choices=("auto", "float32", "bf16", "bf16-reduce", "fp16"),
     )
+    gather_wire: str = _key(
+        "plain",
+        "How parameters travel between ranks: as they are computed with, or in eight bits.",
+        choices=("plain", "int8", "fp8"),
+    )
+    reduce_wire: str = _key(
+        "plain",
+        "How gradients travel between ranks: as they are reduced, in bf16, or in eight bits.",
+        choices=("plain", "bf16", "int8", "fp8"),
+    )
     offload: bool = _key(False, "Keep shards, gradients and optimizer state in host memory.")
     reshard_to: int = _key(
         0,

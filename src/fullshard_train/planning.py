@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fullshard.doctor import NetworkSpeeds, available_bytes
@@ -28,7 +27,7 @@ from fullshard_train.models.optional import first_line
 from fullshard_train.models.tokenizers import Tokenizer
 from fullshard_train.models.transformer import BuiltinArchitecture
 from fullshard_train.optimizer import build_optimizer
-from fullshard_train.sharding import architecture_for, build_sharded_model
+from fullshard_train.sharding import architecture_for, build_sharded_model, wires_of
 from fullshard_train.world import World, best_device
 
 _META = torch.device("meta")
@@ -70,10 +69,7 @@ def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) 
         inputs, targets = (torch.empty(shape, dtype=torch.int64, device=_META) for _ in range(2))
 
         def loss() -> torch.Tensor:
-            logits = architecture.logits(model, inputs)
-            total = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
-            )
+            total = architecture.loss(model, inputs, targets)
             return total / targets.ge(0).sum().clamp(min=1)
 
         limit = config.optimizer.clip or torch.inf
@@ -198,8 +194,12 @@ class Candidate:
             words.insert(0, f"ModuleWrapPolicy({{{', '.join(section.units)}}})")
         if section.strategy != "full" or section.reshard_to:
             words.append(f"reshard_after_forward={section.reshard_to or False}")
+        policy = []
         if section.precision != "float32" and self.machine.profile.device_type != "cpu":
-            words.append("mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)")
+            policy += ["torch.bfloat16", "torch.float32"]
+        policy += [f"{key}={each!r}" for key, each in wires_of(section).items() if each]
+        if policy:
+            words.append(f"mp_policy=MixedPrecisionPolicy({', '.join(policy)})")
         words += ["offload_policy=CPUOffloadPolicy()"] * section.offload
         notes = []
         if section.activation_checkpointing:
@@ -279,14 +279,13 @@ def choose_settings(
             if other.fits(budget_bytes) and other.step_s < 0.99 * fitting[0].step_s:
                 fitting.insert(0, other)
     best = fitting[0]
-    narrow = _with(best.config, {("sharding", "precision"): "bf16-reduce"})
-    may_round = ("sharding", "precision") not in given and machine.profile.device_type != "cpu"
+    coarser = [estimated(_with(best.config, each)) for each in _roundings(machine, given)]
     return [
         best,
         *(
             replace(each, verdict=f"changes rounding; {1 - each.step_s / best.step_s:.0%} faster")
-            for each in ([estimated(narrow)] if may_round else [])
-            if each.step_s < 0.99 * best.step_s
+            for each in coarser
+            if each.step_s < 0.99 * best.step_s and each.fits(budget_bytes)
         ),
         *(
             replace(each, verdict=f"{best.tokens_per_s / each.tokens_per_s - 1:.0%} slower")
@@ -310,6 +309,19 @@ def _batches(config: TrainConfig, given: Collection[Place]) -> Iterator[dict[Pla
         is_kept = size == config.optimizer.batch
         if is_kept or (total % size == 0 and not {batch, accumulate} & set(given)):
             yield {batch: size, accumulate: total // size}
+
+
+def _roundings(machine: Machine, given: Collection[Place]) -> Iterator[dict[Place, Any]]:
+    """Yield settings that may be faster, but compute or send other values."""
+    precision, gather, reduce = (
+        ("sharding", name) for name in ("precision", "gather_wire", "reduce_wire")
+    )
+    if precision not in given and machine.profile.device_type != "cpu":
+        yield {precision: "bf16-reduce"}
+    if machine.num_ranks == 1 or {gather, reduce} & {*given}:
+        return
+    yield {gather: "int8", reduce: "bf16"}
+    yield {gather: "int8", reduce: "int8"}
 
 
 def _refinements(config: TrainConfig, machine: Machine) -> Iterator[tuple[Place, int]]:

@@ -24,6 +24,7 @@ from fullshard import (
 )
 from fullshard.errors import ConfigError
 from fullshard.state import give_memory
+from fullshard.wire import Fp8, Int8, Plain, Wire
 from fullshard.wrap import ModuleWrapPolicy
 from fullshard_train.config import ModelSection, ShardingSection, mesh_shape
 from fullshard_train.models import architecture_of
@@ -47,6 +48,14 @@ _SAVED = [
         "_scaled_dot_product_efficient_attention",
     )
 ]
+
+
+WIRES: dict[str, Wire | None] = {
+    "plain": None,
+    "bf16": Plain(torch.bfloat16),
+    "int8": Int8(),
+    "fp8": Fp8(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,7 @@ def build_sharded_model(
         mesh=mesh_for(section, world),
         # None reshards all units but the root, whose parameters backward needs first.
         reshard_after_forward=section.reshard_to or (None if section.strategy == "full" else False),
-        mp_policy=MixedPrecisionPolicy(dtypes.param, dtypes.reduce),
+        mp_policy=MixedPrecisionPolicy(dtypes.param, dtypes.reduce, **wires_of(section)),
         offload_policy=CPUOffloadPolicy() if section.offload else OffloadPolicy(),
     )
     if section.prefetch > 1:
@@ -130,13 +139,21 @@ def _wrapped(
         device_mesh=mesh,
         sharding_strategy=strategy,
         auto_wrap_policy=policy,
-        mixed_precision=MixedPrecision(dtypes.param, dtypes.reduce),
+        mixed_precision=MixedPrecision(dtypes.param, dtypes.reduce, **wires_of(section)),
         cpu_offload=CPUOffload(offload_params=section.offload),
         param_init_fn=allocate,
         device_id=world.device,
         forward_prefetch=True,
         use_orig_params=True,
     )
+
+
+def wires_of(section: ShardingSection) -> dict[str, Any]:
+    """How parameters and gradients travel, as the precision policies of both APIs take it."""
+    return {
+        "gather_wire": WIRES[section.gather_wire],
+        "reduce_wire": WIRES[section.reduce_wire],
+    }
 
 
 def mesh_for(section: ShardingSection, world: World) -> DeviceMesh:

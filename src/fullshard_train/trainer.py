@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
@@ -408,8 +407,7 @@ class Trainer:
         self, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of tokens, and the number of tokens that have one."""
-        logits = self._parts.architecture.logits(self._parts.model, inputs, positions)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        loss = self._parts.architecture.loss(self._parts.model, inputs, targets, positions)
         return loss, targets.ge(0).sum()
 
     def _decide_on_capture(self, host_share: float) -> None:

@@ -155,6 +155,7 @@ def recovers(rank: Rank, api: str, shape: tuple[int, ...], no_sync: bool) -> Non
     assert found[2] == (done[:-2] if no_sync else done)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("api", "shape", "no_sync"),
     [

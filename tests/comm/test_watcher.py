@@ -258,6 +258,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int]
     }
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_raises_is_named_with_its_last_lines(
     ended: dict[str, tuple[list[int], list[str]]],
 ) -> None:

@@ -72,6 +72,7 @@ def run_command(rank: Rank, port: int, *arguments: str) -> str:
     return CliRunner().invoke(command, ["run", *arguments], catch_exceptions=False).stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_a_program_runs_unchanged_on_one_rank_and_on_two(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
@@ -121,6 +122,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_processes_that_a_program_starts_are_redirected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,6 +238,7 @@ def start_pools_and_die(rank: Rank, file: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.exhaustive
 def test_ranks_and_their_servers_end_with_their_parent(tmp_path: Path):
     with RankPool(1) as parent, pytest.raises(RanksFailed, match="died with exit code -9"):
         parent.run(start_pools_and_die, tmp_path / "pids")
@@ -254,6 +255,7 @@ def test_a_rank_has_the_environment_and_the_folder_of_its_pool(
     assert own_pool.run(surroundings) == 2 * [(str(tmp_path), "here", "1")]
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_was_killed_is_replaced_and_its_ranks_live_on(own_pool):
     (_, server, *_), _ = own_pool.run(ancestors)
     os.kill(server, signal.SIGKILL)

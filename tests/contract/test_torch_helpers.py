@@ -135,6 +135,7 @@ def test_what_dcp_saves_of_a_wrapped_model_opens_in_an_unsharded_one(
     assert_same(state["model"], dict(whole))
 
 
+@pytest.mark.exhaustive
 def test_the_helpers_know_the_wrapper_whichever_is_imported_first() -> None:
     first, second = "import fullshard\n", "import torch.distributed.checkpoint.state_dict\n"
     check = (

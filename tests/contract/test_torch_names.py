@@ -69,6 +69,7 @@ MISSING = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_a_missing_name_is_an_import_error_that_names_torch() -> None:
     refused = [
         f"delattr(pkgutil.resolve_name({owner!r}), {name!r})\n"

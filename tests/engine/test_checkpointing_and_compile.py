@@ -244,6 +244,7 @@ def compile_as_a_whole(shard: FullyShard, model: Stack) -> nn.Module:
     return torch.compile(model, backend="aot_eager")
 
 
+@pytest.mark.exhaustive
 @compiling
 @pytest.mark.parametrize(
     "shard, outside",

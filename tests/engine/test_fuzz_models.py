@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -249,6 +250,7 @@ def test_any_model_trains_like_the_unsharded_one_on_one_axis(spec: Spec) -> None
     check(spec)
 
 
+@pytest.mark.exhaustive
 @fewer
 @given(specs(((2, 2), (4,))))
 def test_any_model_trains_like_the_unsharded_one_on_four_ranks(spec: Spec) -> None:

@@ -909,24 +909,28 @@ def test_any_program_computes_what_it_does_unsharded(program: Program) -> None:
     check(program)
 
 
+@pytest.mark.exhaustive
 @few
 @given(programs("fully_shard", ((2, 2), (4,))))
 def test_any_program_computes_what_it_does_unsharded_on_four_ranks(program: Program) -> None:
     check(program)
 
 
+@pytest.mark.exhaustive
 @some
 @given(programs("wrapper", ((2,), (2, 2))))
 def test_any_program_computes_what_it_does_unsharded_with_a_wrapper(program: Program) -> None:
     check(program)
 
 
+@pytest.mark.exhaustive
 @few
 @given(programs("flat wrapper", ((2,), (2, 2))))
 def test_any_program_computes_what_it_does_unsharded_with_flat_params(program: Program) -> None:
     check(program)
 
 
+@pytest.mark.exhaustive
 @few
 @given(programs("replicate", ((2,),)))
 def test_any_program_computes_what_it_does_unsharded_with_replicate_around(

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
@@ -59,18 +60,21 @@ def check(program: Program) -> None:
     assert not order.races, order.report()
 
 
+@pytest.mark.exhaustive
 @some
 @given(programs("fully_shard", MESHES))
 def test_no_program_races(program: Program) -> None:
     check(program)
 
 
+@pytest.mark.exhaustive
 @some
 @given(programs("wrapper", MESHES))
 def test_no_program_races_with_a_wrapper(program: Program) -> None:
     check(program)
 
 
+@pytest.mark.exhaustive
 @some
 @given(programs("flat wrapper", MESHES))
 def test_no_program_races_with_flat_params(program: Program) -> None:

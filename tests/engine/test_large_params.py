@@ -108,6 +108,7 @@ WAYS = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)

@@ -320,6 +320,7 @@ def tower_on(rank: Rank, kind: str, how: Sharder = fully_shard, seed: int = 0) -
     return model
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("saved", ["hsdp", "tp", "hsdp+tp"])
 @on_ranks(4)
 def test_a_checkpoint_survives_a_round_trip_and_a_change_of_mesh(

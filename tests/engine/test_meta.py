@@ -256,6 +256,7 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", CONVERSIONS)
 @on_ranks(2)
 def test_a_converted_model_trains_on_in_its_new_dtype(rank: Rank, kind: str) -> None:

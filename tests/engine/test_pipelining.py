@@ -87,6 +87,7 @@ def train(package: Package, kind: Any, reshard_after_forward: bool) -> tuple[lis
 SPLITTING = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind, reshard_after_forward",
     [

@@ -281,6 +281,7 @@ def sync_last(model: nn.Module, micro_batch: int) -> None:
     model.set_requires_gradient_sync(micro_batch == 1)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2, timeout_s=LIMIT_S)
 def test_uneven_units_can_be_recomputed(rank: Rank) -> None:
     def build() -> Model:
@@ -295,6 +296,7 @@ def test_uneven_units_can_be_recomputed(rank: Rank) -> None:
         assert_same_training(build_recomputed, lambda m: shard_recomputed(m, rank), training)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2, timeout_s=LIMIT_S)
 def test_uneven_units_accumulate_offload_and_compute_in_low_precision(rank: Rank) -> None:
     mesh = rank.mesh()
@@ -325,6 +327,7 @@ def test_uneven_units_accumulate_offload_and_compute_in_low_precision(rank: Rank
         torch.testing.assert_close(found, expected, rtol=0.1, atol=0.02)
 
 
+@pytest.mark.exhaustive
 @on_ranks(4, timeout_s=LIMIT_S)
 def test_uneven_units_are_reduced_over_replicas_too(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
@@ -404,6 +407,7 @@ def fail_in_a_scope(rank: Rank, kind: str, phase: str) -> None:
         model(own_batch(rank, step)).sum().backward()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "phase", "found"),
     [

@@ -19,6 +19,7 @@ RATE, RATE_GBS = "40mbit", 0.005
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.exhaustive
 def test_doctor_measures_between_the_hosts_of_a_launch(tmp_path: Path) -> None:
     logs = [tmp_path / f"{host}.log" for host in range(2)]
     path = tmp_path / "profile.json"
@@ -42,6 +43,7 @@ def test_doctor_measures_between_the_hosts_of_a_launch(tmp_path: Path) -> None:
     assert profile.network_gbs * profile.link_efficiency == pytest.approx(float(found[1]), rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_train_predicts_steps_from_what_it_measures_between_hosts(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     out = tmp_path / "run"
@@ -70,7 +72,7 @@ def test_train_predicts_steps_from_what_it_measures_between_hosts(tmp_path: Path
     assert "<b>host1</b>" in page
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_a_slow_host_is_named_with_what_it_costs(tmp_path: Path) -> None:
     """Each host has a core; on the second one, another program takes most of it."""
     (tmp_path / "text.txt").write_text(TEXT)

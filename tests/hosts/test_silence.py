@@ -69,6 +69,7 @@ def test_a_stopped_rank_is_named_on_other_hosts(rounds: Rounds) -> None:
         assert all(ending.text.startswith("rank 2 (host1): ") for ending in found.values())
 
 
+@pytest.mark.soak
 def test_a_cut_that_is_mended_costs_only_time(rounds: Rounds) -> None:
     with rounds.round(num_steps=100) as trained:
         rounds.hosts.cut(1)

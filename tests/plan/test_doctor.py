@@ -213,6 +213,7 @@ def test_a_quick_look_shows_facts_and_measures_nothing(monkeypatch):
     assert result.exit_code == any(found.is_serious for found in findings(gather_facts()))
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_measure_their_links_and_themselves():
     with pytest.raises(TopologyError, match="did not finish measuring"):
         measure_speeds(0, timeout_s=0.0)
@@ -224,6 +225,7 @@ def test_two_ranks_measure_their_links_and_themselves():
     assert speeds.matmul > 0
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_cannot_talk_are_a_serious_finding(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_link")
     result = CliRunner().invoke(fullshard, ["doctor"])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ class SmallArchitecture(Architecture):
     def write_config(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
         raise NotImplementedError
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+    def logits(self, model: nn.Module, tokens: Tensor, positions: Any = None) -> Tensor:
         logits: Tensor = model(tokens)
         return logits
 
@@ -136,6 +137,7 @@ def test_where_activations_take_the_memory_recomputing_is_offered():
     assert "ranks would need" not in words
 
 
+@pytest.mark.exhaustive
 def test_changes_are_offered_together_where_none_is_enough():
     shape = {"width": 256, "num_blocks": 8}
     config = replace(config_of(), optimizer=OptimizerSection(batch=32))

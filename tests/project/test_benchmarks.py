@@ -134,7 +134,7 @@ def test_collectives_are_measured(tmp_path):
     assert all(row[2] > 0 for row in constants.rows)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_start_up_is_measured_in_processes_of_its_own(tmp_path):
     small = ("--blocks", "1", "--width", "64", "--worlds", "4", "--ranks", "--variants", OURS)
     result = measured(bench_startup, tmp_path, *small)

@@ -65,6 +65,7 @@ def test_every_block_is_in_a_language_that_is_tested():
             assert block.language == "python", block.where
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("program", pages_programs(), ids=where)
 def test_a_program_on_a_page_runs_and_prints_what_the_page_shows(program, tmp_path, monkeypatch):
     if program.starts_its_own_ranks:

@@ -20,6 +20,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_examples_run_and_show_what_they_are_about(num_ranks):
     names = [name for name, (wanted, _) in SHOWN.items() if wanted == num_ranks]
@@ -31,6 +32,7 @@ def test_examples_run_and_show_what_they_are_about(num_ranks):
         assert [each for each in SHOWN[name][1] if each not in printed] == [], (name, printed)
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_resumed_on_another_number_of_ranks(tmp_path):
     example, folder = EXAMPLES / "resume_on_another_world_size.py", str(tmp_path / "run")
     first = printed_by_ranks(example, 2, "--folder", folder)

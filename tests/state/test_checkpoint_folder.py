@@ -101,6 +101,7 @@ def ended(deaths: Any, prefix: str) -> tuple[str, list[tuple[Path, int]]]:
     return name, [(path, end) for path, end in ends.items() if path.name.startswith(prefix)]
 
 
+@pytest.mark.exhaustive
 def test_a_save_killed_at_any_call_leaves_a_whole_checkpoint(deaths: Any) -> None:
     name, cases = ended(deaths, "call_")
     assert [end for _, end in cases] == [-signal.SIGKILL] * (len(cases) - 1) + [0]
@@ -447,6 +448,7 @@ def save_without_the_other(rank: Rank, path: Path) -> None:
     save(path, nn.Linear(2, 2))
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_dies_while_the_folder_is_made_leaves_nothing_and_is_explained(
     tmp_path: Path,
 ) -> None:

@@ -506,6 +506,7 @@ def test_every_command_explains_itself(command):
 COMMAND = Path(sys.executable).with_name("fullshard")
 
 
+@pytest.mark.exhaustive
 def test_on_a_terminal_there_is_a_bar(saved):
     (saved / "first" / "rank_00001.pt").unlink()
     shown, returncode = on_terminal("checkpoint", "verify", saved / "first")
@@ -544,6 +545,7 @@ def test_on_a_terminal_a_table_is_not_wider_than_it(made):
     assert max(len(line) for line in table.splitlines()) == 70
 
 
+@pytest.mark.exhaustive
 def test_the_library_needs_no_extra_and_no_command_holds_more_than_a_few_tensors(tmp_path):
     """On 32 tensors, 2 MB each: 64 MB. In its own process, which starts without what it needs."""
     program = """

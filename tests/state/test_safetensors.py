@@ -181,6 +181,7 @@ def folder_contents(folder: Path) -> dict[str, Tensor]:
 # Writing, in every arrangement, and reading into every other
 
 
+@pytest.mark.exhaustive
 @on_ranks(1, 2, 4)
 def test_what_any_arrangement_writes_any_other_reads(rank: Rank, tmp_path: Path) -> None:
     expected = contents(net())

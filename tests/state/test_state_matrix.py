@@ -86,6 +86,7 @@ def assert_is_split(value: Any, form: Form, kind: Kind) -> None:
         assert value.placements == (Replicate(), Shard(0))[2 - value.device_mesh.ndim :]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "build, optimizer", [pytest.param(*CASES[0], marks=pytest.mark.long), *CASES[1:]]
 )
@@ -235,6 +236,7 @@ def on_any_ranks(rank: Rank) -> dict[str, Form]:
     return found if rank.size < 4 else {**forms(rank), **found}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "saving, source, loading, target",
     [

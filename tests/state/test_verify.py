@@ -117,6 +117,7 @@ def test_any_flipped_bit_is_noticed_or_without_effect(path: Path, name: str) -> 
     assert num_noticed > len(places) / 10
 
 
+@pytest.mark.exhaustive
 def test_any_flipped_bit_of_an_index_ends_in_a_checkpoint_error_or_without_effect(
     tmp_path: Path,
 ) -> None:

@@ -275,6 +275,7 @@ def test_checkpoint_at_finds_the_newest_one_and_stored_shapes_are_those_of_the_m
     assert stored_shapes(newest) == shapes
 
 
+@pytest.mark.exhaustive
 def test_the_text_is_the_same_on_two_ranks_and_on_one(made):
     assert generated(made, ranks=2) == generated(made)
 
@@ -287,6 +288,7 @@ def test_the_command_prints_the_prompt_and_what_follows(made):
     assert run("generate", made, "--prompt", "-", *options, input="def ").stdout == shown
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_put_on_what_they_were_trained_on(made, tmp_path):
     pool(2).run(saved_run, tmp_path, 4)
     # Adapters add nothing at first: the text is that of the base weights, from the run's seed.

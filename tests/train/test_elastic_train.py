@@ -87,7 +87,7 @@ def expected_losses(config: TrainConfig, lines: list[dict[str, Any]], cache: Pat
     return losses
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.long
 def test_a_run_goes_on_when_replicas_are_killed_and_has_the_losses_of_those_that_took_part(
     tmp_path: Path,

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -106,8 +105,7 @@ def loss_of(architecture: Architecture, model: nn.Module, step: int) -> Tensor:
     """On the same tokens on every rank, so that the world does not matter."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 50, (2, 9), generator=generator)
-    logits = architecture.logits(model, tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return architecture.loss(model, tokens[:, :-1], tokens[:, 1:]) / 16
 
 
 def train(architecture: Architecture, model: nn.Module, steps: int = 3) -> list[float]:
@@ -153,6 +151,7 @@ def test_what_is_no_size_and_no_folder_is_answered_with_what_was_expected(tmp_pa
 
 
 # Dynamo looks at `.grad` of what it is given.
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("how", ["compiled", "recomputed"])
 @on_ranks(1)

@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -201,6 +202,38 @@ def test_packed_documents_do_not_see_each_other(folders: dict[str, Path]) -> Non
             together = architecture.logits(model, packed)
         torch.testing.assert_close(found, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(found, together, atol=1e-3)
+
+
+def granite() -> Any:
+    """A config of a model that divides its logits."""
+    import transformers
+
+    return transformers.GraniteConfig(**{**llama().to_dict(), "logits_scaling": 3.0})
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapters"])
+def test_the_loss_without_logits_is_that_of_the_logits(
+    folders: dict[str, Path], tmp_path: Path, lora: Any
+) -> None:
+    scaled = saved(tmp_path / "scaled", granite())
+    kinds = [architecture_of(str(folder), lora) for folder in (*folders.values(), scaled)]
+    targets = (TOKENS + 1).masked_fill(TOKENS % 3 == 0, -100)
+    is_plain = {}
+    for architecture in (*kinds, BuiltinArchitecture(SMALL, lora)):
+        model = filled(architecture).eval()
+        trained = [param for param in model.parameters() if param.requires_grad]
+        logits, seen = architecture.logits(model, TOKENS), []
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        head.register_forward_hook(lambda *called, seen=seen: seen.append(called[-1].ndim))
+        found = architecture.loss(model, TOKENS, targets)
+        expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        grads = (
+            torch.autograd.grad(each, trained, retain_graph=True) for each in (found, expected)
+        )
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+        is_plain[architecture.name] = seen == [0]
+    assert [name for name, plain in is_plain.items() if not plain] == [str(scaled)]
 
 
 def test_a_sample_of_a_folder_is_what_transformers_generates(folder: Path) -> None:

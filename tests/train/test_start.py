@@ -1,5 +1,7 @@
 """What the command loads: printing help or refusing an option takes no torch."""
 
+import pytest
+
 import fullshard
 from fullshard import api
 from tests.support.programs import outcome_of_forks
@@ -41,6 +43,7 @@ def test_the_package_offers_all_names_of_its_api() -> None:
     assert not hasattr(fullshard, "fully_shart")
 
 
+@pytest.mark.exhaustive
 def test_a_rank_collects_garbage_but_not_of_what_it_was_forked_with() -> None:
     program = """
 import gc

@@ -106,7 +106,7 @@ def wait_for(process: subprocess.Popen[str], said: str) -> None:
         raise AssertionError(f"the run ended without {said!r}: {process.communicate()}")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.long
 def test_a_run_that_is_left_resumed_and_killed_five_times_has_the_losses_of_an_undisturbed_one(
     text: str, undisturbed: Path, tmp_path: Path
@@ -180,6 +180,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", N
 KILLS = [(n, [*MOMENTS][n % len(MOMENTS)]) for n in range(int(os.environ.get("KILLS", "2")))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize("number, moment", KILLS, ids=[f"{n}-{moment}" for n, moment in KILLS])
 def test_nothing_of_a_run_outlives_its_launcher_and_what_it_saved_is_whole(

@@ -36,6 +36,7 @@ from tests.support.stored import damage
 from tests.support.tiny_run import TEXT, configured, estimate_once, losses
 
 
+@pytest.mark.exhaustive
 def test_a_profiled_step_has_the_engines_collectives_by_unit(folder: Path) -> None:
     for rank in (0, 1):
         with gzip.open(folder / "reference" / "profile" / f"rank{rank}.json.gz", "rt") as file:
@@ -241,25 +242,37 @@ def test_a_run_that_is_stopped_goes_on_with_the_losses_of_one_that_was_not(
     assert others == pytest.approx(evaluated, rel=2e-4)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
-def test_bf16_follows_float32_closely(rank: Rank, folder: Path, tmp_path: Path) -> None:
-    found = []
+def test_bf16_and_wires_of_eight_bits_follow_float32_closely(
+    rank: Rank, folder: Path, tmp_path: Path
+) -> None:
+    coarser: dict[str, dict[str, str]] = {
+        "float32": {},
+        "bf16": {"precision": "bf16"},
+        "wires": {"gather_wire": "int8", "reduce_wire": "int8"},
+        "wrapper": {"gather_wire": "fp8", "reduce_wire": "bf16", "api": "wrapper"},
+    }
+    found = {}
     with warnings.catch_warnings():
         # torch, on a CPU without instructions for bf16.
         warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
-        for precision in ("auto", "bf16"):
+        for name, sharding in coarser.items():
             config = configured(
                 folder,
-                precision,
+                name,
                 model={"name": "tiny", "sequence": 8},
-                sharding={"precision": precision},
-                run={"out": str(tmp_path / precision)},
+                sharding=sharding,
+                run={"out": str(tmp_path / name)},
             )
-            found.append(trained(rank, config, num_steps=2))
-    assert found[0] != found[1]
-    assert found[1] == pytest.approx(found[0], rel=0.02)
+            found[name] = trained(rank, config, num_steps=2)
+    exact = found.pop("float32")
+    for coarse in found.values():
+        assert coarse != exact
+        assert coarse == pytest.approx(exact, rel=0.02)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_lora_trains_adapters_and_saves_only_them(rank: Rank, folder: Path, tmp_path: Path) -> None:
     config = configured(
@@ -426,6 +439,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_an_older_one_resumed_from(
     assert verify(out / "checkpoints" / "step_6") == []
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_run_learns_what_an_assistant_says(rank: Rank, folder: Path, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
@@ -490,6 +504,7 @@ def poisoned(
     return said.getvalue(), losses(Path(config.run.out))
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_step_that_is_not_finite_is_reported_and_not_applied(
     rank: Rank, folder: Path, tmp_path: Path
@@ -583,6 +598,7 @@ def starved(
     return said.getvalue(), losses(Path(config.run.out)), raised
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
     rank: Rank, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -626,6 +642,7 @@ def test_a_step_for_which_there_is_no_memory_is_repeated_as_a_whole_or_in_parts(
         assert ("optimizer state 3.9 MiB" in str(error)) == (at_step > 1)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_run_with_muon_is_resumed_to_the_last_bit(
     rank: Rank, folder: Path, tmp_path: Path

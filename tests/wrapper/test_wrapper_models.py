@@ -661,6 +661,7 @@ def compiled_in_place(package: Package, model: Net, **options: Any) -> Any:
 
 
 # Dynamo asks every tensor that it is given for `.grad`, also those that have none.
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("wrap", [compiled_as_a_whole, compiled_inside, compiled_in_place])
 @on_ranks(2)

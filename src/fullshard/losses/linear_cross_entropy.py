@@ -291,7 +291,7 @@ def _has_kernels(tensor: Tensor) -> bool:
 
 def _softmax_loss(logits: Tensor, words: Tensor, ignore: int, wants_grad: bool) -> Any:
     """Return the sum of losses and its gradient by logits, which may be in their memory."""
-    if not _has_kernels(logits) or not _has_triton():
+    if not _has_kernels(logits) or not (logits.is_meta or _has_triton()):
         return _plain_softmax_loss(logits, words, ignore, wants_grad)
     counts = words.ne(ignore)
     # Out of the kernel, because it refuses words that do not exist.

@@ -473,11 +473,13 @@ class Simulator(TorchDispatchMode):
         flops = 0
         if traits.flops is not None:
             flops = int(traits.flops(*args, **kwargs, out_val=found))
-            peak = profile.tflops(inputs[0].itemsize) * profile.matmul_efficiency
+            # A sum of products may be wider than these.
+            width = min(each.itemsize for each in inputs if each.is_floating_point())
+            peak = profile.tflops(width) * profile.matmul_efficiency
             done: float = flops
             if traits.is_attention:
                 # Kernels skip what is masked.
-                peak = profile.tflops(inputs[0].itemsize) * profile.attention_efficiency
+                peak = profile.tflops(width) * profile.attention_efficiency
                 done = flops / 2 if traits.is_causal(args, kwargs) else flops
             seconds = max(seconds, done / (peak * 1e12))
         return Cost(made, profile.kernel_s + seconds, flops)

@@ -24,7 +24,7 @@ from fullshard.device import ResizableBuffer, address_of
 from fullshard.errors import ConfigError
 from fullshard.layout import Bucket, Lane, Plain, UnitLayout
 from fullshard.unit.context import AddressRanges, CommContext, wait_all
-from fullshard.unit.copy_program import Decoder, unpacker
+from fullshard.unit.copy_program import Decoder, encode, unpacker
 from fullshard.unit.extensions import Extension
 from fullshard.unit.param import ShardBuffers, ShardedParam
 from fullshard.unit.store import Store
@@ -214,7 +214,7 @@ class UnitAllGather:
                     foreach_copy_(views.own_segments, list(ins))
                 else:
                     for own, inp in zip(views.own_segments, ins, strict=True):
-                        wire.encode(inp.view(1, -1), own.view(1, -1))
+                        encode(wire, inp, own)
                 ins = views.own_segments
             in_flight.works.append(collectives.all_gather(views.outs, ins, group))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.errors import ConfigError
@@ -55,6 +56,13 @@ class Architecture(ABC):
 
         `positions`, of the same shape, begin at 0 in each document; no document sees another.
         """
+
+    def loss(
+        self, model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
+        """Return the sum of the losses of tokens; those whose target is -100 have none."""
+        logits = self.logits(model, tokens, positions)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
     def next_token_logits(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return a function from a sequence [1, length] to the logits [vocabulary] after it.

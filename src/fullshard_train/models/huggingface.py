@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import CheckpointError, ConfigError, LifecycleError, UnsupportedError
+from fullshard.losses import head_loss
 from fullshard.state import (
     LoadedWeights,
     load_safetensors,
@@ -86,6 +87,15 @@ class FolderArchitecture(Architecture):
         logits: Tensor = model(input_ids=tokens, use_cache=False, **packed).logits
         return logits
 
+    def loss(
+        self, model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
+        head: Any = model.get_output_embeddings() if self._returns_head else None  # type: ignore[operator]
+        if head is None or not isinstance(getattr(head, "module", head), nn.Linear):
+            return super().loss(model, tokens, targets, positions)
+        with head_loss(head, targets, reduction="sum"):
+            return self.logits(model, tokens, positions)
+
     def own_tokenizer(self) -> Tokenizer:
         if not has_tokenizer(self._folder):
             raise ConfigError(
@@ -107,6 +117,23 @@ class FolderArchitecture(Architecture):
     def _block_classes(self) -> tuple[type[nn.Module], ...]:
         families = repeated_blocks(self._without_adapters())
         return tuple({type(member): None for family in families for member in family})
+
+    @cached_property
+    def _returns_head(self) -> bool:
+        """Whether the model returns what its linear head returns, and does not change it."""
+        model: Any = self._without_adapters()
+        head, returned = model.get_output_embeddings(), []
+        if not isinstance(head, nn.Linear):
+            return False
+        head.register_forward_hook(lambda *called: returned.append(called[-1]))
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        mask = torch.zeros(1, 1, 2, 2, device="meta")  # to make one, transformers reads values
+        try:
+            with torch.no_grad(), head_loss(head, tokens):
+                found = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        except Exception:  # it changes what should be logits, or reads values
+            return False
+        return [found is each for each in returned] == [True]
 
     def _read_config(self) -> Any:
         if not (self._folder / "config.json").is_file():

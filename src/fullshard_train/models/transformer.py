@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.errors import UnknownNameError
+from fullshard.losses import LinearCrossEntropyHead
 from fullshard.state import draw_into, tensor_shards
 from fullshard_train.models.adapters import LoraSettings, add_adapters, base_name, fill_adapters
 from fullshard_train.models.architecture import Architecture, token_ids, write_json
@@ -224,7 +225,7 @@ class Transformer(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.model = Trunk(size)
-        self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.lm_head: nn.Module = LinearCrossEntropyHead(size.width, size.vocabulary, bias=False)
         if size.is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -232,9 +233,21 @@ class Transformer(nn.Module):
         """Return the output head; models of `transformers` have the same method."""
         return self.lm_head
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None, mask: Mask = None) -> Tensor:
-        logits: Tensor = self.lm_head(self.model(tokens, cache, mask))
-        return logits
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        mask: Mask = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits, or with targets the sum of the losses."""
+        hidden = self.model(tokens, cache, mask)
+        found: Tensor
+        if targets is None:
+            found = self.lm_head(hidden)
+        else:
+            found = self.lm_head(hidden, targets, reduction="sum")
+        return found
 
 
 def rotary_angles(
@@ -254,6 +267,14 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
+
+
+def mask_of(positions: Tensor | None) -> Mask:
+    """Return the mask of documents; rotary embeddings are relative and need no positions."""
+    if positions is None:
+        return None
+    document = positions.eq(0).cumsum(-1)
+    return document[:, None, :, None].eq(document[:, None, None, :]).tril()
 
 
 def initial_values(name: str, size: Size) -> Draw:
@@ -276,11 +297,14 @@ class BuiltinArchitecture(Architecture):
         self.default_tokenizer = "bytes" if is_of_bytes else f"bpe:{size.vocabulary}"
         self.size = size
         self.lora = lora
+        self._has_plain_head = True
 
     def build(self) -> nn.Module:
         with torch.device("meta"):
             model = Transformer(self.size)
-        return model if self.lora is None else add_adapters(model, self.lora)
+        built = model if self.lora is None else add_adapters(model, self.lora)
+        self._has_plain_head = isinstance(model.lm_head, LinearCrossEntropyHead)
+        return built
 
     def block_classes(self) -> tuple[type[nn.Module], ...]:
         return (Block,)
@@ -292,12 +316,16 @@ class BuiltinArchitecture(Architecture):
             draw_into(shard, name, seed, initial_values(name, self.size))
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        mask = None
-        if positions is not None:  # rotary embeddings are relative: only the mask is needed
-            document = positions.eq(0).cumsum(-1)
-            mask = document[:, None, :, None].eq(document[:, None, None, :]).tril()
-        logits: Tensor = model(tokens, None, mask)
+        logits: Tensor = model(tokens, None, mask_of(positions))
         return logits
+
+    def loss(
+        self, model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
+        if not self._has_plain_head:
+            return super().loss(model, tokens, targets, positions)
+        total: Tensor = model(tokens, None, mask_of(positions), targets)
+        return total
 
     def next_token_logits(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         cache = KVCache()
