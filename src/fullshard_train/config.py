@@ -85,11 +85,12 @@ class DataSection:
 
     paths: tuple[str, ...] = _key(
         (),
-        "Text files, .jsonl files of texts or conversations, or folders of them; by default the "
-        "source of Python's standard library.",
+        "Text files, .jsonl, .parquet or .arrow files of texts or conversations, or folders of "
+        "them, with a weight as name=0.3:path; by default the source of Python's standard library.",
         _text("a file or a folder"),
         option="data",
     )
+    strict_data: bool = _key(False, "Refuse files that are damaged, instead of skipping them.")
     eval_paths: tuple[str, ...] = _key(
         (), "Files or folders for validation.", _text("a file or a folder"), option="eval-data"
     )
