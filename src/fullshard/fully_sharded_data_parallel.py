@@ -323,8 +323,8 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         units = units_below(self)
         if any(unit.mesh_info.shard.group and unit.mesh_info.replicate.group for unit in units):
             raise MisuseError(
-                "register_comm_hook: Communication hook is not supported for hybrid strategies: "
-                f"found {self.sharding_strategy}; hooks do not know of replicas."
+                "register_comm_hook: Communication hook is not supported for hybrid strategies, "
+                f"such as {self.sharding_strategy}; hooks do not know of replicas."
             )
         if any(unit.comm.comm_hook is not None for unit in units):
             raise MisuseError(

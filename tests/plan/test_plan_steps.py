@@ -353,7 +353,7 @@ def test_what_cannot_be_planned_is_refused():
         plan(nn.Sequential(nn.Linear(64, 8)), [batch], EIGHT)
     with fake_world(2), pytest.raises(LifecycleError, match="process group; plan before"):
         plan(Net, [batch], EIGHT)
-    with pytest.raises(UnknownNameError, match=r"only of .*; did you mean H100\?"):
+    with pytest.raises(UnknownNameError, match=r"GPU .* is not one of .*; did you mean H100\?"):
         profile_named("H1000")
     assert plan(Net, [batch], EIGHT).peak_bytes > 0  # nothing is left of what failed
 
@@ -542,7 +542,7 @@ def test_the_command_plans_the_model_of_a_function(tmp_path, monkeypatch):
     ("option", "message"),
     [
         (("--gpus", "H100"), "a number and a name, as in 8xH100"),
-        (("--gpus", "8xH77"), "There is no profile of a GPU 'H77'"),
+        (("--gpus", "8xH77"), "GPU 'H77' is not one of"),
         (("--fabric", "fast"), "Gb/s, as in 400Gb"),
         (("--budget", "much"), "a size, as in 70GiB"),
         (("--mesh", "3x3"), "3x3 is a mesh of 9 ranks"),

@@ -135,8 +135,8 @@ def profile_named(name: str) -> DeviceProfile:
     close = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.3)
     meant = f"did you mean {by_lower[close[0]].name}?" if close else ""
     raise UnknownNameError(
-        f"There is no profile of a GPU {name!r}, only of {', '.join(PROFILES)}; "
-        f"{meant or 'measure it with fullshard doctor --profile FILE, for --device-profile FILE'}"
+        f"GPU {name!r} is not one of {', '.join(PROFILES)}; "
+        f"{meant or 'measure it with fullshard doctor --profile FILE, for --device-profile FILE.'}"
     )
 
 
