@@ -51,7 +51,7 @@ class Heap:
         self.memory = memory
         self._blocks: dict[int, Block] = {}  # by address
         self._free: dict[int, list[Block]] = {}  # by size
-        # Blocks whose tensors are gone. Finalizers run at any time, so they append without the lock.
+        # Blocks whose tensors are gone. Finalizers run at any time: they append without the lock.
         self.lapsed: deque[Block] = deque()
         self._num_taken = 0
 

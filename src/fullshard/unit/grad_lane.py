@@ -23,9 +23,9 @@ Grad = torch.Tensor | None
 
 # Buckets are cast and reduced in as many pieces of this size as they fill (rule 9).
 PIECE_BYTES = 64 << 20
-# With fewer ranks, each holds so much that pieces save little, and every piece costs time: on 4 NCCL
-# ranks, a step with 2 or 3 pieces for each block took 4 % longer (benchmarks/bench_gpu.py ranks).
-# Pieces are larger there by this factor.
+# With fewer ranks, each holds so much that pieces save little, and every piece costs time: on 4
+# NCCL ranks, a step with 2 or 3 pieces for each block took 4 % longer (benchmarks/bench_gpu.py
+# ranks). Pieces are larger there by this factor.
 FEWEST_CUT_RANKS = 8
 FEW_RANKS_FACTOR = 4
 # With less than this for each rank, a piece costs more time than its memory is worth.
