@@ -262,7 +262,7 @@ class Scaling:
         factor = float(num_ranks) if factor is None else factor
         before = 1.0
         if dtype == torch.float16:
-            # Its range is small: divide before the sum by about the square root, and after it again.
+            # Its range is small: divide by about the square root before the sum, and again after.
             while factor % before == 0 and factor / before > before:
                 before *= 2
         return cls(before, False, factor / before)
