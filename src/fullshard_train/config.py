@@ -138,8 +138,9 @@ class ShardingSection:
     )
     precision: str = _key(
         "auto",
-        "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; auto is bf16 on a GPU.",
-        choices=("auto", "float32", "bf16", "bf16-reduce", "fp16"),
+        "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; fp8 and fp8-rowwise have "
+        "the products of blocks in float8, and the rest in bf16; auto is bf16 on a GPU.",
+        choices=("auto", "float32", "bf16", "bf16-reduce", "fp16", "fp8", "fp8-rowwise"),
     )
     gather_wire: str = _key(
         "plain",
@@ -421,6 +422,14 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if sharding.precision == "fp16" and run.device == "cpu":
         found = f"{named('run.device')} 'cpu'"
         yield problem("sharding.precision", "a GPU for fp16", found, "choose bf16 or float32")
+    if sharding.precision.startswith("fp8") and (
+        config.model.lora_rank or config.model.sequence % 16
+    ):
+        is_adapted = bool(config.model.lora_rank)
+        expected = "all weights trained" if is_adapted else "sequences of a multiple of 16 tokens"
+        place = "model.lora_rank" if is_adapted else "model.sequence"
+        found = f"{named(place)} {config.model.lora_rank or config.model.sequence}"
+        yield problem("sharding.precision", expected, found, "choose bf16, or change that")
     chosen = f"{named('optimizer.name')} {optimizer.name!r}"
     is_8bit = optimizer.name == "adamw8bit"
     if run.capture == "on" and (run.device == "cpu" or sharding.offload or is_8bit):

@@ -229,6 +229,14 @@ def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, v
     "values, said",
     [
         ({("sharding", "precision"): "fp16", ("run", "device"): "cpu"}, "a GPU for fp16"),
+        (
+            {("sharding", "precision"): "fp8", ("model", "lora_rank"): 4},
+            "needs all weights trained, but found",
+        ),
+        (
+            {("sharding", "precision"): "fp8-rowwise", ("model", "sequence"): 100},
+            "needs sequences of a multiple of 16 tokens, but found",
+        ),
         ({("sharding", "strategy"): "none", ("sharding", "offload"): True}, "--offload"),
         ({("run", "capture"): "on", ("run", "device"): "cpu"}, "parameters on a GPU"),
         ({("run", "capture"): "on", ("sharding", "offload"): True}, "found sharding.offload"),
