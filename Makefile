@@ -19,7 +19,7 @@ TESTS ?= tests
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo test test-all test-hosts test-clients check bench clean
+.PHONY: env demo test test-all test-soak test-hosts test-clients check bench clean
 
 env: $(STAMP)
 
@@ -43,21 +43,26 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
-# Also what takes minutes: every program of tests/support/divergence.py. `TESTS` as above.
-test-all: $(STAMP)
-	$(BIN)/python -m pytest --exhaustive --numprocesses $(WORKERS) --dist worksteal $(TESTS)
+# `make test`, and then what takes longer: random programs, documents, commands on a terminal.
+test-all: test
+	$(BIN)/python -m pytest --exhaustive -m exhaustive --numprocesses $(WORKERS) \
+		--dist worksteal $(TESTS)
+
+# What takes minutes each: runs that are killed again and again, and all faults that are known.
+test-soak: $(STAMP)
+	$(BIN)/python -m pytest --exhaustive --soak -m soak --numprocesses 2 --dist worksteal $(TESTS)
 
 # Everything that happens between hosts, which are namespaces of this machine (as root): faults,
 # benchmarks in a small form, and Slurm, where it is installed (Debian: slurm-wlm and munge).
 test-hosts: $(STAMP)
-	$(BIN)/python -m pytest --exhaustive --numprocesses 2 --dist worksteal tests/hosts
+	$(BIN)/python -m pytest --exhaustive --soak --numprocesses 2 --dist worksteal tests/hosts
 
 # Frameworks on fullshard beside torch's FSDP, in an environment of its own. A file starts its
 # programs once, so the tests of a file stay together.
 test-clients:
 	$(MAKE) env VENV=.venv-clients EXTRA=clients
 	.venv-clients/bin/python -m pytest --numprocesses 2 --dist loadfile tests/clients \
-		tests/contract/test_frameworks.py
+		tests/contract/test_frameworks.py --soak
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

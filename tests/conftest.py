@@ -5,8 +5,10 @@ import itertools
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -38,20 +40,29 @@ ALLOWED_SKIP_REASONS: dict[str, str] = {
     ),
 }
 
+# Marks of tests that do not run in `make test`.
+SELDOM = ("exhaustive", "soak")
+
+# What the tests of a room may take in `make test`, in seconds of a worker on two idle cores.
+BUDGETS_S: dict[str, int] = {}
+
 _forbidden_skips: list[str] = []
+_spent_s: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run tests that take long, too")
+    for name in SELDOM:
+        parser.addoption(f"--{name}", action="store_true", help=f"run {name} tests, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put long tests first for each worker, so that none of them runs alone at the end.
 
-    xdist splits the tests into equal parts, in their order. Exhaustive tests run if asked for.
+    xdist splits the tests into equal parts, in their order. What runs seldom has to be asked for.
     """
-    if not config.getoption("--exhaustive"):
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    for name in SELDOM:
+        if not config.getoption(f"--{name}"):
+            items[:] = [item for item in items if not item.get_closest_marker(name)]
     num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
     size = len(items) // num_workers
     long = [item for item in items if item.get_closest_marker("long")]
@@ -86,6 +97,7 @@ def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _spent_s[Path(report.nodeid.partition("::")[0]).parts[1]] += report.duration
     _note(report)
 
 
@@ -101,9 +113,10 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    _write_budgets(terminalreporter)
     if reason := reason_not_here():
         terminalreporter.write_line(f"tests on several hosts were left out: {reason}")
-    elif terminalreporter.config.getoption("--exhaustive") and (reason := slurm.reason_not_here()):
+    elif terminalreporter.config.getoption("--soak") and (reason := slurm.reason_not_here()):
         terminalreporter.write_line(f"tests/hosts/test_slurm.py was left out: {reason}")
     if _forbidden_skips:
         terminalreporter.section("tests that did not run", red=True)
@@ -113,3 +126,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             "A skipped test fails the session; leave it uncollected where it cannot run, or add "
             "it and its reason to ALLOWED_SKIP_REASONS in tests/conftest.py."
         )
+
+
+def _write_budgets(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the rooms took, if all of them ran, and which took more than they may."""
+    if not BUDGETS_S or not _spent_s.keys() >= BUDGETS_S.keys():
+        return
+    spent = ", ".join(f"{room} {_spent_s[room]:.0f}" for room in sorted(_spent_s))
+    terminalreporter.write_line(f"seconds of the workers, by room: {spent}")
+    if any(terminalreporter.config.getoption(f"--{name}") for name in SELDOM):
+        return
+    for room, budget_s in BUDGETS_S.items():
+        if _spent_s[room] > budget_s:
+            terminalreporter.write_line(
+                f"warning: the tests of {room} took {_spent_s[room]:.0f} s, and may take "
+                f"{budget_s} s on two idle cores; mark the longest `exhaustive`, or make them "
+                "shorter (`--durations 20` lists them)."
+            )

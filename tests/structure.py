@@ -70,15 +70,15 @@ NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
 # are lowered with every cut; the aim is 17,500, and 19,500 with what is new. There may be some
 # more lines than the limit, so that not every change has to raise it.
-MAX_CORE_LINES = 28_250
+MAX_CORE_LINES = 28_550
 MAX_LINES = {
-    "fullshard": 4_300,
+    "fullshard": 4_400,
     "fullshard.cli": 950,
     "fullshard.comm": 3_300,
     "fullshard.compat": 400,
     "fullshard.doctor": 900,
     "fullshard.dropin_site": 100,
-    "fullshard.layout": 1_050,
+    "fullshard.layout": 1_250,
     "fullshard.losses": 400,
     "fullshard.optim": 2_350,
     "fullshard.plan": 1_450,
@@ -88,7 +88,7 @@ MAX_LINES = {
     "fullshard.testing": 1_450,
     "fullshard.trace": 550,
     "fullshard.unit": 4_100,
-    "fullshard_train": 5_100,
+    "fullshard_train": 5_900,
     "fullshard_train.cli": 450,
     "fullshard_train.models": 1_250,
     "fullshard_train.report": 1_250,
@@ -96,7 +96,7 @@ MAX_LINES = {
 TOLERANCE = 100
 # The limit on lines of all pages in docs. Somebody who adds a section cuts what it repeats.
 DOCS = Path(__file__).parent.parent / "docs"
-MAX_DOCS_LINES = 4_200
+MAX_DOCS_LINES = 4_225
 # It replaces names of torch, so it has to name them.
 NAMES_TORCH = {"_torch", "dropin"}
 

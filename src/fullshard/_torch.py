@@ -14,7 +14,7 @@ torch.distributed itself has the public names `ReduceOp`, `AllreduceOptions`, `A
 from __future__ import annotations
 
 import hashlib
-import importlib
+import importlib.util
 import sys
 import warnings
 import weakref
@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from operator import attrgetter, methodcaller
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -356,6 +357,12 @@ cuda_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 cuda_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 cuda_get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 CudaEvent: Any = getattr(torch._C, "_CudaEventBase", None)
+
+
+@cache
+def triton_kernels(module: str) -> ModuleType | None:
+    """A module of kernels; None in a build of torch without Triton."""
+    return importlib.import_module(module) if importlib.util.find_spec("triton") else None
 
 
 # The compiler.

@@ -1,64 +1,22 @@
 """The batches of each rank.
 
 All ranks follow one global order of sequences, a permutation of the corpus in each epoch, and each
-rank takes its part of every micro-batch. The only state is the number of sequences taken by all
-ranks, so a run can be resumed on any number of ranks.
+rank takes its part of every micro-batch. With several sources, the order takes the next sequence of
+the one that is furthest behind its weight. The only state is how many sequences of each source all
+ranks have taken, so a run can be resumed on any number of ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, astuple, dataclass, field
 from typing import Any
 
 import torch
 
 from fullshard.errors import ConfigError
-from fullshard_train.corpus import Corpus, unmarked
-
-_NUM_ROUNDS = 6
-_MASK = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Permutation:
-    """A permutation of the numbers below `size`, computed element by element, without memory.
-
-    A Feistel network permutes the numbers below the next power of four; a result of `size` or more
-    is permuted again until it is below (cycle walking).
-    """
-
-    size: int
-    half_bits: int
-    keys: tuple[int, ...]
-
-    @classmethod
-    def of(cls, size: int, seed: int, epoch: int) -> Permutation:
-        half_bits = max(1, -(-(size - 1).bit_length() // 2))
-        digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
-        return cls(size, half_bits, struct.unpack(f"<{_NUM_ROUNDS}Q", digest))
-
-    def __call__(self, index: int) -> int:
-        value = self._permuted(index)
-        while value >= self.size:
-            value = self._permuted(value)
-        return value
-
-    def _permuted(self, value: int) -> int:
-        mask = (1 << self.half_bits) - 1
-        left, right = value >> self.half_bits, value & mask
-        for key in self.keys:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
-        return left << self.half_bits | right
-
-
-def _mixed(value: int) -> int:
-    """Mix the bits of a value, as the final step of splitmix64 does."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31
+from fullshard_train.corpus import Corpus, Place, Sequences, unmarked
 
 
 @dataclass(eq=False)
@@ -73,54 +31,81 @@ class Batches:
     These have one epoch, in one order; sequences after it have no loss.
     """
 
-    corpus: Corpus
+    corpora: tuple[Corpus, ...]
     _: KW_ONLY
     sequence: int
     batch: int
     rank: int
     num_ranks: int
     seed: int
+    weights: tuple[float, ...] = (1.0,)
     held_out: float = 0.0
     is_eval: bool = False
     position: int = 0
+    # How many sequences of each source are taken at `position`.
+    _taken: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        number = self.corpus.num_sequences(self.sequence)
-        num_held_out = int(number * self.held_out)
-        if self.held_out and not num_held_out:
-            what = f"--eval-share: this share of {number} sequences is not even one"
-            raise ConfigError(f"{what}; pass a larger share, or text with --eval-data.")
-        # The number of sequences in an epoch.
-        self.num_sequences = num_held_out if self.is_eval else number - num_held_out
-        self._first = 0 if self.is_eval else num_held_out
-        self._split = Permutation.of(number, self.seed, -1)
-        self._epoch = 0
-        self._order = Permutation.of(self.num_sequences, self.seed, 0)
+        self._sources = [
+            Sequences(corpus, self.sequence, self.seed, self.held_out, is_eval=self.is_eval)
+            for corpus in self.corpora
+        ]
+        total = sum(self.weights)
+        self._shares = [weight / total for weight in self.weights]
+        self._taken = [0] * len(self.corpora)
+        self._has_chats = any(corpus.has_chats for corpus in self.corpora)
+
+    def begin(self) -> None:
+        """Wait for the tokens of the next sequences, or raise if there are too few."""
+        for source, taken in zip(self._sources, self._taken, strict=True):
+            source.seek(taken)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a validation has had all sequences."""
+        self.begin()
+        return all(n >= each.total for n, each in zip(self._taken, self._sources, strict=True))
+
+    @property
+    def num_epochs(self) -> int:
+        """How often all sequences of a source were taken, at most."""
+        return max(each.place.epoch for each in self._sources)
+
+    def restart(self) -> None:
+        """Go back to the beginning."""
+        self.position, self._taken = 0, [0] * len(self.corpora)
 
     def next(self) -> tuple[torch.Tensor, ...]:
         """Return inputs and targets, [batch, sequence] of int64, and advance the position.
 
         With conversations, positions in documents come third. A target of -100 has no loss.
         """
-        first = self.position + self.rank * self.batch
-        rows = torch.stack(
-            [
-                self.corpus.row(self._index(place), self.sequence)
-                for place in range(first, first + self.batch)
-            ]
-        )
-        self.position += self.batch * self.num_ranks
-        has_chats = self.corpus.has_chats
-        tokens, is_trained, positions = unmarked(rows) if has_chats else (rows, rows >= 0, rows)
-        if self.is_eval:
-            is_trained[max(0, self.num_sequences - first) :] = False
+        first, size = self.rank * self.batch, self.batch * self.num_ranks
+        rows, is_past = [], []
+        for place, (source, number) in enumerate(self._places(size)):
+            if first <= place < first + self.batch:
+                sequences = self._sources[source]
+                rows.append(sequences.row(number))
+                is_past.append(number >= sequences.total)
+        # Ranks advance alike: they wait for tokens at the same time, and have the same state.
+        for each, taken in zip(self._sources, self._taken, strict=True):
+            each.seek(max(taken - 1, 0))
+        self.position += size
+        packed = torch.stack(rows)
+        found = unmarked(packed) if self._has_chats else (packed, packed >= 0, packed)
+        tokens, is_trained, positions = found
+        is_trained[torch.tensor(is_past)] = False
         targets = tokens.masked_fill(~is_trained, -100)
-        found = (tokens[:, :-1], targets[:, 1:], positions[:, :-1])
-        return tuple(each.contiguous() for each in found[: 2 + has_chats])
+        shifted = (tokens[:, :-1], targets[:, 1:], positions[:, :-1])
+        return tuple(each.contiguous() for each in shifted[: 2 + self._has_chats])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which is the same on every rank."""
-        return {"position": self.position, **self._setting()}
+        taken = [
+            [number, *astuple(source.place)]
+            for number, source in zip(self._taken, self._sources, strict=True)
+        ]
+        return {"position": self.position, "taken": taken, **self._setting()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, with any number of ranks and any batch size."""
@@ -135,21 +120,32 @@ class Batches:
                     "in another folder."
                 )
         self.position = int(state["position"])
+        for index, (number, *place) in enumerate(state["taken"]):
+            self._taken[index] = int(number)
+            self._sources[index].place = Place(*map(int, place))
 
     def _setting(self) -> dict[str, Any]:
         """Return the settings that the order of sequences depends on."""
+        fingerprints = [corpus.fingerprint for corpus in self.corpora]
+        if len(fingerprints) > 1:
+            mixed = f"{fingerprints} {self._shares}"
+            fingerprints = [hashlib.sha256(mixed.encode()).hexdigest()[:16]]
         return {
-            "corpus": self.corpus.fingerprint,
+            "corpus": fingerprints[0],
             "sequence": self.sequence,
             "seed": self.seed,
             "held_out": self.held_out,
         }
 
-    def _index(self, place: int) -> int:
-        """Return the index of the sequence at a position in the global order."""
-        epoch, within = divmod(place, self.num_sequences)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, Permutation.of(self.num_sequences, self.seed, epoch)
-        if not self.held_out:
-            return self._order(within)
-        return self._split(self._first + (within if self.is_eval else self._order(within)))
+    def _places(self, number: int) -> list[tuple[int, int]]:
+        """Take the next sequences: for each, its source and its number in that."""
+        found, taken = [], self._taken
+        if len(taken) == 1:
+            taken[0] = self.position + number
+            return [(0, self.position + place) for place in range(number)]
+        for place in range(self.position + 1, self.position + number + 1):
+            behind = [place * share - n for share, n in zip(self._shares, taken, strict=True)]
+            source = behind.index(max(behind))
+            found.append((source, taken[source]))
+            taken[source] += 1
+        return found

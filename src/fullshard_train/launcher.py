@@ -105,9 +105,9 @@ def default_ranks(device_type: str) -> int:
 
 def _require_possible(config: TrainConfig, num_ranks: int) -> None:
     """Raise the errors that one process can detect for every rank without a device."""
-    from fullshard_train.corpus import require_files
     from fullshard_train.output import RunFolder
     from fullshard_train.sharding import architecture_for, unit_classes
+    from fullshard_train.sources import require_files
 
     mesh_shape(config.sharding, num_ranks)
     architecture = architecture_for(config.model, config.data.tokenizer)

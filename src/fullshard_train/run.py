@@ -11,11 +11,11 @@ import shutil
 import sys
 import traceback
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -38,7 +38,7 @@ from fullshard_train.control import (
     end_with_launcher,
     num_restarts,
 )
-from fullshard_train.corpus import Documents, prepare_corpus
+from fullshard_train.corpus import Corpus, prepare_corpus, start_worker, stop_worker
 from fullshard_train.display import Display, closing_lines
 from fullshard_train.models.optional import first_line
 from fullshard_train.models.sampling import sample
@@ -56,6 +56,7 @@ from fullshard_train.run_tokenizer import (
 )
 from fullshard_train.same_run import Inputs, facts_of, require_same
 from fullshard_train.sharding import build_sharded_model
+from fullshard_train.sources import Source
 from fullshard_train.trainer import Parts, Trainer
 from fullshard_train.world import World, joined, leave
 
@@ -76,7 +77,7 @@ class Run:
         everyone = self._ranks.all_gather((num_restarts(), *process))
         # torchrun counts restarts only on the host whose rank died.
         self._is_restarted = any(restarts for restarts, *_ in everyone)
-        self._neighbours = [
+        self._neighbors = [
             (pid, start)
             for _, machine, pid, start in everyone
             if machine == machine_id() and pid != os.getpid()
@@ -97,15 +98,17 @@ class Run:
             sharding = replace(config.sharding, mesh=f"1x{world.size}")
             self._config = replace(self._written, sharding=sharding)
         self._is_late = self._replica is not None and self._replica.start > 0
+        self._corpora: tuple[Corpus, ...] = ()
 
     def run(self, stop: StopRequest) -> bool:
         """Train, save, sample and report; return False if stopped before the last step."""
         if self._replica is None or self._replica.replica == 0:
             os.environ["FULLSHARD_WATCH_FILE"] = str(self._folder.places)
-        stop.neighbours = self._neighbours
+        stop.neighbors = self._neighbors
         try:
             return self._run(stop)
         finally:
+            stop_worker(self._corpora)
             self._folder.unlock()
 
     def _run(self, stop: StopRequest) -> bool:
@@ -213,12 +216,10 @@ class Run:
         is_alone = self._world.local_size == self._world.size
         cache = cache_folder(config) if is_alone or config.data.cache else self._folder.path
         self._tokens = cache / "tokens"
-
-        def say(line: str) -> None:
-            print(line, file=sys.stderr, flush=True)
+        self._tokenizer_kind, self._vocabulary = kind, inputs.architecture.vocabulary
 
         def keep() -> None:
-            own = tokenizer_for(kind, inputs.tokenizer, inputs.documents, cache, say)
+            own = tokenizer_for(kind, inputs.tokenizer, inputs.sources, cache, self._say)
             keep_tokenizer(own, kind, self._folder)
 
         self._ranks.run_first("train", keep)
@@ -249,37 +250,61 @@ class Run:
         config, world, ranks = self._config, self._world, self._ranks
         architecture, data = inputs.architecture, config.data
 
-        def batches(documents: Documents, held_out: float, *, is_eval: bool = False) -> Batches:
-            def prepared() -> Any:
-                return prepare_corpus(
-                    documents,
-                    self._tokenizer,
-                    self._tokens,
-                    sequence=config.model.sequence,
-                    vocabulary=architecture.vocabulary,
-                )
-
-            ranks.run_first("data", lambda: prepared() and None)
-            return Batches(
-                ranks.run("data", prepared),
-                sequence=config.model.sequence,
-                batch=config.optimizer.batch,
-                rank=world.rank,
-                num_ranks=world.size,
-                seed=config.run.seed,
-                held_out=held_out,
-                is_eval=is_eval,
-            )
-
-        trained, evaluated = batches(inputs.documents, data.eval_share), None
-        if inputs.eval_documents is not None:
-            evaluated = batches(inputs.eval_documents, data.eval_share or 1.0, is_eval=True)
+        trained, evaluated = self._batches(inputs.sources, data.eval_share), None
+        if inputs.eval_sources is not None:
+            share = data.eval_share or 1.0
+            evaluated = self._batches(inputs.eval_sources, share, is_eval=True)
+        self._corpora = trained.corpora + (evaluated.corpora if evaluated else ())
+        ranks.run("data", self._start_worker)
         model = ranks.run(
             "model", lambda: build_sharded_model(architecture, config.sharding, world)
         )
         optimizer = build_optimizer(model, config.optimizer, world.device)
+        ranks.run("data", trained.begin)
         fingerprint = self._tokenizer.fingerprint
         return Parts(architecture, model, optimizer, trained, evaluated, fingerprint)
+
+    def _batches(
+        self, sources: Sequence[Source], held_out: float, *, is_eval: bool = False
+    ) -> Batches:
+        config, world, ranks = self._config, self._world, self._ranks
+
+        def prepared(source: Source) -> Corpus:
+            return prepare_corpus(
+                source.documents,
+                self._tokenizer,
+                self._tokens,
+                vocabulary=self._vocabulary,
+                is_strict=config.data.strict_data,
+                say=self._say if world.is_first else lambda line: None,
+            )
+
+        corpora = ranks.run("data", lambda: tuple(prepared(each) for each in sources))
+
+        def clean() -> None:
+            for each in corpora:
+                each.folder.clean()
+
+        ranks.run_first("data", clean)
+        return Batches(
+            corpora,
+            weights=tuple(each.weight for each in sources),
+            sequence=config.model.sequence,
+            batch=config.optimizer.batch,
+            rank=world.rank,
+            num_ranks=world.size,
+            seed=config.run.seed,
+            held_out=held_out,
+            is_eval=is_eval,
+        )
+
+    def _start_worker(self) -> None:
+        kind, kept = self._tokenizer_kind, self._folder.kept_tokenizer
+        num_threads = max(1, (os.cpu_count() or 1) // self._world.local_size)
+        start_worker(self._corpora, "bytes" if kind == "bytes" else str(kept), num_threads)
+
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
     def _log(self, trainer: Trainer) -> MetricsLog | ReplicaLog | None:
         if not self._world.is_first:
@@ -369,7 +394,7 @@ def run_rank(config: TrainConfig) -> int:
                 is_done = Run(config, world).run(stop)
         except (FullshardError, OSError, RuntimeError) as error:
             if _is_lost_connection(error):
-                stop.kill_stopped_neighbours()
+                stop.kill_stopped_neighbors()
             return exit_status_after(error, status)
     if status is not None:
         status.report_left()

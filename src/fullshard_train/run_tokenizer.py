@@ -7,14 +7,13 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.formatting import readable
 from fullshard_train.config import TrainConfig
-from fullshard_train.corpus import Documents, pieces_of
 from fullshard_train.models.architecture import Architecture
 from fullshard_train.models.bpe import trained_bpe
 from fullshard_train.models.tokenizers import (
@@ -24,6 +23,8 @@ from fullshard_train.models.tokenizers import (
     is_path,
 )
 from fullshard_train.output import TOKENIZER, RunFolder
+from fullshard_train.sources import Document, Documents, Source, UnreadableError, documents_in
+from fullshard_train.tokenization import pieces_of
 
 # A BPE is trained on this much text, spread over the data: more would change it little.
 TRAINING_BYTES = 64 * 2**20
@@ -41,7 +42,7 @@ def cache_folder(config: TrainConfig) -> Path:
 def tokenizer_for(
     kind: str,
     given: Tokenizer | None,
-    documents: Documents,
+    sources: Sequence[Source],
     cache: Path,
     say: Callable[[str], None],
 ) -> Tokenizer:
@@ -50,12 +51,13 @@ def tokenizer_for(
     if given is not None or vocabulary is None:
         assert given is not None
         return given
-    size = readable(min(documents.num_bytes, TRAINING_BYTES))
+    num_bytes = sum(each.documents.num_bytes for each in sources)
+    size = readable(min(num_bytes, TRAINING_BYTES))
     say(f"tokenizer: a BPE of {vocabulary:,} tokens, trained on {size} of text")
     own = trained_bpe(
-        _sample(documents),
+        _sample([each.documents for each in sources]),
         vocabulary,
-        documents.fingerprint,
+        " ".join(each.documents.fingerprint for each in sources),
         cache / "tokenizers",
         is_shown=sys.stderr.isatty(),
     )
@@ -67,21 +69,23 @@ def tokenizer_for(
     return own
 
 
-def _sample(documents: Documents) -> Iterator[str]:
+def _sample(every: Sequence[Documents]) -> Iterator[str]:
     """Yield text from all documents, so much that a BPE is trained in seconds."""
-    stride = -(-documents.num_bytes // TRAINING_BYTES)
-    number = 0
-    for document in documents:
-        if isinstance(document, str):
-            text = document
-        elif isinstance(document, tuple):
-            text = "\n".join(document)
-        else:
-            text = "\n".join(each["content"] for each in document)
-        for piece in pieces_of(text):
-            if number % stride == 0:
-                yield piece if piece.isascii() else piece.encode(errors="replace").decode()
-            number += 1
+    pieces = [(documents, piece) for documents in every for piece in documents.pieces]
+    num_bytes = sum(part.num_bytes for _, piece in pieces for part in piece)
+    stride = -(-num_bytes // TRAINING_BYTES)
+    for documents, piece in pieces[::stride]:
+        with suppress(UnreadableError):
+            for document in documents_in(piece, documents.text_field):
+                for text in pieces_of(_plain(document)):
+                    yield text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def _plain(document: Document) -> str:
+    if isinstance(document, str):
+        return document
+    said = document if isinstance(document, tuple) else [each["content"] for each in document]
+    return "\n".join(said)
 
 
 # In the folder of a run

@@ -17,10 +17,10 @@ from fullshard import __version__
 from fullshard.errors import DisagreementError, OtherRankError
 from fullshard.ranks import RankGroup
 from fullshard_train.config import KEYS, TrainConfig, value_of
-from fullshard_train.corpus import Documents, TextFile, fingerprint_of
 from fullshard_train.models.architecture import Architecture
 from fullshard_train.models.tokenizers import Tokenizer, bpe_vocabulary, is_path
 from fullshard_train.sharding import architecture_for
+from fullshard_train.sources import Source, TextFile, fingerprint_of, sources_of
 from fullshard_train.world import World
 
 # Paths may differ where the contents are equal. The first rank names the folder of the run.
@@ -41,22 +41,22 @@ class Inputs:
     architecture: Architecture
     tokenizer_kind: str
     tokenizer: Tokenizer | None
-    documents: Documents
-    eval_documents: Documents | None
+    sources: tuple[Source, ...]
+    eval_sources: tuple[Source, ...] | None
 
     @classmethod
     def of(cls, config: TrainConfig) -> Inputs:
         architecture, data = architecture_for(config.model, config.data.tokenizer), config.data
-        documents = Documents.of(data.paths, data.text_field)
+        sources = sources_of(data.paths, data.text_field)
         kind = architecture.tokenizer_kind(data.tokenizer)
         is_trained = bpe_vocabulary(kind) is not None
-        held_out = documents if data.eval_share else None
+        held_out = sources if data.eval_share else None
         return cls(
             architecture,
             kind,
             None if is_trained else architecture.tokenizer(kind),
-            documents,
-            Documents.of(data.eval_paths, data.text_field) if data.eval_paths else held_out,
+            sources,
+            sources_of(data.eval_paths, data.text_field) if data.eval_paths else held_out,
         )
 
 
@@ -69,9 +69,9 @@ def facts_of(config: TrainConfig, inputs: Inputs, world: World) -> dict[str, str
     }
     found["run.device (--device)"] = world.device.type
     found["model.name (--model)"] = _model(config.model.name)
-    found["data.paths (--data)"] = _text(inputs.documents)
-    if inputs.eval_documents is not None:
-        found["data.eval_paths (--eval-data)"] = _text(inputs.eval_documents)
+    found["data.paths (--data)"] = _text(inputs.sources)
+    if inputs.eval_sources is not None:
+        found["data.eval_paths (--eval-data)"] = _text(inputs.eval_sources)
     found["data.tokenizer (--tokenizer)"] = inputs.tokenizer_kind
     if inputs.tokenizer is not None:
         is_at = " at a path" if is_path(inputs.tokenizer_kind) else ""
@@ -81,8 +81,11 @@ def facts_of(config: TrainConfig, inputs: Inputs, world: World) -> dict[str, str
     return found | {name: os.environ.get(name, "not set") for name in _VARIABLES}
 
 
-def _text(documents: Documents) -> str:
-    return f"text of {documents.num_bytes:,} bytes with fingerprint {documents.fingerprint}"
+def _text(sources: tuple[Source, ...]) -> str:
+    size = sum(each.documents.num_bytes for each in sources)
+    weights = [f"{each.name}={each.weight:g} " for each in sources if each.name]
+    fingerprints = ", ".join(each.documents.fingerprint for each in sources)
+    return f"{''.join(weights)}text of {size:,} bytes with fingerprint {fingerprints}"
 
 
 def _model(name: str) -> str:

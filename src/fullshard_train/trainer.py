@@ -92,6 +92,7 @@ class Trainer:
         self._best, self._restarted_at = (math.inf, 0), 0  # a validation loss and its step
         self._saving: Handle | None = None
         self._num_run = 0
+        self._is_repeating = False
         self._is_8bit = config.optimizer.name == "adamw8bit"
         # For other optimizers, the host decides whether to apply a step.
         is_muon = isinstance(parts.optimizer, Muon)
@@ -279,13 +280,13 @@ class Trainer:
     def _evaluate(self) -> float:
         """Return the validation loss: the mean over the tokens with a loss, on all ranks."""
         model, batches = self._parts.model, cast(Batches, self._parts.eval_batches)
-        batches.position = 0
+        batches.restart()
         total = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         model.eval()
         with torch.no_grad():
             for _ in range(self._config.run.eval_batches):
                 total += torch.stack(self._loss_and_count(*self._on_device(batches.next())))
-                if batches.position >= batches.num_sequences:
+                if batches.is_over:
                     break
         model.train()
         losses, counts = zip(*self._world.all_gather(total.tolist()), strict=True)
@@ -301,6 +302,9 @@ class Trainer:
         tensors: list[torch.Tensor] = []
         for _ in range(self._config.optimizer.accumulate):
             tensors += self._parts.batches.next()
+        if self._parts.batches.num_epochs and not self._is_repeating:
+            self._is_repeating = True
+            self._say(f"data: all sequences were used before step {self.step + 2}; they repeat")
         tokens = tensors[1].numel() * self._config.optimizer.accumulate * self._world.size
         tensors = self._on_device(tensors)
         if self._replicas is not None:  # replicas agree on it in the step
@@ -455,14 +459,15 @@ class Trainer:
         if self._saving is not None:
             self._saving.wait()
         batches, complete = self._parts.batches, self._folder.complete
-        position = batches.position
+        position = batches.state_dict()
         found = RankGroup.world().run_first("train", lambda: complete()[:1])
         times = self._rollbacks.count(found)
         if not found or times == self._config.run.nan_limit:
             self._stop(f"lower --lr; it was rolled back {times} times to one checkpoint")
         self._rollbacks.append(found)
         self.resume(found[0])
-        batches.position, self.num_nonfinite = position, 0
+        batches.load_state_dict(position)
+        self.num_nonfinite = 0
         if log is not None:
             log.go_back(self.step)
         display.say(f"rolled back to step {self.step}; going on with the data that follows")

@@ -1,6 +1,6 @@
 """Ranks whose programs differ are told, on every rank and in time; those that do not hear nothing.
 
-The programs are in divergence.py. `make test-all` runs all of them.
+The programs are in divergence.py. `make test-soak` runs all of them.
 """
 
 import subprocess
@@ -33,7 +33,8 @@ SHORT = [
 
 def run(*arguments: str) -> None:
     # The ranks have a timeout of 40 s. No test depends on how fast a busy machine is.
-    command = [sys.executable, str(ROOT / "tests" / "divergence.py"), "--margin", "30", *arguments]
+    program = ROOT / "tests" / "support" / "divergence.py"
+    command = [sys.executable, str(program), "--margin", "30", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
@@ -43,17 +44,17 @@ def test_ranks_whose_programs_differ_are_told_in_time_and_others_hear_nothing() 
     run("--cases", *SHORT, "--apis", "fully_shard", "--transports", "gloo", "--at-once", "6")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_every_way_to_differ_is_told_with_both_apis_and_transports() -> None:
     run()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_no_correct_program_hears_a_word() -> None:
     run("--correct")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_faults_of_every_kind_are_named(tmp_path: Path) -> None:
     program, path = ROOT / "benchmarks" / "bench_faults.py", tmp_path / "faults.json"
     small = ["--phases", "forward", "--at-once", "3", "--timeout", "10", "--json", str(path)]

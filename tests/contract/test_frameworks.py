@@ -27,7 +27,7 @@ def run_short(rank: Rank, folder: Path, names: list[str]) -> None:
     runpy.run_path(str(PROGRAMS / "short.py"), run_name="__main__")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.long
 def test_frameworks_train_and_resume_on_fullshard_as_on_torchs_fsdp(tmp_path: Path) -> None:
     names = with_resumed(*VARIANTS)

@@ -113,7 +113,7 @@ def test_a_save_to_a_folder_that_is_not_shared_writes_nothing(tmp_path: Path) ->
     assert not list((tmp_path / "shared").iterdir())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_steps_on_several_hosts_are_measured_beside_torchs(tmp_path: Path) -> None:
     numbers = {"hosts": 2, "ranks": 2, "blocks": 2, "width": 64, "steps": 1}
     numbers |= {"vocabulary": 64, "batch": 1, "length": 8, "variants": bench_hosts.VARIANTS}
@@ -123,7 +123,7 @@ def test_steps_on_several_hosts_are_measured_beside_torchs(tmp_path: Path) -> No
     assert sent["fullshard fully_shard"] < 0.6 * sent["torch fully_shard"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_a_run_on_two_hosts_goes_on_after_faults_with_the_losses_of_one_without(
     tmp_path: Path,
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_run_on_two_hosts_goes_on_after_faults_with_the_losses_of_one_without(
     assert result.tables[0].rows[-1] == ["losses that differ", 0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_a_cut_of_a_link_with_a_delay_and_losses_costs_only_time() -> None:
     result = Result("host_faults", "", "")
     with bench_host_faults.rounds_on_hosts(60, delay_ms=5, loss=0.01) as rounds:

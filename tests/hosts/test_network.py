@@ -72,7 +72,7 @@ def test_train_predicts_steps_from_what_it_measures_between_hosts(tmp_path: Path
     assert "<b>host1</b>" in page
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_a_slow_host_is_named_with_what_it_costs(tmp_path: Path) -> None:
     """Each host has a core; on the second one, another program takes most of it."""
     (tmp_path / "text.txt").write_text(TEXT)

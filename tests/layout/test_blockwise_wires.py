@@ -27,7 +27,7 @@ from fullshard.wire import Fp8, Int8, Plain, Wire
 from tests.layout.test_trial_values import WIDTH, Net
 from tests.layout.test_wire import new_group
 
-WIRES = [Int8(block=16), Int8(block=64), Fp8(block=32)]
+WIRES = [Int8(block=16), Int8(block=64), Int8(block=32, stochastic=True), Fp8(block=32)]
 
 
 def sent(wire: Wire, segments: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_values_arrive_rounded_by_block(wire: Any, data: st.DataObject) -> None:
     largest = by_block(wire, values).abs().amax(-1, keepdim=True).double()
     error = by_block(wire, (found.double() - values.double()).abs())
     if isinstance(wire, Int8):
-        limit = largest / 254 * 1.0001
+        limit = largest / (127 if wire.stochastic else 254) * 1.0001
     else:
         # Three bits after the point; below 2**-6 of what a scale stands for, fixed steps.
         limit = torch.maximum(by_block(wire, values).abs().double() / 15.9, largest / 448 * 2**-9)
@@ -78,6 +78,17 @@ def test_values_arrive_rounded_by_block(wire: Any, data: st.DataObject) -> None:
         torch.testing.assert_close(sent(wire, values[row : row + 1])[0], found[row])
     exact = found.to(torch.bfloat16)
     assert torch.equal(sent(wire, values, torch.bfloat16), exact)
+
+
+def test_values_that_are_rounded_stochastically_are_right_on_average() -> None:
+    generator = torch.Generator().manual_seed(0)
+    near = torch.full((64, 1 << 12), 0.3)  # of a step, which the largest of each block decides
+    near[:, ::64] = 127 * (1 + 1e-3 * torch.rand(64, 64, generator=generator))
+    for wire, bias in ((Int8(block=64), 0.3), (Int8(block=64, stochastic=True), 0.0)):
+        found = sent(wire, near).view(64, 64, 64)[..., 1:]
+        # The mean of 258,048 values that are 0 or 1.
+        assert 0.3 - float(found.mean()) == pytest.approx(bias, abs=0.005)
+        assert torch.equal(sent(wire, near).view(64, 64, 64)[..., 1:], found)
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
@@ -99,6 +110,8 @@ def test_long_segments_are_cut_where_blocks_end() -> None:
     found = sent(wire, values)
     for part, expected in zip(values.split(1024, 1), found.split(1024, 1), strict=True):
         assert torch.equal(sent(wire, part), expected)
+    wire = Int8(stochastic=True)  # what a value rounds to depends on its place
+    assert torch.equal(sent(wire, values)[:, : 1 << 16], sent(wire, values[:, : 1 << 16]))
 
 
 def losses(rank: Rank, mesh: DeviceMesh, api: str, **wires: Any) -> list[float]:
@@ -172,11 +185,36 @@ def test_only_matrices_travel_in_eight_bits(rank: Rank) -> None:
     }
 
 
+@on_ranks(2)
+def test_a_function_chooses_the_wire_of_each_matrix(rank: Rank) -> None:
+    wire, seen = Int8(block=16), {}
+
+    def chosen(name: str, shape: torch.Size) -> Wire | None:
+        seen[name] = shape
+        return wire if name.startswith("first") else None
+
+    model: Any = Net()
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(gather_wire=chosen))
+    assert seen == shapes
+    (unit,) = units_below(model)
+    found = {p.name for p in unit.params if p.dtypes.gather_wire == wire}
+    assert found == {"first.weight"}
+    model(torch.randn(2, WIDTH)).sum().backward()
+    policy = MixedPrecisionPolicy(gather_wire=lambda name, shape: "int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="gain: a function that chooses wires must"):
+        fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
+
+
 def test_a_wire_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Int8: a block must have 16 elements or a multiple"):
+    with pytest.raises(
+        ConfigError, match="Int8: a block must have a multiple of 16 elements, not "
+    ):
         Int8(block=24)
-    with pytest.raises(ConfigError, match=r"gather_wire must be a wire, such as .*Int8\(\), found"):
+    with pytest.raises(ConfigError, match=r"gather_wire must be a wire, such as .*Int8\(\), not"):
         MixedPrecisionPolicy(gather_wire=torch.int8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="gather_wire cannot be a function, because the param"):
+        MixedPrecision(gather_wire=lambda name, shape: Int8())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="wire_dtype and reduce_wire both say how"):
         MixedPrecision(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16, reduce_wire=Int8())
 
@@ -185,7 +223,7 @@ def test_a_wire_that_cannot_be_is_refused() -> None:
 def test_collectives_of_a_users_own_are_given_values_only(rank: Rank) -> None:
     policy = MixedPrecisionPolicy(gather_wire=Int8(block=16))
     model: Any = fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
-    with pytest.raises(ConfigError, match=r"cannot be combined with gather_wire=Int8\(block=16\)"):
+    with pytest.raises(ConfigError, match=r"cannot be combined with gather_wire=Int8\(block=16, "):
         model.set_custom_all_gather(object())
 
 
@@ -195,7 +233,7 @@ def test_ranks_with_other_wires_are_told_both(rank: Rank) -> None:
     model = fully_shard(Net(), mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(gather_wire=wire))
     with pytest.raises(
         DisagreementError,
-        match=r"gather_wire Int8\(block=16\) on rank 1 .* Fp8\(block=16\) on rank 0",
+        match=r"gather_wire is Int8\(block=16, .*\) on rank 1 .* Fp8\(block=16\) on rank 0",
     ):
         model(torch.randn(2, WIDTH))
     dist.barrier()

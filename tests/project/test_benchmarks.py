@@ -18,6 +18,7 @@ import bench_memory
 import bench_muon
 import bench_startup
 import bench_step
+import bench_tokenize
 import bench_uneven
 import tables
 from device_traces import busy_in
@@ -51,6 +52,14 @@ def test_a_result_says_with_which_settings_to_get_it_again(monkeypatch):
     command = result_for("gpu", ["ranks", "--json", "here.json", "--ranks", "2"]).command
     expected = "NCCL_P2P_NET_CHUNKSIZE=524288 python benchmarks/bench_gpu.py ranks --ranks 2"
     assert command == expected
+
+
+@pytest.mark.exhaustive
+def test_tokenizing_is_compared_with_the_library_alone(tmp_path):
+    small = ("--mb", "3", "--first-step-mb", "3", "--vocabulary", "500", "--rounds", "1")
+    whole, first = measured(bench_tokenize, tmp_path, *small).tables
+    assert whole.rows[0][-1] == 1
+    assert first.rows[0][1] > 0
 
 
 def test_host_time_is_measured_per_unit_and_profiled(tmp_path, capsys):
@@ -125,7 +134,7 @@ def test_collectives_are_measured(tmp_path):
     assert all(row[2] > 0 for row in constants.rows)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_start_up_is_measured_in_processes_of_its_own(tmp_path):
     small = ("--blocks", "1", "--width", "64", "--worlds", "4", "--ranks", "--variants", OURS)
     result = measured(bench_startup, tmp_path, *small)

@@ -109,7 +109,7 @@ def train(rank: Rank, config: TrainConfig) -> None:
     dist.barrier()  # the first rank writes when the others are done
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.long
 def test_a_run_that_slurm_preempts_is_saved_and_requeued_and_a_pod_finishes_it(
     tmp_path: Path,

@@ -21,9 +21,10 @@ from fullshard.state.materialize import give_memory
 from fullshard_train.batches import Batches
 from fullshard_train.config import TrainConfig, validate
 from fullshard_train.config_file import config_of
-from fullshard_train.corpus import Documents, prepare_corpus
+from fullshard_train.corpus import prepare_corpus
 from fullshard_train.optimizer import build_optimizer, learning_rate
 from fullshard_train.sharding import architecture_for
+from fullshard_train.sources import Documents
 from tests.support.tiny_run import TEXT, configured
 
 NUM_KILLS, NUM_SHARDS, TIMEOUT_S = 5, 2, 200.0
@@ -60,11 +61,11 @@ def expected_losses(config: TrainConfig, lines: list[dict[str, Any]], cache: Pat
         Documents.of(config.data.paths, config.data.text_field),
         tokenizer,
         cache,
-        sequence=config.model.sequence,
         vocabulary=architecture.vocabulary,
     )
+    corpus.folder.clean()
     shape = {"sequence": config.model.sequence, "batch": section.batch, "seed": config.run.seed}
-    batches = Batches(corpus, rank=0, num_ranks=1, **shape)
+    batches = Batches((corpus,), rank=0, num_ranks=1, **shape)
     for line in lines:
         position, num_ranks = batches.position, len(line["replicas"]) * NUM_SHARDS
         found = []
@@ -86,7 +87,7 @@ def expected_losses(config: TrainConfig, lines: list[dict[str, Any]], cache: Pat
     return losses
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.long
 def test_a_run_goes_on_when_replicas_are_killed_and_has_the_losses_of_those_that_took_part(
     tmp_path: Path,

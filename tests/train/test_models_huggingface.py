@@ -26,7 +26,7 @@ from fullshard.state.shards import tensor_shards
 from fullshard.testing import Rank, on_ranks, pool
 from fullshard_train.config import ModelSection, TrainConfig
 from fullshard_train.config_file import config_as_toml
-from fullshard_train.corpus import Documents, prepare_corpus, unmarked
+from fullshard_train.corpus import prepare_corpus, unmarked
 from fullshard_train.generation import find_checkpoint
 from fullshard_train.models import architecture_of
 from fullshard_train.models.adapters import LoraSettings
@@ -35,6 +35,7 @@ from fullshard_train.models.sampling import sample
 from fullshard_train.models.tokenizers import ByteTokenizer, FolderTokenizer
 from fullshard_train.models.transformer import BuiltinArchitecture
 from fullshard_train.sharding import architecture_for
+from fullshard_train.sources import Documents
 from tests.train.test_models import (
     APIS,
     CPU,
@@ -463,8 +464,10 @@ def test_a_conversation_is_rendered_by_the_template_of_the_tokenizer(tmp_path: P
     line = json.dumps({"messages": messages})
     (tmp_path / "chats.jsonl").write_text(f"{line}\n{line}\n")
     documents = Documents.of([str(tmp_path / "chats.jsonl")], "text")
-    corpus = prepare_corpus(documents, own, tmp_path, sequence=2, vocabulary=own.vocabulary)
-    tokens, is_trained, _ = unmarked(corpus.row(0, corpus.num_tokens - 1)[None])
+    corpus = prepare_corpus(documents, own, tmp_path, vocabulary=own.vocabulary)
+    corpus.folder.clean()
+    (shard,) = corpus.window(0, 2).shards
+    tokens, is_trained, _ = unmarked(shard.row(0, shard.tokens.numel() - 1)[None])
     assert tokens[0].eq(own.end).sum() == 4
     assert own.decode(tokens[is_trained].tolist()) == "worldworld"
     write_tokenizer(tmp_path / "strict", chat_template="{{ raise_exception('no system') }}")

@@ -108,7 +108,7 @@ def test_ranks_are_named_with_their_hosts() -> None:
     assert many.named(range(9)).endswith("rank 3 (host3), and those of 5 more hosts")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.long
 def test_a_launch_that_another_host_joins_goes_on_from_what_it_saved(folder: Path) -> None:
     (folder / "run.toml").write_text(config_as_toml(configured(folder, "run", **ENDLESS)))

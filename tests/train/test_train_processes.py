@@ -106,7 +106,7 @@ def wait_for(process: subprocess.Popen[str], said: str) -> None:
         raise AssertionError(f"the run ended without {said!r}: {process.communicate()}")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.long
 def test_a_run_that_is_left_resumed_and_killed_five_times_has_the_losses_of_an_undisturbed_one(
     text: str, undisturbed: Path, tmp_path: Path

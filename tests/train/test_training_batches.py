@@ -1,5 +1,6 @@
 """Which sequences each rank is given, and at what learning rate."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -8,26 +9,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
-from fullshard_train.batches import Batches, Permutation
+from fullshard_train.batches import Batches
 from fullshard_train.config import KEYS, OptimizerSection
-from fullshard_train.corpus import Corpus
+from fullshard_train.corpus import Corpus, Shard, Window
 from fullshard_train.optimizer import learning_rate
+from fullshard_train.permutation import Permutation
 
 SEQUENCE = 3
 SCHEDULES = KEYS["optimizer", "schedule"].choices
 
 
-def corpus_of(num_sequences: int, fingerprint: str = "corpus") -> Corpus:
-    """Sequence i begins with the token SEQUENCE * i."""
-    tokens = torch.arange(num_sequences * SEQUENCE + 1, dtype=torch.int32)
-    return Corpus(fingerprint, tokens)
+class MadeUp(Corpus):
+    """Has tokens of its own; sequence i begins with the token SEQUENCE * i."""
+
+    def __init__(self, num_sequences: int, fingerprint: str, num_windows: int) -> None:
+        self.fingerprint = fingerprint
+        starts = [num_sequences * n // num_windows * SEQUENCE for n in range(num_windows + 1)]
+        self._parts = [
+            torch.arange(start, stop + 1, dtype=torch.int32)
+            for start, stop in itertools.pairwise(starts)
+        ]
+        self.windows = tuple((number,) for number in range(num_windows))
+
+    @property
+    def has_chats(self) -> bool:
+        return False
+
+    def window(self, index: int, sequence: int) -> Window:
+        return Window((Shard(self._parts[index]),), sequence)
+
+
+def corpus_of(num_sequences: int, fingerprint: str = "corpus", num_windows: int = 1) -> Corpus:
+    return MadeUp(num_sequences, fingerprint, num_windows)
 
 
 def batches_of(
     corpus: Corpus, *, batch: int, rank: int = 0, num_ranks: int = 1, seed: int = 0
 ) -> Batches:
     return Batches(
-        corpus, sequence=SEQUENCE, batch=batch, rank=rank, num_ranks=num_ranks, seed=seed
+        (corpus,), sequence=SEQUENCE, batch=batch, rank=rank, num_ranks=num_ranks, seed=seed
     )
 
 
@@ -86,9 +106,11 @@ def test_targets_are_the_next_tokens():
     batch=st.integers(1, 5),
     num_ranks=st.integers(1, 4),
     seed=st.integers(0, 1000),
+    num_windows=st.integers(1, 5),
 )
-def test_every_sequence_comes_once_an_epoch(num_sequences, batch, num_ranks, seed):
-    ranks = world(corpus_of(num_sequences), batch, num_ranks, seed)
+def test_every_sequence_comes_once_an_epoch(num_sequences, batch, num_ranks, seed, num_windows):
+    corpus = corpus_of(num_sequences, num_windows=num_windows)
+    ranks = world(corpus, batch, num_ranks, seed)
     found: list[int] = []
     while len(found) < 3 * num_sequences:
         found += step(ranks)
@@ -111,7 +133,7 @@ def test_what_is_held_out_is_never_trained_on_and_counts_once(
     for is_eval in (True, False):
         for rank in range(num_ranks):
             batches = Batches(
-                corpus,
+                (corpus,),
                 sequence=SEQUENCE,
                 batch=batch,
                 rank=rank,
@@ -133,8 +155,9 @@ def test_what_is_held_out_is_never_trained_on_and_counts_once(
 
 
 def test_a_share_of_no_sequence_is_refused():
-    with pytest.raises(ConfigError, match="this share of 5 sequences is not even one"):
-        Batches(corpus_of(5), sequence=SEQUENCE, batch=1, rank=0, num_ranks=1, seed=0, held_out=0.1)
+    whole = {"sequence": SEQUENCE, "batch": 1, "rank": 0, "num_ranks": 1, "seed": 0}
+    with pytest.raises(ConfigError, match="this share of the sequences is not even one"):
+        Batches((corpus_of(5),), **whole, held_out=0.1, is_eval=True).begin()
 
 
 @settings(deadline=None)
@@ -157,11 +180,12 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(num_sequences, sizes, 
         st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=5
     ),
     seed=st.integers(0, 1000),
+    num_windows=st.integers(1, 5),
 )
 def test_a_run_that_is_resumed_on_other_ranks_repeats_and_skips_nothing(
-    num_sequences, worlds, seed
+    num_sequences, worlds, seed, num_windows
 ):
-    corpus = corpus_of(num_sequences)
+    corpus = corpus_of(num_sequences, num_windows=num_windows)
     found: list[int] = []
     state = None
     for batch, num_ranks, num_steps in worlds:
@@ -187,7 +211,7 @@ def test_another_corpus_seed_or_length_cannot_go_on():
         batches_of(corpus_of(8, "o"), batch=1).load_state_dict(state)
     with pytest.raises(ConfigError, match="--seed"):
         batches_of(corpus, batch=1, seed=1).load_state_dict(state)
-    longer = Batches(corpus, sequence=4, batch=1, rank=0, num_ranks=1, seed=0)
+    longer = Batches((corpus,), sequence=4, batch=1, rank=0, num_ranks=1, seed=0)
     with pytest.raises(ConfigError, match="--sequence"):
         longer.load_state_dict(state)
 

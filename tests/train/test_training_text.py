@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
-from fullshard_train import corpus as corpus_module
+from fullshard_train import tokenization
 from fullshard_train.batches import Batches
-from fullshard_train.corpus import Corpus, Documents, prepare_corpus
+from fullshard_train.corpus import Corpus, Shard, prepare_corpus
 from fullshard_train.models.tokenizers import ByteTokenizer
+from fullshard_train.sources import Documents
 
 END = ByteTokenizer.end
 
@@ -39,9 +40,22 @@ def fingerprint(*paths: Path, text_field: str = "text") -> str:
     return Documents.of([str(path) for path in paths], text_field).fingerprint
 
 
-def prepared(paths: list[Path], folder: Path, sequence: int = 2) -> Corpus:
+def prepared(paths: list[Path], folder: Path, tokenizer=None, vocabulary: int = 257) -> Corpus:
     documents = Documents.of([str(path) for path in paths], "text")
-    return prepare_corpus(documents, ByteTokenizer(), folder, sequence=sequence, vocabulary=257)
+    corpus = prepare_corpus(documents, tokenizer or ByteTokenizer(), folder, vocabulary=vocabulary)
+    corpus.folder.clean()
+    return corpus
+
+
+def tokens_of(corpus: Corpus) -> torch.Tensor:
+    """The tokens of a corpus of one piece."""
+    (shard,) = corpus.window(0, 1).shards
+    return shard.tokens
+
+
+def batches_of(*corpora: Corpus, sequence: int, **options) -> Batches:
+    whole = {"batch": 1, "rank": 0, "num_ranks": 1, "seed": 0}
+    return Batches(corpora, sequence=sequence, **{**whole, **options})
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -113,7 +127,7 @@ def test_a_fingerprint_depends_on_content_and_names_and_not_on_place_or_time(tmp
 
 
 def test_a_large_input_is_told_apart_by_the_ends_of_its_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("fullshard_train.corpus.HASHED_BYTES", 10)
+    monkeypatch.setattr("fullshard_train.sources.HASHED_BYTES", 10)
     path = write(tmp_path / "a.txt", "x" * 5_000_000)
     before = fingerprint(path)
     write(path, "x" * 4_999_999 + "y")
@@ -180,42 +194,38 @@ def test_a_broken_line_is_an_error_that_names_it(tmp_path, line, words):
 def test_documents_lie_one_after_another_each_followed_by_its_end(tmp_path):
     first, second = write(tmp_path / "a.txt", "ab"), write(tmp_path / "b.txt", "c")
     corpus = prepared([first, second], tmp_path / "tokens")
-    assert corpus.tokens.tolist() == [97, 98, END, 99, END]
-    assert corpus.tokens.dtype is torch.uint16
+    assert tokens_of(corpus).tolist() == [97, 98, END, 99, END]
+    assert tokens_of(corpus).dtype is torch.uint16
     # Tokens of another tokenizer have a file of their own, with as many bytes as they need.
-    documents = Documents.of([str(first), str(second)], "text")
-    wide = prepare_corpus(
-        documents, WideTokenizer(), tmp_path / "tokens", sequence=2, vocabulary=70_000
-    )
-    assert wide.tokens.tolist() == [1097, 1098, 69_999, 1099, 69_999]
-    assert wide.tokens.dtype is torch.int32
+    wide = prepared([first, second], tmp_path / "tokens", WideTokenizer(), 70_000)
+    assert tokens_of(wide).tolist() == [1097, 1098, 69_999, 1099, 69_999]
+    assert tokens_of(wide).dtype is torch.int32
     assert wide.fingerprint != corpus.fingerprint
 
 
 def test_rows_share_one_token_so_that_each_is_predicted_once(tmp_path):
-    corpus = prepared([write(tmp_path / "a.txt", "abcdef")], tmp_path)
-    assert corpus.num_tokens == 7
-    assert corpus.num_sequences(3) == 2
-    assert corpus.row(0, 3).tolist() == [97, 98, 99, 100]
-    assert corpus.row(1, 3).tolist() == [100, 101, 102, END]
-    assert corpus.row(0, 3).dtype is torch.int64
+    shard = Shard(tokens_of(prepared([write(tmp_path / "a.txt", "abcdef")], tmp_path)))
+    assert shard.tokens.numel() == 7
+    assert shard.num_sequences(3) == 2
+    assert shard.row(0, 3).tolist() == [97, 98, 99, 100]
+    assert shard.row(1, 3).tolist() == [100, 101, 102, END]
+    assert shard.row(0, 3).dtype is torch.int64
 
 
 def test_tokens_are_written_once(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "hello")
-    first = prepared([path], tmp_path / "t")
+    first = tokens_of(prepared([path], tmp_path / "t"))
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: pytest.fail("encoded again"))
-    again = prepared([path], tmp_path / "t")
-    assert again.tokens.tolist() == first.tokens.tolist()
-    assert again.fingerprint == first.fingerprint
-    assert len(list((tmp_path / "t").iterdir())) == 2
+    again = tokens_of(prepared([path], tmp_path / "t"))
+    assert again.tolist() == first.tolist()
+    assert len(list((tmp_path / "t").glob("*/*"))) == 2
 
 
 @pytest.mark.parametrize("damage", ["cut short", "no sizes", "broken sizes", "gone", "old sizes"])
 def test_a_damaged_file_of_tokens_is_written_anew(tmp_path, damage):
     path, folder = write(tmp_path / "a.txt", "hello"), tmp_path / "t"
-    expected = prepared([path], folder).tokens.tolist()
-    (tokens,), (sizes,) = folder.glob("*.bin"), folder.glob("*.json")
+    expected = tokens_of(prepared([path], folder)).tolist()
+    (tokens,), (sizes,) = folder.glob("*/*.bin"), folder.glob("*/*.json")
     if damage == "cut short":
         tokens.write_bytes(tokens.read_bytes()[:-1])
     elif damage == "no sizes":
@@ -226,27 +236,29 @@ def test_a_damaged_file_of_tokens_is_written_anew(tmp_path, damage):
         sizes.write_text('{"tokens": 3}')
     else:
         tokens.unlink()
-    assert prepared([path], folder).tokens.tolist() == expected
+    assert tokens_of(prepared([path], folder)).tolist() == expected
     assert tokens.stat().st_size == 2 * len(expected)
 
 
 def test_a_corpus_that_cannot_be_made_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "hello")
-    assert prepared([path], tmp_path / "t", sequence=5).num_sequences(5) == 1
+    corpus = prepared([path], tmp_path / "t")
+    batches_of(corpus, sequence=5).begin()
     with pytest.raises(ConfigError, match=r"6 tokens are too few to fill a sequence of 6"):
-        prepared([path], tmp_path / "t", sequence=6)
+        batches_of(corpus, sequence=6).begin()
     with pytest.raises(ConfigError, match="bytes of text cannot be written"):
         prepared([path], path / "tokens")
-    documents = Documents.of([str(path)], "text")
     with pytest.raises(ConfigError, match="largest token is 256"):
-        prepare_corpus(documents, ByteTokenizer(), tmp_path / "t", sequence=2, vocabulary=256)
+        tokens_of(prepared([path], tmp_path / "t", vocabulary=256))
     broken = write(tmp_path / "a.jsonl", '{"text": "good"}\n{"text": 3}')
     with pytest.raises(ConfigError, match="line 2"):
-        prepared([broken], tmp_path / "none")
-    assert list((tmp_path / "none").iterdir()) == []
+        tokens_of(prepared([broken], tmp_path / "none"))
+    assert [each.suffix for each in (tmp_path / "none").glob("*/*")] == [".error"]
+    write(broken, '{"text": "good"}')
+    assert tokens_of(prepared([broken], tmp_path / "none")).tolist() == [*b"good", END]
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: [3, 257])
     with pytest.raises(ConfigError, match="tokens are from 3 to 257"):
-        prepared([write(tmp_path / "b.txt", "other")], tmp_path / "t")
+        tokens_of(prepared([write(tmp_path / "b.txt", "other")], tmp_path / "t"))
 
 
 @settings(max_examples=30, deadline=None)
@@ -254,9 +266,10 @@ def test_a_corpus_that_cannot_be_made_is_an_error_that_leaves_nothing(tmp_path, 
 def test_a_text_in_pieces_has_the_same_tokens(tmp_path_factory, text, num_chars):
     folder = tmp_path_factory.mktemp("pieces")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_module, "PIECE_CHARS", num_chars)
-        corpus = prepared([write(folder / "a.txt", text)], folder, sequence=1)
-    assert corpus.tokens.tolist() == [*text.encode(), END]
+        patch.setattr(tokenization, "PIECE_CHARS", num_chars)
+        corpus = prepared([write(folder / "a.txt", text)], folder)
+        tokens_of(corpus)
+    assert tokens_of(corpus).tolist() == [*text.encode(), END]
 
 
 # Conversations
@@ -289,8 +302,8 @@ CHATS: list[tuple[dict[str, object], str]] = [
 def test_of_conversations_only_what_the_assistant_says_is_trained(tmp_path):
     lines = write(tmp_path / "chats.jsonl", "\n".join(json.dumps(line) for line, _ in CHATS))
     corpus = prepared([lines], tmp_path / "tokens")
-    length = corpus.num_tokens - 1
-    batches = Batches(corpus, sequence=length, batch=1, rank=0, num_ranks=1, seed=0)
+    length = tokens_of(corpus).numel() - 1
+    batches = batches_of(corpus, sequence=length)
     inputs, targets, positions = (each[0] for each in batches.next())
     trained = targets[targets != -100]
     assert ByteTokenizer().decode(trained.tolist()) == "".join(text for _, text in CHATS)
@@ -327,4 +340,4 @@ def test_of_conversations_only_what_the_assistant_says_is_trained(tmp_path):
 def test_a_conversation_that_cannot_be_read_is_an_error(tmp_path, lines, words):
     path = write(tmp_path / "chats.jsonl", "\n".join(map(json.dumps, lines)))
     with pytest.raises(ConfigError, match=words):
-        prepared([path], tmp_path / "tokens")
+        tokens_of(prepared([path], tmp_path / "tokens"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from types import ModuleType
 
 import torch
+
+from fullshard._torch import triton_kernels
 
 
 def cost(rows: int, cols: int, num_steps: int) -> int:
@@ -52,14 +53,7 @@ def orthogonalize_(
 
 def _symmetric_products(batch: torch.Tensor) -> ModuleType | None:
     """The kernel for products that are symmetric, where it is faster than whole products."""
-    kernel = _triton_kernel() if batch.is_cuda and batch.dtype is torch.bfloat16 else None
-    return kernel if kernel and min(batch.shape[-2:]) >= kernel.SMALLEST_ROWS else None
-
-
-@cache
-def _triton_kernel() -> ModuleType | None:
-    try:
-        from fullshard.optim import symmetric_products
-    except ImportError:  # a build of torch without Triton
+    if not batch.is_cuda or batch.dtype is not torch.bfloat16:
         return None
-    return symmetric_products
+    kernel = triton_kernels("fullshard.optim.symmetric_products")
+    return kernel if kernel and min(batch.shape[-2:]) >= kernel.SMALLEST_ROWS else None

@@ -8,13 +8,12 @@ copies a whole bucket with one kernel.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from types import ModuleType
 from typing import Protocol
 
 import torch
 
-from fullshard._torch import foreach_copy_
+from fullshard._torch import foreach_copy_, triton_kernels
 from fullshard.device import ResizableBuffer, Simulation, simulation
 from fullshard.layout import NO_TENSOR, Bucket, Copy, CopyTable, Wire
 from fullshard.layout.copies import Dim
@@ -61,16 +60,8 @@ def packer(table: CopyTable, wire: Wire, num_ranks: int, comm_ctx: CommContext) 
 
 
 def _kernel(comm_ctx: CommContext) -> ModuleType | None:
-    return _triton_kernel() if comm_ctx.device.torch_device.type == "cuda" else None
-
-
-@cache
-def _triton_kernel() -> ModuleType | None:
-    try:
-        from fullshard.unit import copy_kernel
-    except ImportError:  # a build of torch without Triton
-        return None
-    return copy_kernel
+    is_cuda = comm_ctx.device.torch_device.type == "cuda"
+    return triton_kernels("fullshard.unit.copy_kernel") if is_cuda else None
 
 
 class UnpackViews:
@@ -102,7 +93,7 @@ class PackViews:
     """Copies through views that are made for each tensor.
 
     If every tensor has as many elements on each rank, which is the usual case, the bucket is a
-    concatenation: one call instead of two views and a copy for each tensor (rule 7).
+    concatenation: one call instead of two views and a copy for each tensor (rule 7: host time).
     """
 
     def __init__(self, table: CopyTable, num_ranks: int) -> None:
@@ -164,6 +155,15 @@ class PackEncoded:
         self._wire.encode(segments.view(rows), bucket.view(rows))
 
 
+def encode(wire: Wire, segment: torch.Tensor, message: torch.Tensor) -> None:
+    """Write this rank's segment of a bucket as what is sent of it."""
+    simulated = simulation()
+    if simulated is None:
+        wire.encode(segment.view(1, -1), message.view(1, -1))
+    else:
+        simulated.copied(segment.nbytes + message.nbytes)
+
+
 class Decoder:
     """Decodes what was gathered of a bucket; afterwards it is as if its values had been sent."""
 
@@ -174,7 +174,11 @@ class Decoder:
         self._messages, self._values = (each.view(num_ranks, -1) for each in (messages, values))
 
     def run(self) -> None:
-        self._wire.decode(self._messages, self._values)
+        simulated = simulation()
+        if simulated is None:
+            self._wire.decode(self._messages, self._values)
+        else:
+            simulated.copied(self._messages.nbytes + self._values.nbytes)
 
 
 class SimulatedCopies:

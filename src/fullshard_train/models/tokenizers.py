@@ -57,6 +57,10 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without `end`."""
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text; some tokenizers use several threads for that."""
+        return [self.encode(text) for text in texts]
+
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; special tokens are skipped."""
@@ -133,8 +137,11 @@ class JsonTokenizer(Tokenizer):
         self.own.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
-        tokens: list[int] = self.own.encode(_unicode(text), add_special_tokens=False).ids
-        return tokens
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self.own.encode_batch_fast([*map(_unicode, texts)], add_special_tokens=False)
+        return [each.ids for each in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self.own.decode(list(tokens), skip_special_tokens=True)
@@ -196,6 +203,10 @@ class FolderTokenizer(Tokenizer):
         # verbose=False: the tokenizer warns of texts that are longer than a sequence.
         tokens: list[int] = self._own.encode(text, add_special_tokens=False, verbose=False)
         return tokens
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        found = self._own(list(texts), add_special_tokens=False, verbose=False) if texts else {}
+        return list(found.get("input_ids", []))
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._own.decode(list(tokens), skip_special_tokens=True)
