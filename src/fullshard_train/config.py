@@ -139,8 +139,9 @@ class ShardingSection:
     )
     precision: str = _key(
         "auto",
-        "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; auto is bf16 on a GPU.",
-        choices=("auto", "float32", "bf16", "bf16-reduce", "fp16"),
+        "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; fp8 and fp8-rowwise have "
+        "the products of blocks in float8, and the rest in bf16; auto is bf16 on a GPU.",
+        choices=("auto", "float32", "bf16", "bf16-reduce", "fp16", "fp8", "fp8-rowwise"),
     )
     gather_wire: str = _key(
         "plain",
@@ -422,6 +423,12 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if sharding.precision == "fp16" and run.device == "cpu":
         wrong = f"{named('sharding.precision')}: fp16 needs a GPU, but {given('run.device')}"
         yield f"{wrong}; choose bf16 or float32."
+    if sharding.precision.startswith("fp8") and config.model.lora_rank:
+        wrong = f"{named('sharding.precision')}: {sharding.precision} trains all weights"
+        yield f"{wrong}, but {given('model.lora_rank')}; choose bf16."
+    if sharding.precision.startswith("fp8") and config.model.sequence % 16:
+        wrong = f"{named('sharding.precision')}: {sharding.precision} needs sequences of a multiple"
+        yield f"{wrong} of 16 tokens, but {given('model.sequence')}; choose another, or bf16."
     is_8bit = optimizer.name == "adamw8bit"
     if run.capture == "on" and (run.device == "cpu" or sharding.offload or is_8bit):
         place = "optimizer.name" if is_8bit else "run.device"

@@ -654,5 +654,5 @@ class Unplanned(BuiltinArchitecture):
     def __init__(self) -> None:
         super().__init__(size_named("tiny"))
 
-    def logits(self, model: nn.Module, tokens: torch.Tensor, positions: Any = None) -> torch.Tensor:
-        return super().logits(model, torch.from_numpy(tokens.numpy()))
+    def loss(self, model: nn.Module, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        return super().loss(model, torch.from_numpy(tokens.numpy()), *others)

@@ -229,6 +229,14 @@ def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, v
     "values, said",
     [
         (
+            {("sharding", "precision"): "fp8", ("model", "lora_rank"): 4},
+            "fp8 trains all weights, but model.lora_rank (--lora-rank) is 4",
+        ),
+        (
+            {("sharding", "precision"): "fp8-rowwise", ("model", "sequence"): 100},
+            "sequences of a multiple of 16 tokens, but model.sequence (--sequence) is 100",
+        ),
+        (
             {("sharding", "precision"): "fp16", ("run", "device"): "cpu"},
             "fp16 needs a GPU, but run.device (--device) is 'cpu'",
         ),
