@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullshard_train.models.elementwise import rotated, swiglu
+from fullshard_train.models.elementwise import kernels_agree, rotated, swiglu
 from fullshard_train.models.transformer import rotary_angles
 
 
@@ -17,6 +17,7 @@ def drawn(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("width", [64, 96])
 def test_the_kernels_of_the_transformer_find_values_and_gradients(width: int) -> None:
+    assert kernels_agree(torch.device("cuda", 0))
     gate, up = drawn(3, 70, 301), drawn(3, 70, 301)
     x = drawn(2, 33, 5 * width)
     angles = rotary_angles(4, 33, width, 10_000.0, x.device)

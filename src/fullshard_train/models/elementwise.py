@@ -25,6 +25,10 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if _has_kernels(x) and x.dim() == 4:
         found: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return found
+    return _turned(x, cos, sin)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
@@ -71,9 +75,35 @@ class _Rotation(torch.autograd.Function):
 
 def _has_kernels(x: Tensor) -> bool:
     is_compiled = torch.compiler.is_compiling()
-    return x.is_cuda and not is_compiled and x.dtype is not torch.float64 and _has_triton()
+    if not x.is_cuda or is_compiled or x.dtype is torch.float64:
+        return False
+    return kernels_agree(x.device)
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def kernels_agree(device: torch.device) -> bool:
+    """Whether there is Triton, and its kernels compute on this device what they should."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        pairs = _compared(device)
+    except Exception:  # a Triton that does not compile them
+        return False
+    return all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in pairs)
+
+
+def _compared(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return what the kernels compute, beside what they should."""
+    from fullshard_train.models import kernels
+
+    with torch.random.fork_rng([device]), torch.no_grad():
+        grad, gate, up = torch.randn(3, 2, 6, 40, 24, device=device)
+        angles = torch.randn(40, 12, device=device)
+    cos, sin = angles.cos(), angles.sin()
+    silu_grad = torch.ops.aten.silu_backward(grad * up, gate)
+    return [
+        (kernels.turned(gate, cos, sin, back=False), _turned(gate, cos, sin)),
+        (kernels.turned(gate, cos, sin, back=True), _turned(gate, cos, -sin)),
+        (kernels.gated(gate, up), F.silu(gate) * up),
+        *zip(kernels.gated_grads(grad, gate, up), (silu_grad, grad * F.silu(gate)), strict=True),
+    ]
