@@ -88,10 +88,10 @@ MAX_LINES = {
     "fullshard.testing": 1_450,
     "fullshard.trace": 550,
     "fullshard.unit": 4_100,
-    "fullshard_train": 6_150,
+    "fullshard_train": 6_450,
     "fullshard_train.cli": 450,
-    "fullshard_train.models": 1_500,
-    "fullshard_train.report": 1_250,
+    "fullshard_train.models": 1_600,
+    "fullshard_train.report": 1_300,
 }
 TOLERANCE = 100
 # The limit on lines of all pages in docs. Somebody who adds a section cuts what it repeats.

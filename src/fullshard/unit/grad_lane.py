@@ -50,7 +50,7 @@ class GradPieces:
         self._pieces = [
             (
                 slice(each.start, each.stop),
-                packer(bucket.piece(each), wire, num_ranks, comm_ctx),
+                packer(bucket.piece(each), plan.dtypes, num_ranks, comm_ctx),
                 self._memory.view(0, (numel,), wire.dtype),
             )
             for each, numel in zip(columns, numels, strict=True)
@@ -142,8 +142,7 @@ class GradBucket:
     ) -> None:
         """Copy and cast gradients into memory of all ranks' segments."""
         if self._packer is None:
-            wire, table = self.dtypes.reduce_wire, self._bucket.table
-            self._packer = packer(table, wire, self.num_ranks, comm_ctx)
+            self._packer = packer(self._bucket.table, self.dtypes, self.num_ranks, comm_ctx)
         self._packer.pack(grads, bucket, divisor)
 
 
