@@ -17,7 +17,7 @@ from fullshard_train.sharding import architecture_for
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 330, 60, 40
-COLOURS = (
+COLORS = (
     "0072b2",
     "d55e00",
     "009e73",
@@ -80,10 +80,10 @@ def memory_picture(plan: StepPlan, title: str) -> str:
         above = {each: below[each] + samples[each][kind] for each in times}
         line = [f"{x(each * end_s / 400):.1f},{y(above[each]):.1f}" for each in times]
         line += [f"{x(each * end_s / 400):.1f},{y(below[each]):.1f}" for each in reversed(times)]
-        parts.append(f'<polygon points="{" ".join(line)}" fill="#{COLOURS[number]}"/>')
+        parts.append(f'<polygon points="{" ".join(line)}" fill="#{COLORS[number]}"/>')
         row = top + 12 + 18 * (len(kinds) - number)
         box = f'<rect x="{right + 12}" y="{row - 9}" width="10" height="10"'
-        parts += [f'{box} fill="#{COLOURS[number]}"/>', text(right + 28, row, kind.value)]
+        parts += [f'{box} fill="#{COLORS[number]}"/>', text(right + 28, row, kind.value)]
         below = above
     step = 20 if highest > 40 * GIB else 5
     for size in range(0, int(highest / GIB) + 1, step):
@@ -118,13 +118,13 @@ def worlds_picture() -> str:
         parts.append(text(left, 18, f"{title}, {unit}"))
         for number, (model, points) in enumerate(curves.items()):
             line = " ".join(at(point[0], point[place + 1]) for point in points)
-            colour = f"#{COLOURS[number]}"
+            color = f"#{COLORS[number]}"
             parts.append(
-                f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+                f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>'
             )
             for index, point in enumerate(points):
                 x, y = map(float, at(point[0], point[place + 1]).split(","))
-                parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>')
+                parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>')
                 if index in (0, len(points) - 1):
                     anchor = "start" if index == 0 else "end"
                     name = f"{model.upper()}: " if index == 0 else ""

@@ -39,7 +39,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if size % NUM_REPLICAS:
-        raise SystemExit(f"an even number of ranks is expected, found {size}")
+        raise SystemExit(f"{size} ranks do not make two equal replicas; start an even number")
     mesh = init_device_mesh(
         device_type, (NUM_REPLICAS, size // NUM_REPLICAS), mesh_dim_names=("replicate", "shard")
     )

@@ -45,7 +45,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if GLOBAL_BATCH % size:
-        raise SystemExit(f"a number of ranks that divides {GLOBAL_BATCH} is expected, found {size}")
+        raise SystemExit(f"{size} ranks do not divide the batch of {GLOBAL_BATCH}; start 2, 3 or 4")
     mesh = init_device_mesh(device_type, (size,))  # also sets the GPU
     model = build().to(device_type)
     auto_shard(model, mesh=mesh)

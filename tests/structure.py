@@ -70,9 +70,9 @@ NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
 # are lowered with every cut; the aim is 17,500, and 19,500 with what is new. There may be some
 # more lines than the limit, so that not every change has to raise it.
-MAX_CORE_LINES = 28_450
+MAX_CORE_LINES = 28_550
 MAX_LINES = {
-    "fullshard": 4_300,
+    "fullshard": 4_400,
     "fullshard.cli": 950,
     "fullshard.comm": 3_300,
     "fullshard.compat": 400,
@@ -88,9 +88,9 @@ MAX_LINES = {
     "fullshard.testing": 1_450,
     "fullshard.trace": 550,
     "fullshard.unit": 4_100,
-    "fullshard_train": 5_900,
+    "fullshard_train": 6_150,
     "fullshard_train.cli": 450,
-    "fullshard_train.models": 1_250,
+    "fullshard_train.models": 1_500,
     "fullshard_train.report": 1_250,
 }
 TOLERANCE = 100

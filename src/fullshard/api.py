@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard._torch import BatchNormBase
 from fullshard.errors import ConfigError
-from fullshard.layout.wire import Plain, Wire
+from fullshard.layout.wire import Plain, Wire, Wires
 
 # These can also be imported from `fullshard`, and from the wrapper's module as in torch.
 __all__ = [
@@ -71,7 +71,8 @@ class MixedPrecisionPolicy:
     `gather_wire` and `reduce_wire`, which torch does not have either, say how parameters and
     gradients travel: one of `fullshard.wire`, such as `Int8()`, for a quarter of the bytes of
     float32. Shards keep their values. Parameters with fewer than two dims, and those smaller than a
-    block of the wire, travel as they are, except in a wrapper, which has one bucket for all.
+    block of the wire, travel as they are, except in a wrapper, which has one bucket for all. A
+    function of a parameter's name and shape chooses a wire for each, or None.
     """
 
     param_dtype: torch.dtype | None = None
@@ -82,14 +83,14 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
     )
-    gather_wire: Wire | None = field(default=None, kw_only=True)
-    reduce_wire: Wire | None = field(default=None, kw_only=True)
+    gather_wire: Wires = field(default=None, kw_only=True)
+    reduce_wire: Wires = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _require_wires("MixedPrecisionPolicy", self)
 
     @property
-    def wires(self) -> tuple[Wire | None, Wire | None]:
+    def wires(self) -> tuple[Wires, Wires]:
         """How parameters and gradients travel; None for as they are computed and reduced."""
         short = None if self.wire_dtype is None else Plain(self.wire_dtype)
         return self.gather_wire, self.reduce_wire or short
@@ -123,7 +124,7 @@ def _own_offload(given: Any) -> OffloadPolicy:
         return given
     if hasattr(given, "pin_memory"):
         return CPUOffloadPolicy(given.pin_memory)
-    # A policy without offload has no fields to recognise it by.
+    # A policy without offload has no fields to recognize it by.
     if type(given).__name__ != "OffloadPolicy":
         raise ConfigError(
             f"offload_policy must be an OffloadPolicy, not {given!r}; pass CPUOffloadPolicy() to "
@@ -145,8 +146,8 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if not self.shard_names and not self.replicate_names:
             raise ConfigError(
-                "At least one of shard or replicate must be set in DataParallelMeshDims: found "
-                "neither; pass for example shard='dp'."
+                "At least one of shard or replicate must be set in DataParallelMeshDims; pass "
+                "for example shard='dp'."
             )
 
     @property
@@ -262,9 +263,14 @@ def _require_wires(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> 
     """Raise if parameters or gradients cannot travel as a policy says."""
     for key in ("gather_wire", "reduce_wire"):
         given = getattr(policy, key)
-        if given is not None and not isinstance(given, Wire):
+        if callable(given) and isinstance(policy, MixedPrecision):
             raise ConfigError(
-                f"{name}: {key} must be a wire, such as fullshard.wire.Int8(), found {given!r}."
+                f"{name}: {key} cannot be a function, because the parameters of a wrapper travel "
+                "together; pass one wire, or use fully_shard."
+            )
+        if given is not None and not isinstance(given, Wire) and not callable(given):
+            raise ConfigError(
+                f"{name}: {key} must be a wire, such as fullshard.wire.Int8(), not {given!r}."
             )
     if policy.wire_dtype is not None and policy.reduce_wire is not None:
         raise ConfigError(

@@ -221,7 +221,7 @@ def device_for(device: torch.device) -> Device:
 
 
 class ResizableBuffer:
-    """A storage whose views are made once and outlive its memory (rule 1).
+    """A storage whose views are made once and outlive its memory (rule 1: storage outlives memory).
 
     `allocate` takes memory of the current stream and `free` gives it back. Views may be read or
     written only in between.
@@ -243,7 +243,7 @@ class ResizableBuffer:
         return start, start + self.num_bytes
 
     def allocate(self) -> None:
-        # resize_ to the same size would move the memory to a range that nobody waited for (rule 2).
+        # resize_ to the same size would move memory that is waited for by its address (rule 2).
         if not self.is_allocated:
             self._resize(self.num_bytes)
 

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 -m fullshard.dropin train.py --lr 0.1
     torchrun --nproc-per-node 2 -m fullshard.dropin -m package.train --lr 0.1
 
-Processes that the program starts do so, too. In a program, `install()` does the same for its own
-process. Every public name of torch's FSDP becomes ours, in the
-modules that define it and wherever a module that is already imported has bound it.
+Processes that the program starts run on fullshard, too. In a program, `install()` does the same for
+its own process. Every public name of torch's FSDP becomes ours, in the modules that define it and
+wherever a module that is already imported has bound it.
 """
 
 from __future__ import annotations

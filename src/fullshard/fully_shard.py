@@ -96,7 +96,7 @@ def fully_shard(
             axis. Its device type says where the unit computes.
         reshard_after_forward: True frees the full parameters after forward; False keeps them for
             backward; None means True except for the root of a forward that takes gradients. An
-            int keeps them spread over that many neighbouring ranks, so that backward gathers over
+            int keeps them spread over that many neighboring ranks, so that backward gathers over
             a smaller group.
         shard_placement_fn: Chooses the dim to shard for each parameter (`Shard(dim)`, which need
             not divide evenly), and its own mesh with a `ShardPlacementResult`.
@@ -151,14 +151,14 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
         is_container = isinstance(each, (nn.ModuleList, nn.ModuleDict))
         if is_container and type(each).forward is nn.Module.forward:
             raise ConfigError(
-                "fully_shard does not support containers that do not implement forward: found a "
+                "fully_shard does not support containers that do not implement forward, such as a "
                 f"{kind}; call fully_shard on each of its modules, or on a list of them."
             )
         if hooks_of(each) is not None:
             raise MisuseError(
-                "Each distinct composable distributed API can only be applied to a module once: "
-                f"found that fully_shard has already been applied to {kind}; call it on each "
-                "module once, inner modules first."
+                "Each distinct composable distributed API can only be applied to a module once, "
+                f"and fully_shard has already been applied to {kind}; call it on each module once, "
+                "inner modules first."
             )
     inner = {child for each in given for child in each.modules() if child is not each}
     return tuple(dict.fromkeys(each for each in given if each not in inner))
@@ -336,8 +336,8 @@ class FSDPModule(ShardedModule):
         scheduler = hooks.ensure_scheduler()
         if not hooks.is_root:
             raise LifecycleError(
-                f"{hooks.name}: {method} must be called on the root FSDP module, found a module "
-                f"below {scheduler.root.name}; call it there."
+                f"{hooks.name}: {method} must be called on the root FSDP module; call it on "
+                f"{scheduler.root.name}."
             )
         return scheduler
 
@@ -434,8 +434,8 @@ class FSDPModule(ShardedModule):
         for unit in self._units_of_one_mesh("set_all_reduce_hook"):
             if stream is not None and not unit.mesh_info.replicate.is_single:
                 raise ConfigError(
-                    f"{unit.name}: stream cannot be set when using native HSDP, found {stream}; "
-                    "the hook runs on the stream of the all-reduce."
+                    f"{unit.name}: stream cannot be set when using native HSDP; leave it out: the "
+                    "hook runs on the stream of the all-reduce."
                 )
             unit.comm.all_reduce_hook, unit.comm.all_reduce_stream = hook, stream
 
@@ -494,7 +494,7 @@ class FSDPModule(ShardedModule):
         num_meshes = len({unit.mesh_info for unit in units})
         if num_meshes > 1:
             raise ConfigError(
-                f"{units[0].name}: {what} is not supported with multiple param groups, found "
+                f"{units[0].name}: {what} is not supported with multiple param groups, here on "
                 f"{num_meshes} meshes; leave parameters with a mesh of their own to another "
                 "fully_shard call."
             )
@@ -507,7 +507,7 @@ class FSDPModule(ShardedModule):
             own = (unit.comm.current.custom_all_gather, unit.comm.current.custom_reduce_scatter)
             if not all(isinstance(each, ProcessGroupMemory | None) for each in own):
                 raise MisuseError(
-                    f"{unit.name}: {what} must come without custom collectives, found them set; "
-                    "choose one of the two."
+                    f"{unit.name}: {what} cannot be combined with custom collectives; choose one "
+                    "of the two."
                 )
         return units

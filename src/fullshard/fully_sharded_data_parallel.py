@@ -323,8 +323,8 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         units = units_below(self)
         if any(unit.mesh_info.shard.group and unit.mesh_info.replicate.group for unit in units):
             raise MisuseError(
-                "register_comm_hook: Communication hook is not supported for hybrid strategies: "
-                f"found {self.sharding_strategy}; hooks do not know of replicas."
+                "register_comm_hook: Communication hook is not supported for hybrid strategies, "
+                f"such as {self.sharding_strategy}; hooks do not know of replicas."
             )
         if any(unit.comm.comm_hook is not None for unit in units):
             raise MisuseError(
@@ -343,8 +343,8 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
     def _require_root(self, rule: str, kind: type[FullshardError] = LifecycleError) -> None:
         if not self.check_is_root():
             raise kind(
-                f"{require_hooks(self).name}: {rule}, found a wrapper inside another one; call it "
-                "on the outermost wrapper."
+                f"{require_hooks(self).name}: {rule}; call it on the outermost wrapper, not on one "
+                "inside it."
             )
 
     # State
@@ -386,8 +386,8 @@ def _checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> Sha
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
-            "FSDP will not all-gather parameters for containers that do not implement forward: "
-            f"found a {type(module).__name__}; wrap the modules inside, or the module around it.",
+            "FSDP will not all-gather parameters for containers that do not implement forward, "
+            f"such as a {type(module).__name__}; wrap the modules inside, or the module around it.",
             stacklevel=3,
         )
     strategy = own_value(ShardingStrategy, strategy)
@@ -425,7 +425,7 @@ def _ignored(
                 )
             if isinstance(each, nn.Module) and hooks_of(each) is not None:
                 raise ConfigError(
-                    f"{name}: `{name}` should not include FSDP modules, found a "
+                    f"{name}: `{name}` should not include FSDP modules, such as this "
                     f"{type(each).__name__}; pass modules of the model itself."
                 )
             if isinstance(each, nn.Module):
@@ -436,8 +436,8 @@ def _ignored(
     if module in modules:
         warnings.warn(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will "
-            f"result in all parameters being ignored: found {type(module).__name__}; ignore "
-            "modules inside it.",
+            "result in all parameters being ignored; ignore modules inside the "
+            f"{type(module).__name__}.",
             stacklevel=3,
         )
     return modules, params
@@ -566,7 +566,7 @@ def _materialize(
     if param_init_fn is not None and not callable(param_init_fn):
         raise ConfigError(
             f"param_init_fn: Expected {param_init_fn} to be callable but got "
-            f"{type(param_init_fn)}; pass one that initialises a module."
+            f"{type(param_init_fn)}; pass one that initializes a module."
         )
     for inner in own:
         if not _meta_states(inner, ignored):

@@ -146,8 +146,9 @@ class ShardingSection:
     )
     precision: str = _key(
         "auto",
-        "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; auto is bf16 on a GPU.",
-        choices=("auto", "float32", "bf16", "bf16-reduce", "fp16"),
+        "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; fp8 and fp8-rowwise have "
+        "the products of blocks in float8, and the rest in bf16; auto is bf16 on a GPU.",
+        choices=("auto", "float32", "bf16", "bf16-reduce", "fp16", "fp8", "fp8-rowwise"),
     )
     gather_wire: str = _key(
         "plain",
@@ -162,7 +163,7 @@ class ShardingSection:
     offload: bool = _key(False, "Keep shards, gradients and optimizer state in host memory.")
     reshard_to: int = _key(
         0,
-        "Neighbouring ranks that hold a unit's parameters between forward and backward; 0: as the "
+        "Neighboring ranks that hold a unit's parameters between forward and backward; 0: as the "
         "strategy says.",
         _NATURAL,
     )
@@ -426,67 +427,69 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         section, name = place.split(".")
         return KEYS[section, name].subject
 
-    def problem(place: str, expected: str, found: str, remedy: str) -> str:
-        return f"{named(place)} needs {expected}, but found {found}; {remedy}."
+    def given(place: str) -> str:
+        return f"{named(place)} is {value_of(config, KEYS[tuple(place.split('.'))])!r}"  # type: ignore[index]
 
     if sharding.precision == "fp16" and run.device == "cpu":
-        found = f"{named('run.device')} 'cpu'"
-        yield problem("sharding.precision", "a GPU for fp16", found, "choose bf16 or float32")
-    chosen = f"{named('optimizer.name')} {optimizer.name!r}"
+        wrong = f"{named('sharding.precision')}: fp16 needs a GPU, but {given('run.device')}"
+        yield f"{wrong}; choose bf16 or float32."
+    if sharding.precision.startswith("fp8") and config.model.lora_rank:
+        wrong = f"{named('sharding.precision')}: {sharding.precision} trains all weights"
+        yield f"{wrong}, but {given('model.lora_rank')}; choose bf16."
+    if sharding.precision.startswith("fp8") and config.model.sequence % 16:
+        wrong = f"{named('sharding.precision')}: {sharding.precision} needs sequences of a multiple"
+        yield f"{wrong} of 16 tokens, but {given('model.sequence')}; choose another, or bf16."
     is_8bit = optimizer.name == "adamw8bit"
     if run.capture == "on" and (run.device == "cpu" or sharding.offload or is_8bit):
-        found = chosen if is_8bit else f"{named('run.device')} 'cpu'"
-        found = f"{named('sharding.offload')} true" if sharding.offload else found
-        expected = "AdamW or Muon with parameters on a GPU"
-        yield problem("run.capture", expected, found, "choose auto or off")
+        place = "optimizer.name" if is_8bit else "run.device"
+        place = "sharding.offload" if sharding.offload else place
+        wrong = f"{named('run.capture')}: steps cannot be captured, because {given(place)}"
+        yield f"{wrong}; choose auto or off."
     if is_8bit and (sharding.api == "wrapper" or sharding.offload):
-        found = f"{named('sharding.api')} {sharding.api!r}{' with --offload' * sharding.offload}"
-        remedy = "choose another, or --api fully_shard and --no-offload"
-        expected = f"fully_shard on the device for {optimizer.name}"
-        yield problem("optimizer.name", expected, found, remedy)
+        place = "sharding.offload" if sharding.offload else "sharding.api"
+        wrong = f"{named('optimizer.name')}: adamw8bit does not train this model: {given(place)}"
+        yield f"{wrong}; choose another optimizer, or --api fully_shard and --no-offload."
     if sharding.strategy == "none" and sharding.offload:
-        found, remedy = f"{named('sharding.strategy')} 'none'", "choose full or grad-op, or do not"
-        yield problem("sharding.offload", "a sharded model", found, f"{remedy} offload")
+        wrong = f"{named('sharding.offload')}: only shards are offloaded"
+        remedy = "choose full or grad-op, or do not offload"
+        yield f"{wrong}, but {given('sharding.strategy')}; {remedy}."
     for name in ("prefetch", "reshard_to"):
         is_set = getattr(sharding, name) != KEYS["sharding", name].default
         if is_set and sharding.api == "wrapper":
-            found, remedy = f"{named('sharding.api')} 'wrapper'", "change it, or leave this out"
-            yield problem(f"sharding.{name}", "fully_shard", found, remedy)
+            wrong = f"{named(f'sharding.{name}')} is for fully_shard, but {given('sharding.api')}"
+            yield f"{wrong}; leave out one of them."
     if sharding.reshard_to and sharding.strategy != "full":
-        found = f"{named('sharding.strategy')} {sharding.strategy!r}"
-        yield problem("sharding.reshard_to", "strategy full", found, "leave out one of them")
+        wrong = f"{named('sharding.reshard_to')} is for the strategy 'full'"
+        yield f"{wrong}, but {given('sharding.strategy')}; leave out one of them."
     if sharding.selective_checkpointing and sharding.activation_checkpointing:
-        found = f"{named('sharding.activation_checkpointing')}, too"
-        expected = "one kind of recomputation"
-        yield problem("sharding.selective_checkpointing", expected, found, "leave out one of them")
+        one, other = "sharding.selective_checkpointing", "sharding.activation_checkpointing"
+        yield f"{named(one)} and {named(other)} are two kinds of recomputation; leave out one."
     if mesh is not None and run.ranks and mesh[0] * mesh[1] % run.ranks:
-        expected = f"a multiple of the {run.ranks} ranks per machine"
-        found = f"{mesh[0] * mesh[1]} ranks in {sharding.mesh}"
-        yield problem("sharding.mesh", expected, found, f"change it or {named('run.ranks')}")
+        wrong = f"{named('sharding.mesh')}: {sharding.mesh} has {mesh[0] * mesh[1]} ranks, which is"
+        wrong = f"{wrong} not a multiple of the {run.ranks} ranks per machine"
+        yield f"{wrong}; change it or {named('run.ranks')}."
     if run.capture == "on" and run.on_oom != "stop":
-        found = f"{named('run.on_oom')} {run.on_oom!r}"
-        yield problem("run.capture", "auto or off", found, "choose one of these, or stop")
+        wrong = f"{named('run.capture')}: steps that may be repeated cannot be captured"
+        yield f"{wrong}, but {given('run.on_oom')}; choose auto or off, or --on-oom stop."
     if sharding.elastic_replicas:
         if mesh is None or mesh[0] == 1:
-            found = f"{named('sharding.mesh')} {sharding.mesh!r}"
-            yield problem("sharding.elastic_replicas", "replicas", found, "pass a mesh as in 2x4")
+            wrong = f"{named('sharding.elastic_replicas')} needs replicas"
+            yield f"{wrong}, but {given('sharding.mesh')}; pass a mesh as in 2x4."
         unfit = {"run.on_nan": "rollback", "run.capture": "on", "optimizer.name": "adamw8bit"}
         for place, value in unfit.items():
             if value_of(config, KEYS[tuple(place.split("."))]) == value:  # type: ignore[index]
                 both = f"{named('sharding.elastic_replicas')} does not work with {named(place)}"
                 yield f"{both} {value!r}; change one."
     if run.trace_step > optimizer.steps:
-        expected = f"one of {optimizer.steps} steps"
-        yield problem("run.trace_step", expected, str(run.trace_step), "choose one of them")
+        wrong = f"{named('run.trace_step')}: there is no step {run.trace_step}"
+        yield f"{wrong}; choose one from 1 to {optimizer.steps}."
     if run.eval_every and not (data.eval_paths or data.eval_share):
-        remedy = f"pass {named('data.eval_paths')} or {named('data.eval_share')}"
-        yield problem("run.eval_every", "data for validation", "none", remedy)
+        wrong = f"{named('run.eval_every')} needs data for validation"
+        yield f"{wrong}; pass {named('data.eval_paths')} or {named('data.eval_share')}."
     if data.eval_paths and data.eval_share:
-        found = f"{named('data.eval_paths')}, too"
-        yield problem("data.eval_share", "one source", found, "leave out one of them")
+        both = f"{named('data.eval_paths')} and {named('data.eval_share')}"
+        yield f"{both} both say what validates; leave out one of them."
     if run.resume_strict and not run.resume:
-        remedy = f"pass {named('run.resume')}, too"
-        yield problem("run.resume_strict", "a run to resume", "none", remedy)
+        yield f"{named('run.resume_strict')} works only with {named('run.resume')}; pass that, too."
     if run.resume and not run.out:
-        remedy = f"name it with {named('run.out')}"
-        yield problem("run.resume", "the folder of the run to resume", "none", remedy)
+        yield f"{named('run.resume')} needs the folder of a run; name it with {named('run.out')}."

@@ -22,7 +22,7 @@ _STATUS_FOLDER = "FULLSHARD_STATUS_FOLDER"
 _LAUNCHER = "FULLSHARD_LAUNCHER"
 _REPLICA = "FULLSHARD_REPLICA"
 _ERROR, _STOPPED, _READY, _LEFT = "error-", "stopped-", "ready-", "left-"
-# How long a rank may take to answer SIGTERM, and to raise its own error once a neighbour has ended.
+# How long a rank may take to answer SIGTERM, and to raise its own error once a neighbor has ended.
 _GRACE_S, _SHORT_GRACE_S = 20.0, 1.0
 _POLL_S = 0.1
 
@@ -85,13 +85,13 @@ class StopRequest:
     in native code. A thread therefore reads the signals from the file descriptor to which Python's
     C handler writes them.
 
-    `neighbours` are the other ranks of this machine, once they are known. Before, there is nothing
+    `neighbors` are the other ranks of this machine, once they are known. Before, there is nothing
     to save, and SIGTERM ends the rank. When one of them has ended, there is nobody to save with.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
-        self.neighbours: Sequence[Process] | None = None
+        self.neighbors: Sequence[Process] | None = None
         self._is_acknowledged = threading.Event()
         self._readable, self._writable = os.pipe()
         os.set_blocking(self._writable, False)
@@ -128,16 +128,16 @@ class StopRequest:
         self._is_acknowledged.set()
 
     def _exit_after_grace(self) -> None:
-        deadline = time.monotonic() + (0 if self.neighbours is None else _GRACE_S)
+        deadline = time.monotonic() + (0 if self.neighbors is None else _GRACE_S)
         while not self._is_acknowledged.wait(_POLL_S):
-            if any(start_of(pid) != start for pid, start in self.neighbours or ()):
+            if any(start_of(pid) != start for pid, start in self.neighbors or ()):
                 deadline = min(deadline, time.monotonic() + _SHORT_GRACE_S)
             if time.monotonic() > deadline:
                 os._exit(128 + signal.SIGTERM)
 
-    def kill_stopped_neighbours(self) -> None:
+    def kill_stopped_neighbors(self) -> None:
         """End ranks that were stopped by a signal: they do not answer the launcher's."""
-        for pid, start in self.neighbours or ():
+        for pid, start in self.neighbors or ():
             if is_stopped(pid):
                 kill((pid, start))
 

@@ -34,6 +34,7 @@ from fullshard_train.control import (
     name_launcher,
 )
 from fullshard_train.launcher import local_launch, prepare_environment
+from fullshard_train.models.float8 import PRECISIONS
 from fullshard_train.models.sampling import sample
 from fullshard_train.output import config_beside, folder_beside
 from fullshard_train.run_tokenizer import tokenizer_of_run
@@ -133,6 +134,7 @@ def _generated(request: GenerateRequest, world: World) -> str:
     # The units and the precision are those of the run; other settings concern training.
     is_possible = world.device.type == "cuda" or config.sharding.precision != "fp16"
     precision = config.sharding.precision if is_possible else "float32"
+    precision = "auto" if precision in PRECISIONS else precision
     sharding = ShardingSection(units=config.sharding.units, precision=precision)
     model = build_sharded_model(architecture, sharding, world)
     # A checkpoint may lack the base weights of adapters, and buffers that are computed.

@@ -23,6 +23,7 @@ from fullshard.plan import Job, Kind, Machine, StepPlan, known_profile, profile_
 from fullshard.wrap import repeated_blocks
 from fullshard_train.config import KEYS, TrainConfig, mesh_shape, value_of
 from fullshard_train.models.architecture import Architecture
+from fullshard_train.models.float8 import PRECISIONS
 from fullshard_train.models.optional import first_line
 from fullshard_train.models.tokenizers import Tokenizer
 from fullshard_train.models.transformer import BuiltinArchitecture
@@ -56,6 +57,8 @@ def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) 
     mesh_shape(section, machine.num_ranks)
     if section.precision == "auto":
         section = replace(section, precision="float32" if played == "cpu" else "bf16")
+    if section.precision in PRECISIONS:
+        section = replace(section, precision="bf16")  # what is kept between layers
     # Compiled blocks save no more activations than others; a CPU has its own memory only.
     section = replace(section, compile=False, offload=section.offload and played != "cpu")
     if section.offload and section.api == "wrapper":

@@ -78,7 +78,7 @@ class Run:
         everyone = self._ranks.all_gather((num_restarts(), *process))
         # torchrun counts restarts only on the host whose rank died.
         self._is_restarted = any(restarts for restarts, *_ in everyone)
-        self._neighbours = [
+        self._neighbors = [
             (pid, start)
             for _, machine, pid, start in everyone
             if machine == machine_id() and pid != os.getpid()
@@ -105,7 +105,7 @@ class Run:
         """Train, save, sample and report; return False if stopped before the last step."""
         if self._replica is None or self._replica.replica == 0:
             os.environ["FULLSHARD_WATCH_FILE"] = str(self._folder.places)
-        stop.neighbours = self._neighbours
+        stop.neighbors = self._neighbors
         try:
             return self._run(stop)
         finally:
@@ -406,7 +406,7 @@ def run_rank(config: TrainConfig) -> int:
                 is_done = Run(config, world).run(stop)
         except (FullshardError, OSError, RuntimeError) as error:
             if _is_lost_connection(error):
-                stop.kill_stopped_neighbours()
+                stop.kill_stopped_neighbors()
             return exit_status_after(error, status)
     if status is not None:
         status.report_left()

@@ -30,6 +30,7 @@ from fullshard_train.config import ModelSection, ShardingSection, mesh_shape
 from fullshard_train.models import architecture_of
 from fullshard_train.models.adapters import LoraSettings
 from fullshard_train.models.architecture import Architecture
+from fullshard_train.models.float8 import PRECISIONS, follow_scales, use_float8
 from fullshard_train.world import World
 
 # Without replication, and with it.
@@ -74,7 +75,7 @@ class Dtypes:
             "bf16": cls(torch.bfloat16, torch.float32),
             "bf16-reduce": cls(torch.bfloat16, torch.bfloat16),
             "fp16": cls(torch.float16, torch.float32),
-        }[precision]
+        }.get(precision, cls(torch.bfloat16, torch.float32))  # beside float8
 
 
 def architecture_for(section: ModelSection, tokenizer: str = "auto") -> Architecture:
@@ -91,6 +92,10 @@ def build_sharded_model(
     """Return the sharded model; its memory is allocated but not initialized."""
     model = architecture.build()
     classes = unit_classes(model, architecture, section)
+    gathers = section.api == "fully_shard" and world.size > 1 and not section.offload
+    if section.precision in PRECISIONS:
+        blocks, kind = architecture.block_classes(), section.precision
+        use_float8(model, blocks, kind, world.device, gathers=gathers)
     prepare_blocks(model, architecture, section)
     policy = ModuleWrapPolicy(set(classes))
     if section.api == "wrapper":
@@ -108,6 +113,8 @@ def build_sharded_model(
     if section.prefetch > 1:
         _prefetch(model, section.prefetch)
     give_memory(model)
+    if section.precision in PRECISIONS and gathers:
+        follow_scales(model)
     return model
 
 

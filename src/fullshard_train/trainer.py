@@ -391,7 +391,8 @@ class Trainer:
     def _rehearse(self) -> None:
         """Run two small dummy steps, which show the guard what a step has to issue."""
         device, number = self._world.device, self._config.optimizer.accumulate
-        tensors = self._on_device([torch.zeros(1, 2, dtype=torch.int64)] * 2 * number)
+        tokens = torch.zeros(1, min(16, self._config.model.sequence), dtype=torch.int64)
+        tensors = self._on_device([tokens] * 2 * number)
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             for _ in range(2):
                 self._guarded_backward(tensors)

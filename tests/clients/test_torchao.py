@@ -56,6 +56,28 @@ def test_float8_weights_are_all_gathered(ours: Run, theirs: Run, case: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's own
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+@on_ranks(2)
+def test_a_run_in_float8_is_saved_resumed_and_trains_like_one_in_bf16(
+    rank: Rank, tmp_path: Path, api: str, precision: str
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    in_bf16 = {"sharding": {"api": api, "precision": "bf16"}, "model": {"sequence": 32}}
+    in_float8 = {**in_bf16, "sharding": {"api": api, "precision": precision}}
+    plain = trained(rank, configured(tmp_path, "plain", **in_bf16))
+    whole = trained(rank, configured(tmp_path, "whole", **in_float8))
+    assert whole != plain
+    assert whole == pytest.approx(plain, rel=0.05)
+    trained(rank, configured(tmp_path, "stopped", **in_float8), 3)
+    resumed = {**in_float8, "run": {"out": str(tmp_path / "stopped"), "resume": True}}
+    assert trained(rank, configured(tmp_path, "stopped", **resumed)) == whole
+    # A checkpoint has the weights themselves: another precision goes on with them.
+    other = {**resumed, **in_bf16, "optimizer": {"steps": 12}}
+    assert trained(rank, configured(tmp_path, "stopped", **other))[-1] < whole[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's own
 @on_ranks(2)
 def test_a_run_with_states_of_8_bits_is_saved_and_resumed(rank: Rank, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)

@@ -243,10 +243,8 @@ def test_ranks_that_take_different_detours_are_all_told_and_can_go_on(rank: Rank
     found = "gather odd" if rank.rank == 2 else "gather even"
     with pytest.raises(DisagreementError) as raised:
         order.compare(found, "gather b")
-    assert str(raised.value).startswith(f"{found}: all ranks must do the same in the same order")
-    assert f"found rank {rank.rank} about to do this where it did 'gather b' before" in str(
-        raised.value
-    )
+    assert str(raised.value).startswith(f"{found}: rank {rank.rank} is about to do this")
+    assert "where it did 'gather b' before" in str(raised.value)
     assert ("rank 2 does gather odd" in str(raised.value)) == (rank.rank != 2)
     for number in range(3):
         order.compare(f"gather {number}", "gather b")
@@ -258,9 +256,7 @@ def test_a_detour_that_one_rank_takes_alone_leaves_the_next_ones_right(rank: Ran
     if rank.rank == 1:
         os.environ[PATIENCE] = "0.2"
         try:
-            with pytest.raises(
-                DisagreementError, match=r"gather a: .* rank 1 .* only 1 of 2 ranks"
-            ):
+            with pytest.raises(DisagreementError, match=r"gather a: rank 1 .* only 1 of 2 ranks"):
                 order.compare("gather a", "gather b")
         finally:
             del os.environ[PATIENCE]
@@ -343,7 +339,7 @@ def test_ranks_that_do_not_come_to_a_first_step_are_named(rank: Rank) -> None:
     if rank.rank in (0, 2):
         with (
             patch.object(agreement_module, "timeout_of", lambda _: timedelta(seconds=0.5)),
-            pytest.raises(DisagreementError, match=r"ranks \[(1, 3|1, 2, 3|0, 1, 3)\] missing for"),
+            pytest.raises(DisagreementError, match=r"\[(1, 3|1, 2, 3|0, 1, 3)\] have not come to"),
         ):
             agreement.exchange(7)
     dist.barrier()

@@ -205,7 +205,7 @@ def test_ranks_with_different_units_or_ways_are_told_on_every_rank(
 ) -> None:
     for kind, message, _ in everyone(change):
         assert kind == DisagreementError.__name__, message
-        for word in ("rank 0", "rank 1", module, "found", ";"):
+        for word in ("rank 0", "rank 1", module, ";"):
             assert word in message
 
 

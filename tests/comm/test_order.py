@@ -136,21 +136,19 @@ def test_a_setting_that_differs_is_named_with_both_values_and_places(rank: Rank,
     value = getattr(value, name, value)
     with pytest.raises(DisagreementError) as raised:
         loss_of(model)
-    assert f"found {name} {value} on rank 1 ({host}), but None on rank 0 ({host})" in str(
-        raised.value
-    )
+    assert f"{name} is {value} on rank 1 ({host}), but None on rank 0 ({host})" in str(raised.value)
 
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "found SGD, group 0, lr 0.1 on": (
+    "SGD, group 0, lr is 0.1 on": (
         lambda params: torch.optim.SGD(params, 0.1),
         lambda params: torch.optim.SGD(params, 0.2),
     ),
-    "found AdamW, group 0, betas (0.9, 0.999) on": (
+    "AdamW, group 0, betas is (0.9, 0.999) on": (
         lambda params: torch.optim.AdamW(params),
         lambda params: torch.optim.AdamW(params, betas=(0.9, 0.95)),
     ),
-    "found class SGD on": (
+    "class is SGD on": (
         lambda params: torch.optim.SGD(params),
         lambda params: torch.optim.AdamW(params),
     ),
@@ -166,7 +164,7 @@ def test_hyperparameters_that_differ_are_named(rank: Rank, found: str) -> None:
     optimizer.step()
     with pytest.raises(DisagreementError) as raised:
         loss_of(model)
-    for part in ("optimizer: ", "rank 0 (", "rank 1 (", found if rank.rank == 0 else "found"):
+    for part in ("optimizer: ", "rank 0 (", "rank 1 (", found if rank.rank == 0 else " is "):
         assert part in str(raised.value)
     dist.barrier()
     again = model_on(rank)  # a model that agrees can be trained

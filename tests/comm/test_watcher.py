@@ -285,7 +285,7 @@ while not watching._is_complete:
     watching._stopped.wait(0.1)
 dist.barrier()
 if dist.get_rank() == 0:
-    while watching._neighbours:  # until it has seen that the process of rank 1 is gone
+    while watching._neighbors:  # until it has seen that the process of rank 1 is gone
         watching._stopped.wait(0.1)
     watching._look()
     guard.check()

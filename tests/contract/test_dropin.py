@@ -246,7 +246,7 @@ def test_a_rank_that_runs_on_torchs_fsdp_is_named_in_the_first_step(rank: Rank) 
         os.environ[guard.PATIENCE] = "0.2"
         with dropin.installed():
             model = torch_fsdp.fully_shard(Net(), mesh=rank.mesh())
-            with pytest.raises(DisagreementError, match=r"found that ranks \[1\] have not said so"):
+            with pytest.raises(DisagreementError, match=r"ranks \[1\] have not said that they run"):
                 model(batch_of(0, 0))
         del os.environ[guard.PATIENCE]
     dist.barrier()

@@ -734,7 +734,7 @@ def test_a_tensor_given_again_and_again_does_not_gather_hooks(rank: Rank) -> Non
     assert len(prompt._backward_hooks or ()) <= 1
 
 
-def penalised(create_graph: bool) -> nn.Module:
+def penalized(create_graph: bool) -> nn.Module:
     """The gradient of an inner unit's output by its input is part of the loss."""
 
     def run(self: Any, x: Tensor) -> Tensor:
@@ -752,7 +752,7 @@ def penalised(create_graph: bool) -> nn.Module:
 @pytest.mark.parametrize("create_graph", [False, True])
 @on_ranks(2)
 def test_a_gradient_taken_inside_forward(rank: Rank, create_graph: bool) -> None:
-    build = functools.partial(penalised, create_graph)
+    build = functools.partial(penalized, create_graph)
     shard = parts("before", "critic", "after")
     assert_api_trains_alike("fully_shard", build, shard, torch_too=False)
 

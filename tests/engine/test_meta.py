@@ -56,7 +56,7 @@ def on_meta(mesh: Any, api: Callable[..., Any] = fully_shard, **options: Any) ->
     return shard(model, mesh, api, **options)
 
 
-def initialise(model: nn.Module, seed: int = 0) -> None:
+def initialize(model: nn.Module, seed: int = 0) -> None:
     torch.manual_seed(seed)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -143,7 +143,7 @@ def test_to_empty_and_reset_parameters_give_the_values_that_torch_gives(rank: Ra
             for model in models:
                 parameters = list(model.parameters())
                 model.to_empty(device="cpu")
-                initialise(model)
+                initialize(model)
                 assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
         ours, theirs = models
         assert_same_weights(weights_of(ours), weights_of(theirs))
@@ -160,7 +160,7 @@ def test_a_model_may_be_frozen_and_get_its_optimizer_while_it_is_on_meta(rank: R
     model.norm.requires_grad_(False)
     optimizer = SGD(model.parameters(), lr=0.1)
     model.to_empty(device="cpu")
-    initialise(model)
+    initialize(model)
     before = weights_of(model)
     model(batch(0, rank.rank)).square().mean().backward()
     optimizer.step()

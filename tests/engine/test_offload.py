@@ -62,5 +62,5 @@ def test_parameters_are_offloaded_by_name_and_others_stay(rank: Rank) -> None:
     }
     assert [name for name, kind in kinds.items() if kind is HostStore] == list(offloaded)
     assert len(kinds) == len(list(layers().parameters()))
-    with pytest.raises(ValueError, match=r"offload_policy: .*found \['5\.bias'\]"):
+    with pytest.raises(ValueError, match=r"offload_policy: \['5\.bias'\] are not"):
         fully_shard(layers(), mesh=rank.mesh(), offload_policy={"5.bias": OffloadPolicy()})

@@ -307,7 +307,7 @@ def test_gathers_get_the_range_that_fits_best(order: StreamOrder) -> None:
         buffers[2].allocate()
         assert buffers[2].address_range[0] == starts[2]
         for buffer in buffers[1:]:
-            buffer.free()  # joined with its neighbours
+            buffer.free()  # joined with its neighbors
         buffers[0].allocate()
         assert buffers[0].address_range[0] == starts[0]
 

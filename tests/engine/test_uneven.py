@@ -477,7 +477,7 @@ def test_what_set_uneven_cannot_do_is_refused(rank: Rank) -> None:
     different = Layers()
     shard_layers(different, mesh=rank.mesh())
     different.set_uneven(rank.rank == 0)
-    with pytest.raises(DisagreementError, match="found uneven "):
+    with pytest.raises(DisagreementError, match="uneven is "):
         different(torch.arange(4))
     with pytest.raises(ConfigError, match="is neither a class nor the name of a unit"):
         auto_shard(Model(), ModuleWrapPolicy({Expert}), uneven=[Experts], mesh=rank.mesh())

@@ -122,7 +122,7 @@ def assert_same_losses(
     found = [step(*each) for each in given]
     assert step.num_graphs == 1
     assert torch.equal(torch.stack(found), torch.stack(expected))
-    assert len(set(torch.stack(found).tolist())) == NUM_STEPS  # it has learnt
+    assert len(set(torch.stack(found).tolist())) == NUM_STEPS  # it has learned
     for one, other in zip(eager.model.parameters(), captured.model.parameters(), strict=True):
         local = [getattr(each, "_local_tensor", each) for each in (one, other)]
         assert torch.equal(*local)

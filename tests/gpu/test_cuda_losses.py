@@ -33,6 +33,7 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None =
     return F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)
 
 
+@pytest.mark.filterwarnings("ignore")  # what torch.compile says of itself
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernels_find_the_loss_and_the_gradients(dtype: torch.dtype, is_compiled: bool) -> None:

@@ -185,11 +185,36 @@ def test_only_matrices_travel_in_eight_bits(rank: Rank) -> None:
     }
 
 
+@on_ranks(2)
+def test_a_function_chooses_the_wire_of_each_matrix(rank: Rank) -> None:
+    wire, seen = Int8(block=16), {}
+
+    def chosen(name: str, shape: torch.Size) -> Wire | None:
+        seen[name] = shape
+        return wire if name.startswith("first") else None
+
+    model: Any = Net()
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(gather_wire=chosen))
+    assert seen == shapes
+    (unit,) = units_below(model)
+    found = {p.name for p in unit.params if p.dtypes.gather_wire == wire}
+    assert found == {"first.weight"}
+    model(torch.randn(2, WIDTH)).sum().backward()
+    policy = MixedPrecisionPolicy(gather_wire=lambda name, shape: "int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="gain: a function that chooses wires must"):
+        fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
+
+
 def test_a_wire_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Int8: a block must have 16 elements or a multiple"):
+    with pytest.raises(
+        ConfigError, match="Int8: a block must have a multiple of 16 elements, not "
+    ):
         Int8(block=24)
-    with pytest.raises(ConfigError, match=r"gather_wire must be a wire, such as .*Int8\(\), found"):
+    with pytest.raises(ConfigError, match=r"gather_wire must be a wire, such as .*Int8\(\), not"):
         MixedPrecisionPolicy(gather_wire=torch.int8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="gather_wire cannot be a function, because the param"):
+        MixedPrecision(gather_wire=lambda name, shape: Int8())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="wire_dtype and reduce_wire both say how"):
         MixedPrecision(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16, reduce_wire=Int8())
 
@@ -208,7 +233,7 @@ def test_ranks_with_other_wires_are_told_both(rank: Rank) -> None:
     model = fully_shard(Net(), mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(gather_wire=wire))
     with pytest.raises(
         DisagreementError,
-        match=r"gather_wire Int8\(block=16, .*\) on rank 1 .* Fp8\(block=16\) on rank 0",
+        match=r"gather_wire is Int8\(block=16, .*\) on rank 1 .* Fp8\(block=16\) on rank 0",
     ):
         model(torch.randn(2, WIDTH))
     dist.barrier()

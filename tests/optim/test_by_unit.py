@@ -274,7 +274,7 @@ class Seeing(Optimizer):
 
 
 @on_ranks(2)
-def test_a_step_is_given_one_tensor_for_neighbours_of_one_kind(rank: Rank) -> None:
+def test_a_step_is_given_one_tensor_for_neighbors_of_one_kind(rank: Rank) -> None:
     for form in FORMS:
         model = sharded(rank, form)
         optimizer = by_unit(Seeing(model.parameters()), elementwise=True)
@@ -683,7 +683,7 @@ def test_state_dicts_go_both_ways(rank: Rank, form: str) -> None:
         taken = [copy.deepcopy(optimizer.state_dict()) for optimizer in twins.optimizers]
         assert taken[0].keys() == taken[1].keys()
         assert taken[0]["param_groups"] == taken[1]["param_groups"]
-        for own in twins.by_unit.state.values():  # saved without its neighbours
+        for own in twins.by_unit.state.values():  # saved without its neighbors
             moments = [v for v in own.values() if isinstance(v, Tensor) and v.ndim]
             assert all(local(m).untyped_storage().nbytes() == local(m).nbytes for m in moments)
         twins.step(2)

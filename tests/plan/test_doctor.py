@@ -173,7 +173,7 @@ def test_every_extra_that_is_recommended_exists():
         texts += [path.read_text() for path in (root / folder).rglob(kind)]
     named = re.findall(r"fullshard\[([\w,]+)\]", "\n".join(texts))
     optional = re.findall(r'optional\("\w+", .*, "(\w+)"\)', "\n".join(texts))
-    assert len(optional) == 4
+    assert len(optional) == 6
     assert {extra for each in (*named, *optional) for extra in each.split(",")} <= set(known)
     assert len(missing) == 4  # besides those without which there is no command
 
@@ -208,7 +208,9 @@ def test_a_quick_look_shows_facts_and_measures_nothing(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     result = CliRunner().invoke(fullshard, ["doctor", "--quick"])
     lines = dict(line.split("  ", 1) for line in result.stdout.splitlines() if "  " in line)
-    assert {"python", "torch", "memory", "disk", "NCCL_DEBUG"} <= {name.strip() for name in lines}
+    assert {"fullshard", "python", "torch", "memory", "disk", "NCCL_DEBUG"} <= {
+        name.strip() for name in lines
+    }
     assert "GB/s" not in result.stdout
     assert result.exit_code == any(found.is_serious for found in findings(gather_facts()))
 

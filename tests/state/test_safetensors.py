@@ -517,7 +517,7 @@ class Rotated(nn.Module):
         self.linear = nn.Linear(4, 3)
 
 
-class Initialising(Rotated):
+class Initializing(Rotated):
     """Like the models of transformers."""
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -536,8 +536,8 @@ def test_buffers_that_no_file_has_are_computed_again(rank: Rank, tmp_path: Path)
     export_safetensors(tmp_path / "out", Rotated(Angles))
     for build, options in (
         (lambda: Rotated(ResettableAngles), {}),
-        (lambda: Initialising(Angles), {}),
-        (lambda: nn.Sequential(Initialising(Angles))[0], {}),
+        (lambda: Initializing(Angles), {}),
+        (lambda: nn.Sequential(Initializing(Angles))[0], {}),
         (lambda: Rotated(Angles), {"init_buffers": fill}),
     ):
         with torch.device("meta"):

@@ -27,7 +27,7 @@ remembers the accesses of a freed block, and an access to a block that is given 
 after them, else that is a race, too. Which block comes back depends on sizes that a model chooses:
 it may be any, except on the gather stream. There the engine goes by addresses (rule 2), and so does
 the pool: it has its own address space, gives out the free range that fits best, and joins
-neighbours. `ResizableBuffer.address_range` tells these addresses. Resizing a storage that has
+neighbors. `ResizableBuffer.address_range` tells these addresses. Resizing a storage that has
 memory moves it: new memory, a copy on the current stream, a free. Storages that share memory
 (through dlpack) share a block.
 
@@ -35,7 +35,7 @@ memory moves it: new memory, a copy on the current stream, a free. Storages that
 the device's: torch takes both for the same, the engine does not. Operations on host tensors alone
 are accesses by the host.
 
-Not modelled: kernels that allocate for themselves, more than one host thread, autograd's own
+Not modeled: kernels that allocate for themselves, more than one host thread, autograd's own
 switching of streams (all of forward runs on one here), what other ranks do.
 """
 

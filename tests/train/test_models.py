@@ -21,6 +21,7 @@ from fullshard.wrap import ModuleWrapPolicy
 from fullshard_train.models import architecture_of
 from fullshard_train.models.adapters import LoraSettings
 from fullshard_train.models.architecture import Architecture
+from fullshard_train.models.float8 import use_float8
 from fullshard_train.models.sampling import sample
 from fullshard_train.models.tokenizers import ByteTokenizer
 from fullshard_train.models.transformer import (
@@ -287,6 +288,14 @@ def test_adapters_without_peft_say_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'fullshard\[lora\]'"):
         BuiltinArchitecture(SMALL, LORA).build()
+
+
+def test_float8_without_torchao_or_its_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = __import__("sys").modules
+    monkeypatch.setitem(modules, "torchao.float8", None)
+    refused = pytest.raises(ConfigError, match=r"--precision fp8: .* 'fullshard\[torchao\]'")
+    with refused:
+        use_float8(BuiltinArchitecture(SMALL).build(), (Block,), "fp8", CPU, gathers=False)
 
 
 # Tokens.

@@ -257,6 +257,31 @@ def test_a_sample_of_a_folder_is_what_transformers_generates(folder: Path) -> No
     assert found == expected[0, 3:].tolist()
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "tied"])
+@on_ranks(2)
+def test_a_sharded_folder_is_sampled_with_a_cache_as_without_one(
+    rank: Rank, folders: dict[str, Path], kind: str
+) -> None:
+    architecture = architecture_of(str(folders[kind]))
+    architecture.max_sequence = 12
+    model = sharded(rank, architecture, "fully_shard").eval()
+    lengths: list[int] = []
+    model.get_input_embeddings().register_forward_hook(  # type: ignore[operator]
+        lambda _, args, output: lengths.append(args[0].shape[-1])
+    )
+    options: Any = {"temperature": 0.8, "top_k": 0, "seed": 1, "end": -1, "device": CPU}
+    found = sample(architecture, model, [1, 2, 3], 11, **options)
+    assert lengths == [3, *[1] * 9, 12]  # then the window moves
+    type(architecture).next_token_logits, own = (
+        Architecture.next_token_logits,
+        type(architecture).next_token_logits,
+    )
+    try:
+        assert sample(architecture, model, [1, 2, 3], 11, **options) == found
+    finally:
+        type(architecture).next_token_logits = own  # type: ignore[method-assign]
+
+
 def load_of(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 

@@ -120,25 +120,25 @@ def test_figures_and_tables_can_be_read_without_eyes(page):
     assert page.num("h1") == 1
 
 
-def test_every_colour_that_is_asked_for_is_in_both_palettes(page):
+def test_every_color_that_is_asked_for_is_in_both_palettes(page):
     style, script = page.scripts[0], page.scripts[-1]
     asked = {*re.findall(r"var\(--([a-z-]+)\)", style + script)}
     assert len(asked) > 8
     asked |= {f"{key}{tone}" for key in KEYS.values() for tone in ("", "-next", "-ink")}
-    num_colours = int(re.search(r"NUM_COLOURS = (\d+)", script)[1])
-    asked |= {f"series-{index}" for index in range(num_colours)}
+    num_colors = int(re.search(r"NUM_COLORS = (\d+)", script)[1])
+    asked |= {f"series-{index}" for index in range(num_colors)}
     for palette in PALETTES.values():
         assert asked <= set(palette)
 
 
-def rgb(colour: str) -> list[float]:
-    return [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+def rgb(color: str) -> list[float]:
+    return [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
 
 
 def contrast(one: str, other: str) -> float:
-    def luminance(colour: str) -> float:
+    def luminance(color: str) -> float:
         red, green, blue = (
-            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb(colour)
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb(color)
         )
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
@@ -155,12 +155,12 @@ def test_a_text_on_a_bar_can_be_read():
                 assert contrast(palette[tone], palette[f"{key}-ink"]) >= 4.5, tone
 
 
-def test_the_colours_of_ranks_and_runs_are_seen_and_told_apart():
+def test_the_colors_of_ranks_and_runs_are_seen_and_told_apart():
     for palette in PALETTES.values():
-        colours = [value for name, value in palette.items() if name.startswith("series-")]
-        assert len(colours) == NUM_SERIES
-        assert min(contrast(each, palette["card"]) for each in colours) >= 3
-        assert min(math.dist(rgb(a), rgb(b)) for a, b in combinations(colours, 2)) > 0.2
+        colors = [value for name, value in palette.items() if name.startswith("series-")]
+        assert len(colors) == NUM_SERIES
+        assert min(contrast(each, palette["card"]) for each in colors) >= 3
+        assert min(math.dist(rgb(a), rgb(b)) for a, b in combinations(colors, 2)) > 0.2
 
 
 def test_names_and_samples_cannot_break_out_of_the_page():

@@ -39,9 +39,9 @@ FLAGS = (
 NASTY = "<b>layers</b>.<a href='https://example.invalid'>0</a></script>"
 
 # Every text that is seen, with its contrast against the nearest background behind it. The texts
-# on bars lie on bars, not on a background: their colours are compared without a browser.
+# on bars lie on bars, not on a background: their colors are compared without a browser.
 CONTRASTS = """
-const parts = (colour) => (colour.match(/[\\d.]+/g) || []).map(Number);
+const parts = (color) => (color.match(/[\\d.]+/g) || []).map(Number);
 const luminance = (rgb) => rgb.slice(0, 3)
   .map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
   .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
@@ -92,8 +92,8 @@ def show(driver: webdriver.Chrome, scheme: str, width: int) -> None:
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
 
-def wait_for_colours(driver: webdriver.Chrome, scheme: str) -> None:
-    """Wait until the figures have the colours of a scheme."""
+def wait_for_colors(driver: webdriver.Chrome, scheme: str) -> None:
+    """Wait until the figures have the colors of a scheme."""
     ink = PALETTES[scheme]["muted"]
     asked = "rgb({}, {}, {})".format(*(int(ink[start : start + 2], 16) for start in (1, 3, 5)))
     last = "return getComputedStyle(document.querySelector('#memory .y-axis text')).fill"
@@ -303,14 +303,14 @@ def assert_table_sorts(driver: webdriver.Chrome) -> None:
 
 
 def assert_compared(driver: webdriver.Chrome, page: Path) -> None:
-    """Two runs, each with its colour in every figure, and both under the pointer."""
+    """Two runs, each with its color in every figure, and both under the pointer."""
     driver.get(page.as_uri())
     strokes = driver.execute_script(
         "return ['loss', 'lr', 'mfu'].map((key) => ["
         "...document.querySelectorAll(`#curve-${key} .lines .line`)].map((e) => e.style.stroke))"
     )
-    colours = ["var(--series-0)", "var(--series-1)"]
-    assert [sorted(set(each)) for each in strokes] == [colours] * 3
+    colors = ["var(--series-0)", "var(--series-1)"]
+    assert [sorted(set(each)) for each in strokes] == [colors] * 3
     legend = driver.find_elements(By.CSS_SELECTOR, "#training .legend li")
     assert [each.text for each in legend] == ["one", "other"]
     label = tip(driver, "curve-lr", driver.find_element(By.CSS_SELECTOR, "#curve-lr svg"))
@@ -347,7 +347,7 @@ def test_the_report_opens_in_a_real_browser(tmp_path):
                 assert_choices_work(driver, record)
                 assert_table_sorts(driver)
             show(driver, "dark", width)
-            wait_for_colours(driver, "dark")
+            wait_for_colors(driver, "dark")
             assert_drawn(driver, record)
             assert_readable(driver, "dark", width)
             assert_alone(driver)

@@ -228,25 +228,54 @@ def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, v
 @pytest.mark.parametrize(
     "values, said",
     [
-        ({("sharding", "precision"): "fp16", ("run", "device"): "cpu"}, "a GPU for fp16"),
+        (
+            {("sharding", "precision"): "fp8", ("model", "lora_rank"): 4},
+            "fp8 trains all weights, but model.lora_rank (--lora-rank) is 4",
+        ),
+        (
+            {("sharding", "precision"): "fp8-rowwise", ("model", "sequence"): 100},
+            "sequences of a multiple of 16 tokens, but model.sequence (--sequence) is 100",
+        ),
+        (
+            {("sharding", "precision"): "fp16", ("run", "device"): "cpu"},
+            "fp16 needs a GPU, but run.device (--device) is 'cpu'",
+        ),
         ({("sharding", "strategy"): "none", ("sharding", "offload"): True}, "--offload"),
-        ({("run", "capture"): "on", ("run", "device"): "cpu"}, "parameters on a GPU"),
-        ({("run", "capture"): "on", ("sharding", "offload"): True}, "found sharding.offload"),
-        ({("run", "capture"): "on", ("run", "on_oom"): "split"}, "found run.on_oom (--on-oom)"),
-        ({("sharding", "mesh"): "2x4", ("run", "ranks"): 3}, "8 ranks in 2x4"),
-        ({("sharding", "prefetch"): 2, ("sharding", "api"): "wrapper"}, "found sharding.api"),
-        ({("sharding", "reshard_to"): 2, ("sharding", "api"): "wrapper"}, "needs fully_shard"),
-        ({("sharding", "reshard_to"): 2, ("sharding", "strategy"): "none"}, "needs strategy full"),
+        (
+            {("run", "capture"): "on", ("run", "device"): "cpu"},
+            "because run.device (--device) is 'cpu'",
+        ),
+        (
+            {("run", "capture"): "on", ("sharding", "offload"): True},
+            "because sharding.offload (--offload) is True",
+        ),
+        (
+            {("run", "capture"): "on", ("run", "on_oom"): "split"},
+            "run.on_oom (--on-oom) is 'split'",
+        ),
+        ({("sharding", "mesh"): "2x4", ("run", "ranks"): 3}, "2x4 has 8 ranks"),
+        (
+            {("sharding", "prefetch"): 2, ("sharding", "api"): "wrapper"},
+            "but sharding.api (--api) is",
+        ),
+        ({("sharding", "reshard_to"): 2, ("sharding", "api"): "wrapper"}, "is for fully_shard"),
+        (
+            {("sharding", "reshard_to"): 2, ("sharding", "strategy"): "none"},
+            "for the strategy 'full'",
+        ),
         (
             {
                 ("sharding", "selective_checkpointing"): True,
                 ("sharding", "activation_checkpointing"): True,
             },
-            "one kind of recomputation",
+            "two kinds of recomputation",
         ),
-        ({("run", "trace_step"): 201}, "one of 200 steps"),
+        ({("run", "trace_step"): 201}, "from 1 to 200"),
         ({("optimizer", "name"): "adamw8bit", ("sharding", "api"): "wrapper"}, "--api fully_shard"),
-        ({("optimizer", "name"): "adamw8bit", ("run", "capture"): "on"}, "found optimizer.name"),
+        (
+            {("optimizer", "name"): "adamw8bit", ("run", "capture"): "on"},
+            "because optimizer.name (--optimizer)",
+        ),
         ({("run", "eval_every"): 5}, "pass data.eval_paths (--eval-data)"),
         ({("data", "eval_share"): 0.1, ("data", "eval_paths"): ("a",)}, "leave out one of them"),
         ({("run", "resume"): True}, "name it with run.out (--out)"),

@@ -58,7 +58,7 @@ def test_a_second_signal_ends_a_rank_unless_both_ask_it_to_save(
 ) -> None:
     def rank() -> None:
         with StopRequest() as stop:
-            stop.neighbours = ()
+            stop.neighbors = ()
             for number in numbers:
                 signal.raise_signal(number)
             threading.Event().wait(60)
@@ -66,13 +66,13 @@ def test_a_second_signal_ends_a_rank_unless_both_ask_it_to_save(
     assert forked(rank) == 128 + ends_by
 
 
-@pytest.mark.parametrize("neighbours", [None, [(os.getpid(), "0")]], ids=["unknown", "gone"])
+@pytest.mark.parametrize("neighbors", [None, [(os.getpid(), "0")]], ids=["unknown", "gone"])
 def test_a_rank_that_has_nobody_to_save_with_ends_when_it_is_asked_to(
-    neighbours: list[Process] | None,
+    neighbors: list[Process] | None,
 ) -> None:
     def rank() -> None:
         with StopRequest() as stop:
-            stop.neighbours = neighbours
+            stop.neighbors = neighbors
             signal.raise_signal(signal.SIGTERM)
             threading.Event().wait(15)
 

@@ -40,7 +40,7 @@ def options(rank: Rank, inside: nn.Module) -> dict[str, tuple[dict[str, Any], ty
         "group and mesh": (
             {"process_group": world, "device_mesh": rank.mesh()},
             ValueError,
-            "found both",
+            "at the same time; pass",
         ),
         "two axes": ({"device_mesh": two}, ValueError, "ndim=1 but got 2"),
         "one axis": (

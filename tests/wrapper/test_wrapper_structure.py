@@ -104,7 +104,7 @@ def test_a_container_that_nobody_calls_is_warned_of(rank: Rank) -> None:
         nn.ModuleDict({"only": nn.Linear(WIDTH, 3)}),
     ):
         with pytest.warns(
-            UserWarning, match=f"do not implement forward: found a {type(container).__name__}"
+            UserWarning, match=f"do not implement forward, such as a {type(container).__name__}"
         ):
             OURS(container)
 

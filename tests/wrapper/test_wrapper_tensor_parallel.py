@@ -229,7 +229,7 @@ def test_ranks_start_with_the_values_of_the_first(rank: Rank) -> None:
 
 
 @on_ranks(4)
-def test_a_mesh_that_is_no_neighbour_of_the_parameters_is_refused(rank: Rank) -> None:
+def test_a_mesh_that_is_no_neighbor_of_the_parameters_is_refused(rank: Rank) -> None:
     model = tower(mesh=rank.mesh((2, 2), ("dp", "tp")))
     with pytest.raises(TopologyError, match="slices of one root mesh"):
         OURS(model, device_mesh=rank.mesh((4,), ("all",)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fullshard import __version__
 from fullshard.console import say, say_facts, say_table
 from fullshard.errors import ConfigError, TopologyError
 from fullshard.formatting import counted, listed, readable
@@ -151,6 +152,7 @@ def _say_places(place: Path) -> None:
 
 def _lines(facts: MachineFacts) -> Iterator[tuple[str, str]]:
     software, limits, network = facts.software, facts.limits, facts.network
+    yield "fullshard", __version__
     yield "python", software.python
     yield "torch", software.torch
     yield "CUDA", software.cuda or "none"

@@ -71,13 +71,13 @@ class Agreement:
         if mine is not None and theirs is not None and mine.held == theirs.held:
             key, value, other = difference(theirs.settings, mine.settings)
             raise DisagreementError(
-                f"{name}: all ranks must have the same settings, found {key} {value} on "
-                f"{hosts[rank]}, but {other} on {hosts[usual_rank]}; set the same on every rank."
+                f"{name}: {key} is {value} on {hosts[rank]}, but {other} on {hosts[usual_rank]}; "
+                "all ranks must have the same settings."
             )
         raise DisagreementError(
-            f"{name}: all ranks must shard the same units, found {_described(theirs)} on "
-            f"{hosts[rank]}, but {_described(mine)} on {hosts[usual_rank]}; build the same model, "
-            "and call fully_shard on the same modules, on every rank."
+            f"{name}: {hosts[rank]} has {_described(theirs)}, but {hosts[usual_rank]} has "
+            f"{_described(mine)}; all ranks must shard the same units. Build the same model, and "
+            "call fully_shard on the same modules, on every rank."
         )
 
     def passes(self) -> ModelPasses:
@@ -91,8 +91,8 @@ class Agreement:
             return
         (usual_rank, usual), (rank, odd) = _usual_and_odd([(row[0], row[1]) for row in rows])
         raise DisagreementError(
-            f"{describe(odd)}: all ranks must run units in the same order, found rank {rank} about "
-            f"to do this while rank {usual_rank} is about to do '{describe(usual)}'; make the "
+            f"{describe(odd)}: rank {rank} is about to do this, while rank {usual_rank} is about "
+            f"to do '{describe(usual)}'; all ranks must run units in the same order. Make the "
             "model take the same path on every rank."
         )
 
@@ -158,9 +158,9 @@ def exchanged_in_store(values: Sequence[_T], group: dist.ProcessGroup) -> list[l
     if not have_all_come and not _withdraw(store, said, count, size):
         missing = [ranks[each] for each in range(size) if each not in rows]
         raise DisagreementError(
-            f"process group {group.group_name}: all {size} ranks must come to compare what they "
-            f"run, found ranks {missing} missing for {limit_s:g} s, the timeout of the group; "
-            "look at their output, and make the program take the same path on every rank."
+            f"process group {group.group_name}: of {size} ranks, {missing} have not come to "
+            f"compare what they run for {limit_s:g} s, the timeout of the group; look at their "
+            "output, and make the program take the same path on every rank."
         )
     _num_exchanges[store] = number + 1
     if store.add(count, 1) == 2 * size:

@@ -76,7 +76,7 @@ class SymmetricAllGather(ProcessGroupAllGather):
     def __init__(self, name: str, mesh_info: MeshInfo, backend: Literal["NCCL"]) -> None:
         if mesh_info.device_type != "cuda" or not torch.cuda.is_available():
             raise UnsupportedError(
-                f"{name}: symmetric memory needs CUDA devices, found a mesh of "
+                f"{name}: symmetric memory needs CUDA devices, but the mesh is on "
                 f"{mesh_info.device_type}; leave set_symm_mem_for_comm out."
             )
         super().__init__(mesh_info.shard.group)
@@ -85,8 +85,8 @@ class SymmetricAllGather(ProcessGroupAllGather):
             dist.barrier(group=mesh_info.shard.group)  # a rendezvous needs a live communicator
         except (RuntimeError, ValueError) as error:
             raise UnsupportedError(
-                f"{name}: symmetric memory needs GPUs and a NCCL that support it, found that "
-                f"backend {backend!r} cannot be set ({error}); leave set_symm_mem_for_comm out."
+                f"{name}: symmetric memory needs GPUs and a NCCL that support it, but backend "
+                f"{backend!r} cannot be set ({error}); leave set_symm_mem_for_comm out."
             ) from error
 
     def allocate(

@@ -66,7 +66,7 @@ def read_annotations(
         raise ConfigError(
             f"{name}: spmd_types parameters require fully_shard() to be called with both a named "
             "full DeviceMesh for FSDP storage and dp_mesh_dims=DataParallelMeshDims(shard=..., "
-            f"replicate=...), found {mesh_info.mesh} and no dp_mesh_dims; pass both."
+            f"replicate=...), not with {mesh_info.mesh} alone."
         )
     stored = {each: spmd.MeshAxis.of(mesh.get_group(each)) for each in mesh.mesh_dim_names or ()}
     local_types, spec = dict(spmd.get_local_type(param)), spmd.get_partition_spec(param)

@@ -171,7 +171,7 @@ class Collectives:
         """Fill each output with the sum (or mean) over ranks of this rank's segment.
 
         If the inputs are messages of another `wire` than values in the outputs' dtype, ranks
-        exchange them and sum what they receive, in that dtype (rule 6).
+        exchange them and sum what they receive, in that dtype (rule 6: exchange and local sum).
         """
         if wire is not None and wire != Plain(outs[0].dtype):
             for out, inp in zip(outs, ins, strict=True):
@@ -206,7 +206,7 @@ class Collectives:
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
     ) -> torch.Tensor:
-        """Uninitialised memory for an input of `reduce_scatter`, which need not be copied.
+        """Uninitialized memory for an input of `reduce_scatter`, which need not be copied.
 
         It must not be written to again after the reduce-scatter: other ranks may read it later.
         """
@@ -235,7 +235,7 @@ def _reduce_scatter_options(average: bool) -> Any:
 def _exchange_and_sum(
     out: torch.Tensor, inp: torch.Tensor, group: Group, wire: Wire, *, average: bool
 ) -> None:
-    """Reduce in the dtype of the output, on the calling stream (rule 6).
+    """Reduce in the dtype of the output, on the calling stream (rule 6: exchange and local sum).
 
     The received tensor is allocated and freed on that stream: the next bucket may use its memory.
     """

@@ -1,8 +1,8 @@
 """Where the engine says that it waits, fails or issues a collective, to whoever guards it.
 
-Two guards listen here, and the engine knows neither. A `Watcher` follows schedulers, and raises the
-reason where this rank waits for one that will not come. A `StepGuard` lets a rank that has failed
-finish the collectives of its step. Without them, ranks wait as long as the process group does.
+Two guards listen here, and the engine knows neither. A `Watcher` follows schedulers, and raises an
+error in a rank that waits for another one in vain. A `StepGuard` lets a rank that has failed finish
+the collectives of its step. Without them, ranks wait as long as the process group does.
 """
 
 from __future__ import annotations

@@ -67,9 +67,9 @@ class Heap:
             block = free.pop()  # the one that became free last is in the caches
         elif self.num_bytes + size > len(self.memory):
             raise MemoryError(
-                f"shared memory: what is in flight must fit in {len(self.memory)} bytes, found "
-                f"{self.num_bytes} in use and {num_bytes} more; wait for collectives earlier, or "
-                f"set {SWITCH}=0."
+                f"shared memory: {num_bytes} more bytes in flight do not fit, because "
+                f"{self.num_bytes} of {len(self.memory)} are in use; wait for collectives earlier, "
+                f"or set {SWITCH}=0."
             )
         else:
             block = self._blocks[self.address + self.num_bytes] = Block(self.num_bytes, size)

@@ -74,9 +74,9 @@ class Peer:
         for (_, _, num_bytes, _), address in zip(terms, addresses, strict=True):
             if not start <= address <= start + len(memory) - num_bytes:
                 raise dist.DistNetworkError(
-                    f"shared memory: rank {self.rank} must announce memory inside of its "
-                    f"{len(memory)} bytes, found {num_bytes} bytes at {address - start}; its "
-                    "memory is damaged: start the ranks again."
+                    f"shared memory: rank {self.rank} announced {num_bytes} bytes at "
+                    f"{address - start}, outside of its {len(memory)} bytes; its memory is "
+                    "damaged. Start the ranks again."
                 )
 
     def done(self, sequence: int) -> None:
@@ -266,8 +266,8 @@ class Link:
         gone = [peer.rank for peer in missing if peer.is_gone]
         if gone:
             raise dist.DistNetworkError(
-                f"{subject}: all ranks must take part, found that rank {gone[0]} is gone "
-                "(Connection closed by peer); look at what it said last, and start the ranks again."
+                f"{subject}: rank {gone[0]} is gone (Connection closed by peer); look at what it "
+                "said last, and start the ranks again."
             )
         poll = select.poll()
         here = [peer for peer in self.peers.values() if not peer.is_gone]
@@ -279,8 +279,8 @@ class Link:
         if not poll.poll(min(left_s, _LONGEST_SLEEP_S) * 1e3) and time.monotonic() >= deadline:
             names = ", ".join(f"rank {peer.rank}" for peer in missing)
             raise dist.DistNetworkError(
-                f"{subject}: all ranks must come within the {self.timeout_s:g} s of the process "
-                f"group, found nothing of {names}; look where they are (py-spy dump), or give "
+                f"{subject}: nothing came from {names} within {self.timeout_s:g} s, the timeout "
+                "of the process group; look where they are (py-spy dump), or give "
                 "init_process_group a longer timeout."
             )
         for peer in here:
@@ -293,10 +293,10 @@ class Link:
             return
         detail = " of other sizes or dtypes" if _described(own) == _described(theirs) else ""
         raise DisagreementError(
-            f"{NAMES[own[0][0]]} over ranks {self._ranks}: all ranks must run the same "
-            f"collectives in the same order, found {_described(own)} on rank "
-            f"{self._ranks[self.rank]} and {_described(theirs)}{detail} on rank {rank}; make the "
-            "model take the same path on every rank."
+            f"{NAMES[own[0][0]]} over ranks {self._ranks}: rank {self._ranks[self.rank]} runs "
+            f"{_described(own)}, but rank {rank} runs {_described(theirs)}{detail}; all ranks must "
+            "run the same collectives in the same order. Make the model take the same path on "
+            "every rank."
         )
 
 

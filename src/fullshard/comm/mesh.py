@@ -102,7 +102,7 @@ class MeshInfo:
         return inf if self.main.group is None else timeout_of(self.main.group).total_seconds()
 
     def subgroup_axis(self, size: int) -> Axis:
-        """Groups of `size` neighbours on the shard axis; all its ranks must call this alike."""
+        """Groups of `size` neighbors on the shard axis; all its ranks must call this alike."""
         return self._new_axis(size)
 
     def second_shard_axis(self) -> Axis:
@@ -161,7 +161,7 @@ def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> 
 
 
 def require_initialized(subject: str) -> None:
-    """Initialise the default process group from the environment, unless it is there."""
+    """Initialize the default process group from the environment, unless it is there."""
     if dist.is_initialized():
         return
     missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if n not in os.environ]
@@ -200,7 +200,7 @@ def _of_plain_mesh(mesh: DeviceMesh) -> MeshInfo:
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise TopologyError(
-            "mesh: the axes to replicate and to shard over must have names, found none. Please "
+            "mesh: the axes to replicate and to shard over must have names. Please "
             "init the 2D mesh for HSDP with mesh_dim_names specified; these are usually "
             "('replicate', 'shard')."
         )
@@ -212,8 +212,8 @@ def _of_full_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
     names = mesh.mesh_dim_names
     if names is None:
         raise TopologyError(
-            "dp_mesh_dims: mesh must have mesh_dim_names when dp_mesh_dims is provided, found "
-            "none; pass mesh_dim_names to init_device_mesh."
+            "dp_mesh_dims: mesh must have mesh_dim_names when dp_mesh_dims is provided; pass "
+            "them to init_device_mesh."
         )
     dp_names = (*dims.shard_names, *dims.replicate_names)
     for name in dp_names:
@@ -243,7 +243,7 @@ def subgroup_size(mesh_info: MeshInfo, value: int) -> bool | int:
     if mesh_info.dims is not None:
         raise UnsupportedError(
             "fully_shard: reshard_after_forward as int is not yet supported with SPMD mesh "
-            f"(dp_mesh_dims), found {value}; pass True or False."
+            f"(dp_mesh_dims); pass True or False, not {value}."
         )
     size = mesh_info.shard.size
     divisors = [d for d in range(1, size + 1) if size % d == 0]
@@ -267,7 +267,7 @@ def mesh_info_for_strategy(
     if process_group is not None and device_mesh is not None:
         raise ConfigError(
             "FullyShardedDataParallel: Cannot pass both process_group and device_mesh at the same "
-            "time, found both; pass the device mesh alone."
+            "time; pass the device mesh alone."
         )
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
         raise ConfigError(

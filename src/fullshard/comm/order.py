@@ -3,9 +3,9 @@
 [Note: order of passes] A pass is a forward, a backward, or another call that issues collectives.
 What comes next is predicted from what came before, which is the same on all ranks, and so is the
 prediction. A rank that does what is predicted asks nobody. A rank that is about to do something
-else asks the others through the store, before it issues a collective: it would match another one
-of the ranks that do what they did before. (On gloo, a process that receives more than it expects
-dies.) Ranks that leave the order alike learn it from each other, and remember it for the next time.
+else first asks the others through the store. Its collective would otherwise meet a different one
+of the ranks that keep to the order. (On gloo, a process that receives more than it expects dies.)
+Ranks that leave the order in the same way go on, and remember it for the next time.
 """
 
 from __future__ import annotations
@@ -182,10 +182,10 @@ class PassOrder:
         if not have_all_come:
             num_here = self._withdraw(said, arrived)
             raise DisagreementError(
-                f"{found}: all ranks must do the same in the same order, found rank {own} about to "
-                f"do this where it did '{expected}' before, while only {num_here} of "
-                f"{self._num_ranks} ranks do, and the others what they did before, or nothing, for "
-                f"{guard.patience_s():g} s; make the program take the same path on every rank."
+                f"{found}: rank {own} is about to do this where it did '{expected}' before, but "
+                f"only {num_here} of {self._num_ranks} ranks have come to do it in "
+                f"{guard.patience_s():g} s; all ranks must do the same in the same order. Make the "
+                "program take the same path on every rank."
             )
         text = store.get(verdict).decode()
         other = first if first[2:] != mine else json.loads(text) if text else None
@@ -388,13 +388,12 @@ def _disagreement(mine: list[Any], other: list[Any], expected: str) -> Disagreem
     if found == others:
         key, value, others = difference(settings, other_settings)
         return DisagreementError(
-            f"optimizer: all ranks must have the same settings, found {key} {value} on rank {rank} "
-            f"({host}), but {others} on rank {other_rank} ({other_host}); set the same on every "
-            "rank."
+            f"optimizer: {key} is {value} on rank {rank} ({host}), but {others} on rank "
+            f"{other_rank} ({other_host}); all ranks must have the same settings."
         )
     return DisagreementError(
-        f"{found}: all ranks must do the same in the same order, found rank {rank} about to do "
-        f"this where it did '{expected}' before, while rank {other_rank} does {others}; make the "
+        f"{found}: rank {rank} is about to do this where it did '{expected}' before, while rank "
+        f"{other_rank} does {others}; all ranks must do the same in the same order. Make the "
         "program take the same path on every rank."
     )
 

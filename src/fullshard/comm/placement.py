@@ -47,7 +47,7 @@ def place(name: str, param: torch.Tensor, dim: int | None, mesh_info: MeshInfo) 
         if mesh_info.dims is not None:
             raise ConfigError(
                 f"{name}: When dp_mesh_dims is provided, all parameters must be DTensors on the "
-                "full SPMD mesh, found a plain tensor; distribute the module first, or leave "
+                "full SPMD mesh, but this is a plain tensor; distribute the module first, or leave "
                 "dp_mesh_dims out."
             )
         stride = torch.empty(param.size(), device="meta").stride()  # full parameters are contiguous
@@ -179,8 +179,8 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
             sizes.append(len(cut.rows(mesh.get_local_rank(axis))))
         if sizes[-1] != local.size(dim):
             raise TopologyError(
-                f"full_tensor: size {sizes[-1]} of dim {dim} expected for {placements} on a mesh "
-                f"of {tuple(mesh.shape)}, found {local.size(dim)}; cut dims as torch.chunk does."
+                f"full_tensor: dim {dim} has size {local.size(dim)} on this rank, but {placements} "
+                f"on a mesh of {tuple(mesh.shape)} means {sizes[-1]}; cut dims as torch.chunk does."
             )
         for axis, size in reversed(list(zip(axes, sizes, strict=False))):  # the last cut first
             cut = RowSplit((size,), 0, mesh.size(axis))
@@ -213,9 +213,9 @@ def _axes_in_order(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) 
             sizes = [prod(mesh.size(each) for each in axes[:num]) for num in range(len(axes) + 1)]
             if placement.split_factor not in sizes:
                 raise UnsupportedError(
-                    f"full_tensor: axes to the right of {placement} must cut dim {dim} into "
-                    f"{placement.split_factor} pieces, found {placements} on a mesh of "
-                    f"{tuple(mesh.shape)}; redistribute the tensor first."
+                    f"full_tensor: {placements} on a mesh of {tuple(mesh.shape)} does not cut dim "
+                    f"{dim} into the {placement.split_factor} pieces of {placement}; redistribute "
+                    "the tensor first."
                 )
             axes.insert(sizes.index(int(placement.split_factor)), axis)
         elif isinstance(placement, Shard) and placement.dim == dim:

@@ -1,7 +1,7 @@
 """Ranks of a program that `fullshard.dropin` runs tell each other so.
 
-A rank that was started in another way trains on torch's FSDP: its collectives would never match.
-It is named where the others wait for it first.
+A rank that was started in another way trains on torch's FSDP, and its collectives never match.
+The others name it when they first wait for it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def require_all(ranks: Sequence[int], since: float) -> None:
     silent = [rank for rank in ranks if not default_store().check([_key(rank)])]
     if silent:
         raise DisagreementError(
-            f"fullshard.dropin: all ranks of a program must run on fullshard, found that ranks "
-            f"{silent} have not said so, and have not come to the first step for {waited_s:.0f} s; "
-            "start them with -m fullshard.dropin, too, or let them inherit the environment of the "
-            "process that starts them."
+            f"fullshard.dropin: ranks {silent} have not said that they run on fullshard, and have "
+            f"not come to the first step for {waited_s:.0f} s; start them with -m "
+            "fullshard.dropin, too, or let them inherit the environment of the process that "
+            "starts them."
         )

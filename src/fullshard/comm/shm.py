@@ -7,7 +7,7 @@ heap, announces it to all others, and goes on: starting never waits for another 
 waits copies the blocks of the others straight into its output, and acknowledges them. So an
 all-gather costs each rank one copy of what it sends and one of what it receives.
 
-Announcements and acknowledgements go through a pipe from each rank to each other one. The pipe also
+Announcements and acknowledgments go through a pipe from each rank to each other one. The pipe also
 orders memory between two processes: what was copied before a record was written is visible to the
 rank that has read the record. When a process ends, its pipes are closed.
 
@@ -126,10 +126,9 @@ class HostWork:
             is_contiguous = full.is_contiguous() and part.is_contiguous()
             if full.nbytes != size * part_bytes or not is_contiguous:
                 raise ConfigError(
-                    f"{name}: tensors must be contiguous, and the one for all {size} ranks must "
-                    f"have {size} times the bytes of the one for this rank, found {full.nbytes} "
-                    f"and {part_bytes}, strides {full.stride()} and {part.stride()}; pass tensors "
-                    "that match."
+                    f"{name}: the tensor for all {size} ranks has {full.nbytes} bytes and strides "
+                    f"{full.stride()}, the one for this rank {part_bytes} and {part.stride()}; "
+                    f"pass contiguous ones, the first {size} times as large as the second."
                 )
 
     def _place(self, inp: torch.Tensor) -> tuple[int, Block]:
@@ -192,8 +191,8 @@ class HostExchange(HostWork):
         for tensor, sizes in ((out, out_bytes), (inp, in_bytes)):
             if tensor.nbytes != sum(sizes) or not tensor.is_contiguous():
                 raise ConfigError(
-                    f"all-to-all: tensors must be contiguous and have the bytes of their segments, "
-                    f"found {tensor.nbytes} bytes for {sum(sizes)}; pass tensors that match."
+                    f"all-to-all: a tensor has {tensor.nbytes} bytes for segments of {sum(sizes)}, "
+                    "or is not contiguous; pass contiguous tensors as large as their segments."
                 )
         self._terms = [(ALL_TO_ALL, 1, inp.nbytes, 1)]
         self._out_bytes, rank = out_bytes, link.rank
@@ -291,10 +290,9 @@ def _connect(group: dist.ProcessGroup) -> Link | None:
         exhausted.add(group)
     for rank, error in errors[:1]:
         warnings.warn(
-            f"process group {group.group_name}: ranks of one host exchange data through shared "
-            f"memory, found no memory or file descriptor for it on rank {rank} "
-            f"({os.strerror(error)}); they use gloo, which is slower. Raise the limits "
-            "(ulimit -n, ulimit -v) or free memory.",
+            f"process group {group.group_name}: rank {rank} has no memory or file descriptor left "
+            f"for shared memory ({os.strerror(error)}), so all ranks use gloo, which is slower. "
+            "Raise the limits (ulimit -n, ulimit -v) or free memory.",
             stacklevel=2,
         )
     return None

@@ -1,8 +1,8 @@
 """The two levels of a group whose ranks are on several hosts, and who takes the stages there.
 
-What goes to another host is summed inside this one first, and sent once. What comes is received
-once, and shared inside the host. So there are two groups for each rank: those of its host, and
-those that have its place on the other hosts (its rail).
+What goes to another host is first summed inside this one and then sent once. What arrives is
+received once and shared inside the host. So each rank is in two groups: the ranks of its host, and
+the ranks with the same place on the other hosts (its rail).
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _clipped(part: _Columns, first: int, columns: range) -> Iterator[tuple[_Colu
 
 
 class _Block:
-    """The same columns of neighbouring ranks, whose elements are equally far apart in a tensor."""
+    """The same columns of neighboring ranks, whose elements are equally far apart in a tensor."""
 
     def __init__(self, columns: _Columns, rank: int, first: int) -> None:
         self._columns = columns
@@ -181,7 +181,7 @@ class _Block:
 
 
 def _simplified(dims: Sequence[Dim]) -> tuple[Dim, ...]:
-    """Dims without those of one element; neighbours that are consecutive are one."""
+    """Dims without those of one element; neighbors that are consecutive are one."""
     found = [dims[-1]]
     for dim in reversed(dims[:-1]):
         inner = found[0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from types import ModuleType
+from typing import TypeAlias
 
 import torch
 
@@ -61,6 +62,10 @@ class Wire(ABC):
         for message in messages:
             self.decode(message.view(1, -1), values.view(1, -1))
             out.add_(values)
+
+
+# The wire of all parameters of a policy, or one for each by its name and shape.
+Wires: TypeAlias = Wire | Callable[[str, torch.Size], Wire | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,7 @@ class Blockwise(Wire):
     def __post_init__(self) -> None:
         if self.block < 16 or self.block % 16:
             raise ConfigError(
-                f"{type(self).__name__}: a block must have 16 elements or a multiple of 16, found "
+                f"{type(self).__name__}: a block must have a multiple of 16 elements, not "
                 f"{self.block}."
             )
 

@@ -1,7 +1,7 @@
 """`by_unit`: an optimizer that steps the shards of a unit as a few tensors.
 
 A unit keeps this rank's shards of a lane in one shard buffer, and their gradients in another tensor
-that is arranged alike. A **run** is a series of neighbouring shards in such a buffer that the
+that is arranged alike. A **run** is a series of neighboring shards in such a buffer that the
 optimizer treats alike: a view of the buffer takes their place in `step`.
 
 A hook before every step makes it run on a **stand-in**: an object with the attributes of the
@@ -345,7 +345,7 @@ def _find_lanes(params: Collection[torch.Tensor]) -> Iterator[tuple[Any, list[_S
 
 
 class _Run:
-    """Neighbouring shards of a buffer, and the tensor that takes their place in a step.
+    """Neighboring shards of a buffer, and the tensor that takes their place in a step.
 
     `params` are their parameters and `states` the states of these. `given` is the state that the
     optimizer is given for `param`; it is None while the optimizer has no state for these
@@ -364,7 +364,7 @@ class _Run:
         self.states = [all_states.get(param, {}) for param in self.params]
         self.given: State | None = None
         self.moments: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        # For take_grad, which looks at every parameter in every step (rule 7).
+        # For take_grad, which looks at every parameter in every step (rule 7: host time).
         self._addresses = [shard.local.data_ptr() for shard in self._shards]
         self._specs = [spec_of(param) for param in self.params if isinstance(param, DTensor)]
         self._grad_types = {DTensor if self._specs else torch.Tensor}

@@ -47,7 +47,7 @@ def clip_grads(
     if not order > 0:
         raise ConfigError(
             "clip_grad_norm_: max_norm must be a number and norm_type must be greater than zero, "
-            f"found {max_norm!r} and {norm_type!r}; pass 2.0 or another order, or inf for the "
+            f"not {max_norm!r} and {norm_type!r}; pass 2.0 or another order, or inf for the "
             "largest magnitude."
         )
     seen: set[torch.Tensor] = set()

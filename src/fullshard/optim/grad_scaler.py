@@ -63,7 +63,7 @@ class ShardedGradScaler(GradScaler):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
         raise ConfigError(
-            "ShardedGradScaler.scale: outputs must be a tensor or an iterable of tensors, found "
+            "ShardedGradScaler.scale: outputs must be a tensor or an iterable of tensors, not a "
             f"{type(outputs).__name__}; pass the loss."
         )
 

@@ -134,12 +134,12 @@ def require_matrices(param: torch.Tensor, name: str) -> list[HeldTensor]:
         if len(each.shape) not in (2, 3):
             also = "; wrap with use_orig_params=True, so that" if len(held) > 1 else ": let"
             raise ConfigError(
-                f"{each.name}: Muon trains matrices and stacks of them, found a parameter of shape "
+                f"{each.name}: Muon trains matrices and stacks of them, not a parameter of shape "
                 f"{each.shape}{also} AdamW trains it, in a group that has 'betas'."
             )
         if param.is_complex():
             raise ConfigError(
-                f"{each.name}: Muon trains real parameters, found {param.dtype}; let AdamW train "
+                f"{each.name}: Muon trains real parameters, not {param.dtype}; let AdamW train "
                 "it, in a group that has 'betas'."
             )
     return held

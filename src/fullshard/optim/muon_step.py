@@ -161,7 +161,7 @@ class _Values:
                 seen.add(param)
                 triple = to_local(grad), to_local(momentum), to_local(param)
                 lerped[work.group_of[number]].append(triple)
-            # Not kept: the engine reuses gradients that nobody holds (rule 8).
+            # Not kept: the engine reuses gradients that nobody holds (rule 8: one buffer per lane).
             self.grads[number] = held.parts_of(grad, work.own_boxes[number])
             self.momenta[number] = work.kept_boxes(number, momentum)
             self.params[number] = work.kept_boxes(number, param)
@@ -438,7 +438,7 @@ class _MeshWork:
         try:
             self._step_groups(flights, values)
         finally:
-            for flight in flights:  # something has failed: nothing stays in flight (rule 10)
+            for flight in flights:  # after an error, too (rule 10: wait before raising)
                 with suppress(Exception):
                     flight.work.wait()
 

@@ -234,7 +234,7 @@ def _only_holder(matrix: Matrix, boxes: Sequence[Sequence[Box]]) -> int | None:
 def _grouped(
     numbers: Sequence[int], num_owners: int, limit: int, matrices: Sequence[Matrix]
 ) -> Iterator[tuple[int, ...]]:
-    """Neighbours in groups of at most `limit` elements, or else as many as there are owners.
+    """Neighbors in groups of at most `limit` elements, or else as many as there are owners.
 
     A group has a multiple of that number: matrices of one size are spread evenly in each group.
     """

@@ -54,8 +54,7 @@ class DeviceProfile:
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and value < 0:
                 raise ConfigError(
-                    f"device profile {self.name!r}: {each.name} of 0 or more is expected, found "
-                    f"{value}; correct it."
+                    f"device profile {self.name!r}: {each.name} must be 0 or more, not {value}."
                 )
 
     def tflops(self, itemsize: int) -> float:
@@ -136,8 +135,8 @@ def profile_named(name: str) -> DeviceProfile:
     close = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.3)
     meant = f"did you mean {by_lower[close[0]].name}?" if close else ""
     raise UnknownNameError(
-        f"GPU {name!r}: one of {', '.join(PROFILES)} is expected, found none of this name; "
-        f"{meant or 'measure it with fullshard doctor --measure FILE, for --device-profile FILE'}"
+        f"GPU {name!r} is not one of {', '.join(PROFILES)}; "
+        f"{meant or 'measure it with fullshard doctor --profile FILE, for --device-profile FILE.'}"
     )
 
 
@@ -151,11 +150,11 @@ def read_profile(path: Path) -> DeviceProfile:
             return replace(PROFILES["H100"], **content)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path}: a device profile as JSON is expected, found {error}; write one with "
-            "fullshard doctor --measure."
+            f"{path} is not a device profile in JSON ({error}); write one with fullshard doctor "
+            "--profile."
         ) from None
     raise ConfigError(
-        f"{path}: keys of a device profile are expected, found {', '.join(unknown)}; choose from "
+        f"{path}: a device profile has no {', '.join(unknown)}; its keys are "
         f"{', '.join(sorted(known))}."
     )
 

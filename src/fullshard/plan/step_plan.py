@@ -18,7 +18,7 @@ from fullshard._torch import FakeStore, to_local
 from fullshard.auto_shard import auto_shard
 from fullshard.device import simulated
 from fullshard.errors import ConfigError, FullshardError, LifecycleError
-from fullshard.formatting import readable, table
+from fullshard.formatting import counted, readable, table
 from fullshard.optim.muon import Muon, is_for_muon
 from fullshard.plan.device_profile import DeviceProfile
 from fullshard.plan.ledger import Kind, Peak
@@ -102,22 +102,26 @@ class StepPlan:
 
     def __repr__(self) -> str:
         machine, peak = self.machine, self.peak
+        is_all = self.num_trainable == self.num_parameters
+        trainable = "all" if is_all else f"{self.num_trainable:,}"
+        hosts = f"{machine.num_hosts} hosts of " * (machine.num_hosts > 1)
         rows = [("on each rank", "at the peak")]
         rows += [(k.value, readable(peak.kinds.get(k, 0))) for k in Kind if peak.kinds.get(k)]
-        rows.append(("in all", readable(peak.num_bytes)))
+        rows.append(("total", readable(peak.num_bytes)))
         lines = [
-            f"{self.num_parameters:,} parameters, {self.num_trainable:,} trainable, on "
-            f"{machine.num_hosts}x{machine.ranks_per_host} {machine.profile.name}",
+            f"{self.num_parameters:,} parameters, {trainable} trainable, on {hosts}"
+            f"{machine.ranks_per_host} {machine.profile.name}",
             *table(rows, numbers=(1,)),
-            f"peak in the {peak.where} after {_shown_s(peak.at_s)}",
+            f"peak in the {peak.where}, after {_shown_s(peak.at_s)}",
         ]
         if self.context_bytes:
-            lines.append(f"beside it {readable(self.context_bytes)} for the driver and NCCL")
+            lines.append(f"plus {readable(self.context_bytes)} for the driver and NCCL")
         if self.host_bytes:
-            lines.append(f"and {readable(self.host_bytes)} of host memory")
+            lines.append(f"plus {readable(self.host_bytes)} of host memory")
         for name, num_bytes in self.sent_bytes.items():
             number = self.num_collectives.get(name, 0)
-            lines.append(f"{name}: {readable(num_bytes)} a step" + f" in {number:,}" * bool(number))
+            calls = f" in {counted(number, 'call')}" * bool(number)
+            lines.append(f"{name}: {readable(num_bytes)} per step{calls}")
         lines.append(
             f"step {_shown_s(self.step_s)}, of which {_shown_s(self.exposed_s)} wait for "
             f"communication; {self.tflop / self.step_s:,.0f} TFLOP/s"
@@ -167,8 +171,8 @@ def plan(
         for name, tensor in [*built.named_parameters(), *built.named_buffers()]:
             if not tensor.is_meta:
                 raise ConfigError(
-                    f"plan: a model on the meta device is expected, found {name!r} on "
-                    f"{tensor.device}; build it under `with torch.device('meta')`, and values of "
+                    f"plan: {name!r} is on {tensor.device}, but the model must be on the meta "
+                    "device; build it under `with torch.device('meta')`, and compute values of "
                     "tensors when it is trained."
                 )
         sharded = shard(built)
@@ -315,7 +319,7 @@ def _world(num_ranks: int) -> Iterator[None]:
     """A default process group in which this process is the first rank, and nothing is sent."""
     if dist.is_initialized():
         raise LifecycleError(
-            "plan: needs a process without a default process group, found one; plan before "
+            "plan: this process already has a default process group; plan before "
             "init_process_group, or in another process (fullshard plan)."
         )
     hook = sys.excepthook  # torch adds the rank to what it prints
@@ -336,8 +340,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
         raise
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"{type(model).__name__}: a step that runs on the meta device is expected, found "
-            f"{type(error).__name__}: {error}; leave out what needs values of tensors."
+            f"{type(model).__name__}: its step does not run on the meta device "
+            f"({type(error).__name__}: {error}); leave out what needs values of tensors."
         ) from error
 
 

@@ -1,6 +1,6 @@
 """What helps when a rank fails, stops or is out of memory. The engine works without this room.
 
-Importing it has `comm/guard.py` make watchers.
+Importing it lets `comm/guard.py` create watchers.
 """
 
 from fullshard.resilience.nonfinite import first_nonfinite

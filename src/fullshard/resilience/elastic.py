@@ -165,15 +165,15 @@ class Ballot:
         members, fresh = self.view.members, self.view.fresh
         found = ""
         if self._own not in members:
-            found = "that it was declared dead"
+            found = "it was declared dead"
         elif members[0] in fresh:
-            found = "that those that had the state are dead"
+            found = "those that had the state are dead"
         elif self.view.num_repeats > _MAX_REPEATS:
-            found = f"that their collectives failed {_MAX_REPEATS} times, though none is dead"
+            found = f"collectives failed {_MAX_REPEATS} times, though no replica is dead"
         if found:
             raise RankFailedError(
-                f"replica {self._own[0]}: replicas must go on together, found {found}; look at the "
-                "output of the others, and start it again."
+                f"replica {self._own[0]} cannot continue: {found}; look at the output of the "
+                "others, and start it again."
             )
 
     def _propose(self, decision: Mapping[str, Any]) -> bool:

@@ -239,7 +239,7 @@ class Links:
     def start(self, everyone: Mapping[int, Peer], listener: Listener) -> None:
         """Connect to the next and the previous rank of the ring."""
         self.listener = listener
-        for peer in neighbours_in_ring(self.rank, everyone):
+        for peer in neighbors_in_ring(self.rank, everyone):
             self._links[peer.rank] = _Link(self, peer)
         self.selector.register(self._listening, selectors.EVENT_READ, self._accept)
         self.selector.register(self._woken, selectors.EVENT_READ, self._wake)
@@ -253,7 +253,7 @@ class Links:
         self._do(lambda: self._tell(news))
 
     def send_place(self, place: Mapping[str, Any]) -> None:
-        """Tell both neighbours where this rank is."""
+        """Tell both neighbors where this rank is."""
         message = _line({"place": place, "rank": self.rank})
         self._do(lambda: self._say(message))
 
@@ -418,7 +418,7 @@ def _addresses(store_host: str, store_port: int) -> tuple[str, str]:
     return str(address[0]), "" if is_here else own
 
 
-def neighbours_in_ring(rank: int, everyone: Mapping[int, Peer]) -> list[Peer]:
+def neighbors_in_ring(rank: int, everyone: Mapping[int, Peer]) -> list[Peer]:
     """The previous and the next rank, in a ring of all ranks in which hosts stay together."""
     first: dict[str, int] = {}
     for number in sorted(everyone):

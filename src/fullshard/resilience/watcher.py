@@ -89,7 +89,7 @@ def period_s(num_ranks: int) -> float:
 class Watcher:
     """The thread of one process, for as long as its default process group lives.
 
-    `failure` is what the ranks were told. `_neighbours` are the processes of other ranks on this
+    `failure` is what the ranks were told. `_neighbors` are the processes of other ranks on this
     machine: rank to process id and start. `_links` and `_hosts` are about the other ones.
     """
 
@@ -104,7 +104,7 @@ class Watcher:
         self._lifetime = weakref.ref(lifetime_of(dist.group.WORLD), lambda _: stopped.set())
         self._path = f"fullshard/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_count()}"
         self._written: Place | None = None
-        self._neighbours: dict[int, tuple[str, str]] = {}
+        self._neighbors: dict[int, tuple[str, str]] = {}
         self._num_stopped: dict[int, int] = {}
         self._links: Links | None = None
         with suppress(OSError, AttributeError):  # of a system without such sockets
@@ -265,7 +265,7 @@ class Watcher:
         place = self.own.look()
         if self._hosts is not None and self._links is not None:
             self._links.send_place(asdict(place))
-        self._look_at_neighbours(place)
+        self._look_at_neighbors(place)
         if self.failure is not None:
             return
         if verdict := self._ask(lambda store: self._exchange(store, place)):
@@ -301,11 +301,11 @@ class Watcher:
         said = store.get(f"{self._path}/{machine_id()}").decode()
         for rank, pid, start in map(json.loads, said.splitlines()):
             if rank != self.rank:
-                self._neighbours[rank] = str(pid), str(start)
+                self._neighbors[rank] = str(pid), str(start)
         self._is_complete = store.add(f"{self._path}/registered", 0) >= self.size
         if not self._is_complete or self._links is None:
             return
-        if len(self._neighbours) + 1 < self.size:
+        if len(self._neighbors) + 1 < self.size:
             rows = map(json.loads, store.get(f"{self._path}/peers").decode().splitlines())
             peers = {row["rank"]: Peer(**row) for row in rows}
             if len(peers) == self.size:  # all hosts have links
@@ -315,12 +315,12 @@ class Watcher:
         self._links.close()
         self._links = None
 
-    def _look_at_neighbours(self, own: Place) -> None:
-        for rank, (pid, start) in list(self._neighbours.items()):
+    def _look_at_neighbors(self, own: Place) -> None:
+        for rank, (pid, start) in list(self._neighbors.items()):
             is_waited_for = own.waited_s >= SHORT_PATIENCE_S and is_stopped(pid)
             self._num_stopped[rank] = self._num_stopped.get(rank, 0) + 1 if is_waited_for else 0
             if start_of(pid) != start:
-                del self._neighbours[rank]
+                del self._neighbors[rank]
                 self.on_gone(rank)
             elif self._num_stopped[rank] > 1:
                 self._give_up(rank, self._last_place_of(rank), "its process is stopped")
@@ -346,11 +346,10 @@ class Watcher:
         if self.failure is None and self._hosts and is_waiting and lost_s >= patience_s():
             self._tell(
                 RankFailedError(
-                    f"{self._hosts.host_of(rank)}: all ranks must go on together, found that this "
-                    f"host has not answered {self._hosts.named(self.rank)} since "
-                    f"{clock(time.time() - lost_s)}, for {lost_s:.0f} s; look whether it runs and "
-                    f"its link is up, and start the ranks again. {guard.PATIENCE} says how long "
-                    "ranks wait for a link that may come back."
+                    f"{self._hosts.host_of(rank)}: this host has not answered "
+                    f"{self._hosts.named(self.rank)} since {clock(time.time() - lost_s)}, for "
+                    f"{lost_s:.0f} s; look whether it runs and its link is up, and start the ranks "
+                    f"again. {guard.PATIENCE} says how long ranks wait for a link to come back."
                 )
             )
 
@@ -378,9 +377,9 @@ class Watcher:
         elif are_deadlocked(places, patience):
             self._tell(
                 DisagreementError(
-                    "all ranks must run the same collectives in the same order, found that they "
-                    f"have waited for each other for {patience:g} s:\n{table(places)}\nMake the "
-                    "program take the same path on every rank."
+                    f"all ranks have waited for each other for {patience:g} s, in different "
+                    f"collectives:\n{table(places)}\nMake the program take the same path on every "
+                    "rank."
                 )
             )
         elif max(place.waited_s for place in places) >= patience:
@@ -399,8 +398,8 @@ class Watcher:
         if self.is_running and is_waiting and now - self._lost_since > _PERIOD_S:
             self._tell(
                 RankFailedError(
-                    "the store: the process that has it (of rank 0, or the launcher) must answer, "
-                    "found that it does not; look at its output, and start the ranks again."
+                    "the store: the process that has it (of rank 0, or the launcher) does not "
+                    "answer; look at its output, and start the ranks again."
                 )
             )
 
@@ -408,10 +407,9 @@ class Watcher:
 
     def _give_up(self, rank: int, place: Place | None, ended: str = "") -> None:
         """Tell all ranks that one is lost, where it was if that is known, and how it ended."""
-        what = f"all ranks must go on together, found that {ended}"
+        what = f"failed, {ended}"
         if place is not None:
-            at = replace(place, ended=place.ended or ended)
-            what = f"all ranks must go on together, found it at {at}"
+            what = f"failed at {replace(place, ended=place.ended or ended)}"
         self._tell(
             RankFailedError(
                 f"{self._named(rank)}: {what}; look at its own output, and start the ranks again."

@@ -172,8 +172,8 @@ def _offload_policies(request: ShardRequest, names: Collection[str]) -> Mapping[
         return {"": request.offload}
     if unknown := sorted(set(request.offload).difference(names)):
         raise ConfigError(
-            f"offload_policy: the names must be those of parameters that this call shards, found "
-            f"{unknown}; choose some of {sorted(names)}."
+            f"offload_policy: {unknown} are not names of parameters that this call shards; choose "
+            f"from {sorted(names)}."
         )
     return request.offload
 
@@ -181,7 +181,7 @@ def _offload_policies(request: ShardRequest, names: Collection[str]) -> Mapping[
 def _is_large(
     param: ShardedParam, mesh_info: MeshInfo, policy: MixedPrecisionPolicy, comm_ctx: CommContext
 ) -> bool:
-    """Whether a parameter is gathered, freed and reduced by itself (rule 15)."""
+    """Whether a parameter is gathered, freed and reduced by itself (rule 15: large units)."""
     dtype = policy.param_dtype if param.dtype.is_floating_point else None
     num_bytes = param.split.numel * (dtype or param.dtype).itemsize
     cost = CostModel.of_device(type_of(comm_ctx.device.torch_device))
@@ -246,8 +246,8 @@ def _keeps_dtype(policy: MixedPrecisionPolicy, name: str, original: nn.Parameter
     if chosen not in (None, policy.param_dtype, original.dtype):
         raise ConfigError(
             f"{name}: param_dtype_override_fn must return None, param_dtype "
-            f"({policy.param_dtype}) or the parameter's own dtype ({original.dtype}), found "
-            f"{chosen!r}; return one of these."
+            f"({policy.param_dtype}) or the parameter's own dtype ({original.dtype}), not "
+            f"{chosen!r}."
         )
     return chosen is not None and chosen == original.dtype
 
@@ -340,8 +340,8 @@ def make_scheduler(top: ModuleHooks) -> Scheduler:
     for hooks in members:
         if hooks.scheduler is not None and hooks.scheduler.phase != "idle":
             raise LifecycleError(
-                f"{hooks.name}: FSDP requires running forward through the root module first, found "
-                f"this unit in {hooks.scheduler.phase} when an outer module runs for the first "
+                f"{hooks.name}: FSDP requires running forward through the root module first, but "
+                f"this unit is in {hooks.scheduler.phase} when an outer module runs for the first "
                 "time; run the outer module's forward before, or end this one's backward."
             )
     _set_names(tops, members)

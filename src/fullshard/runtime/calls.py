@@ -83,7 +83,7 @@ class ModuleCall:
             return view
 
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
-            args = (taken(args[0]),)  # the common case: not worth a walk (rule 7)
+            args = (taken(args[0]),)  # the common case: not worth a walk (rule 7: host time)
         else:
             args, kwargs = map_tensors(taken, args), map_tensors(taken, kwargs)
         self.num_inputs = len(views)

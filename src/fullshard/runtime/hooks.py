@@ -1,7 +1,7 @@
 """What a module's forward and backward trigger: gather, compute, reshard, reduce.
 
-How a module knows that its gradients are complete, `calls.py` says. What concerns all modules of a
-tree is in `step.py`.
+`calls.py` says how a module knows that its gradients are complete. `step.py` has what concerns all
+modules of a tree.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What reads a full parameter, according to the graph of a forward (rule 15).
+"""What reads a full parameter, according to the graph of a forward (rule 15: large units).
 
 The backward of an embedding needs its indices and not its weight, and that of a linear
-cross-entropy (`losses`) only gradients: a weight that nothing else uses is not needed in backward,
-nor, if it is an embedding's, in forward once that has run. References tell what autograd has saved
-(`Unit.is_saved`). A frozen weight is in no graph, and that of an embedding is assumed to be used
-for lookups only. If something reads a released parameter after all, as a recomputation does, it is
-gathered again.
+cross-entropy (`losses`) only gradients: a weight that nothing else uses is not needed in backward.
+That of an embedding is not needed in forward either, once the embedding has run. References tell
+what autograd has saved (`Unit.is_saved`). A frozen weight is in no graph, and that of an embedding
+is assumed to be used for lookups only. If something reads a released parameter after all, as a
+recomputation does, it is gathered again.
 """
 
 from __future__ import annotations

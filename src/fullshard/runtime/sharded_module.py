@@ -43,8 +43,8 @@ class ShardedModule:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise MisuseError(
-            f"{type(self).__name__}: FSDP does not support deepcopy, found it called on a sharded "
-            "module; copy before sharding, or build a second model, shard it alike and load the "
+            f"{type(self).__name__}: FSDP does not support deepcopy of a sharded module; copy "
+            " before sharding, or build a second model, shard it alike and load the "
             "state dict of this one."
         )
 

@@ -298,7 +298,7 @@ class Scheduler:
         if enabled != self.finalizes_manually and (self.is_in_backward or self._is_unfinalized):
             raise LifecycleError(
                 f"{self.root.name}: set_manual_backward_finalization must be called before "
-                "backward, found one that is not finalized; call finalize_backward() first."
+                "backward, and one is not finalized; call finalize_backward() first."
             )
         self.finalizes_manually = enabled
 
@@ -306,10 +306,10 @@ class Scheduler:
         """Reduce and reshard what backwards have left open, by the current settings of units."""
         self._require_waited("finalize_backward")
         if self.is_in_backward or not self.finalizes_manually:
-            found = "it inside of one" if self.is_in_backward else "automatic finalization"
+            found = "one is running" if self.is_in_backward else "finalization is automatic"
             raise LifecycleError(
                 f"{self.root.name}: finalize_backward must be called after backward and with "
-                f"set_manual_backward_finalization(True), found {found}; set that before forward."
+                f"set_manual_backward_finalization(True), but {found}; set that before forward."
             )
         self.is_in_backward = True  # until it is settled
         self._end_members()

@@ -1,7 +1,7 @@
 """How ranks come to collectives: each by itself, or after a comparison with the others.
 
-Units that only some ranks run have another way (`uneven.py`). Hooks and scheduler say when
-something is gathered or reduced, and do not ask which way it goes.
+Units that only some ranks run come in a third way (`uneven.py`). Hooks and scheduler say when
+something is gathered or reduced, and do not ask in which way.
 """
 
 from __future__ import annotations

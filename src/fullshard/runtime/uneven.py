@@ -149,7 +149,7 @@ class UnevenScope(Turnstile):
             each.turnstile = _Inside(self, usual)
         self._mesh_info = meshes[0]
         with torch.inference_mode(False), self._units[0].comm_ctx.device.torch_device:
-            # Made once: memory of a stream's pool may still be read by another stream (rule 2).
+            # Made once: another stream may still read a stream's memory (rule 2: memory by stream).
             self._counts = torch.zeros(len(self._units), dtype=torch.int32)
 
     # Gathers

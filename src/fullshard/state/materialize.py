@@ -63,7 +63,7 @@ def recreate_buffers(
     """Compute buffers on meta that are not persistent, and so in no file; return their names.
 
     Raises, and leaves the model as it was, if nothing computes one of them. Parameters are still on
-    meta, so a function that initialises them as well costs nothing.
+    meta, so a function that initializes them as well costs nothing.
     """
     modules = dict(model.named_modules())
     lost: dict[str, dict[str, torch.Tensor]] = {}  # by the path of their module
@@ -115,7 +115,7 @@ def _compute_of(
     reset: Callable[[], object] | None = getattr(module, "reset_non_persistent_buffers", None)
     if callable(reset):
         return reset
-    # The other ways also initialise parameters: use them only if no values would be lost.
+    # The other ways also initialize parameters: use them only if no values would be lost.
     if any(p is not None and not p.is_meta for p in module._parameters.values()):
         return lambda: None
     reset_all: Callable[[], object] | None = getattr(module, "reset_parameters", None)
@@ -124,7 +124,7 @@ def _compute_of(
     parts = path.split(".")
     for length in range(len(parts) - 1, -1, -1):
         around = modules.get(".".join(parts[:length]))
-        initialise = getattr(around, "_init_weights", None)  # as transformers' models have it
-        if callable(initialise):
-            return partial(initialise, module)
+        initialize = getattr(around, "_init_weights", None)  # as transformers' models have it
+        if callable(initialize):
+            return partial(initialize, module)
     return lambda: None

@@ -99,7 +99,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     if any(each != found[0] for each in found):
         raise MisuseError(
             f"{type(module).__name__}: All FSDP modules must have the same state dict settings, "
-            f"found {sorted({str(each) for each in found})}; call set_state_dict_type on the root."
+            f"not {sorted({str(each) for each in found})}; call set_state_dict_type on the root."
         )
     return found[0]
 
@@ -253,7 +253,7 @@ def _arrange(wrapper: nn.Module, state: Entries, prefix: str) -> None:
     places: dict[str, int] = {}
     place = 0
     for key in (key for key in state if key.startswith(prefix)):
-        place = places[key] = order.get(key, place)  # an unknown entry stays after its neighbour
+        place = places[key] = order.get(key, place)  # an unknown entry stays after its neighbor
     for key in sorted(places, key=places.__getitem__):
         state[key] = state.pop(key)
     metadata: dict[str, Any] = getattr(state, "_metadata", {})

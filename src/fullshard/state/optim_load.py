@@ -133,7 +133,7 @@ class Load:
             found = [*state_dict] if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise ConfigError(
                 'optim_state_dict: `optim_state_dict` must have the keys "state", with a dict for '
-                f"each parameter by its name, found {found} and as parameters {wrong}; pass what "
+                f"each parameter by its name, but has {found} and as parameters {wrong}; pass what "
                 "optim_state_dict returned, on every rank that it was saved for, and numbers "
                 "through rekey_optim_state_dict first."
             )

@@ -113,7 +113,7 @@ class TensorShard:
         if not isinstance(tensor, DTensor):
             return [LocalPart(Box.whole(tensor.shape), tensor.detach())]
         (chunk,) = tensor.__create_chunk_list__()
-        local = to_local(tensor).detach()
+        local = _unwrapped(to_local(tensor).detach())
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if tuple(local.shape) != box.sizes:
             raise CheckpointError(
@@ -122,6 +122,16 @@ class TensorShard:
                 "distribute_tensor."
             )
         return [LocalPart(box, local)] if local.numel() else []
+
+
+def _unwrapped(local: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor that only defines its all-gather, as torchao's float8 weights do."""
+    if not hasattr(local, "fsdp_pre_all_gather") or not hasattr(local, "__tensor_flatten__"):
+        return local
+    names, _ = local.__tensor_flatten__()
+    inner = [getattr(local, name) for name in names]
+    is_same = len(inner) == 1 and (inner[0].shape, inner[0].dtype) == (local.shape, local.dtype)
+    return inner[0].detach() if is_same else local
 
 
 @dataclass(slots=True, eq=False)

@@ -48,14 +48,13 @@ def summon_full_params(
     if wrappers and in_backward():
         raise MisuseError(
             f"{type(module).__name__}: Cannot manually unshard parameters during forward/backward, "
-            "found summon_full_params in a hook of a backward; call it after backward."
+            "and a hook of a backward called summon_full_params; call it after backward."
         )
     for unit in map(wrapper_unit, wrappers):
         if unit.is_summoned:
             raise MisuseError(
                 f"{unit.name}: Cannot manually unshard parameters when already unsharding "
-                "parameters, found summon_full_params inside another one; leave the outer context "
-                "first, or pass recurse=False to it."
+                "parameters; leave the outer summon_full_params first, or pass recurse=False to it."
             )
     try:
         what = "summon_full_params"
@@ -73,8 +72,8 @@ def summon_full_params(
             )
         if offload_to_cpu and not lane.is_sharded:
             raise UnsupportedError(
-                f"{lane.unit.name}: offload_to_cpu=True and NO_SHARD is not supported yet, found "
-                "parameters whole on every rank; copy them to the host yourself."
+                f"{lane.unit.name}: offload_to_cpu=True and NO_SHARD is not supported yet; "
+                "every rank has whole parameters, so copy them to the host yourself."
             )
     if writeback and rank0_only:
         raise UnsupportedError(

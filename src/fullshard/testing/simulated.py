@@ -1,9 +1,9 @@
 """Simulates one rank of a large world in a single process, without communication.
 
 `fake_world` uses torch's `fake` backend, which copies every message once per rank. In a step of a
-small model these copies take most of the time, so `quiet_world` has its own process group: a Python
-subclass of `ProcessGroup`: callers reach its methods without torch's dispatcher, and these return
-a finished `Work`.
+small model these copies take most of the time, so `quiet_world` has its own process group. It is a
+Python subclass of `ProcessGroup`, whose methods are called without torch's dispatcher and return a
+finished `Work`.
 """
 
 from __future__ import annotations

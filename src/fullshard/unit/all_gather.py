@@ -1,7 +1,7 @@
 """From shards to full parameters.
 
 A unit makes its `UnitAllGather` at the first unshard. It owns the full buffer and every view that
-an all-gather reads or writes, so that an all-gather itself makes none (rule 7).
+an all-gather reads or writes, so that an all-gather itself makes none (rule 7: host time).
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class UnitAllGather:
                 in_flight.wait_works()
                 in_flight.event = device.record()
         except BaseException:
-            # Lanes that were issued still write into these buffers (rule 10).
+            # Lanes that were issued still write into these buffers (rule 10: wait before raising).
             in_flight.abort()
             self.free()
             raise
@@ -318,7 +318,7 @@ class ExtensionAllGather:
         outs: list[torch.Tensor] = []
         ins: list[torch.Tensor] = []
         num_bytes: list[int] = []
-        comm_ctx.wait_until_unused()  # extensions allocate here, too (rule 2)
+        comm_ctx.wait_until_unused()  # extensions allocate here, too (rule 2: memory by stream)
         shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         for param, extension in self.params:
             if self._is_view(param, shard_mesh, device):
@@ -349,8 +349,8 @@ class ExtensionAllGather:
             if len(set(by_rank)) > 1:
                 raise ConfigError(
                     f"{param.name}: fsdp_pre_all_gather must return all-gather inputs with the "
-                    f"padded sharded size, found {list(by_rank)} bytes on the ranks of the shard "
-                    "axis; pad an uneven shard."
+                    f"padded sharded size, but the ranks of the shard axis have {list(by_rank)} "
+                    "bytes; pad an uneven shard."
                 )
         self._is_compared = True
 

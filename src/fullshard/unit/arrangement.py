@@ -10,7 +10,9 @@ import torch
 from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.mesh import MeshInfo
 from fullshard.device import has_no_memory, type_of
+from fullshard.errors import ConfigError
 from fullshard.layout import CostModel, DtypePlan, ParamSpec, UnitLayout, Wire, plan_unit
+from fullshard.layout.wire import Wires
 from fullshard.unit.all_gather import ExtensionAllGather, UnitAllGather
 from fullshard.unit.context import CommContext
 from fullshard.unit.extensions import Extension
@@ -90,12 +92,19 @@ class Arrangement:
         """How a parameter and its gradient travel; those of a flat layout travel together."""
         if self._axis.is_single:
             return None, None  # one rank sends nothing
-        is_flat, shape = self._flat is not None, param.split.shape
-        gather, reduce = (
-            wire if wire is not None and (is_flat or wire.suits(shape)) else None
-            for wire in self._policy.wires
-        )
-        return gather, reduce
+        gather, reduce = self._policy.wires
+        return self._wire_of(param, gather), self._wire_of(param, reduce)
+
+    def _wire_of(self, param: ShardedParam, given: Wires) -> Wire | None:
+        shape = torch.Size(param.split.shape)
+        wire = given if given is None or isinstance(given, Wire) else given(param.name, shape)
+        if wire is not None and not isinstance(wire, Wire):
+            raise ConfigError(
+                f"{param.name}: a function that chooses wires must return one, such as "
+                f"fullshard.wire.Int8(), or None, not {wire!r}."
+            )
+        is_flat = self._flat is not None
+        return wire if wire is not None and (is_flat or wire.suits(shape)) else None
 
     def _param_dtype(self, param: ShardedParam) -> torch.dtype | None:
         return None if param.keeps_dtype else self._policy.param_dtype

@@ -27,7 +27,7 @@ AddressRanges = list[tuple[int, int]]
 
 
 def wait_all(works: Iterable[CollectiveWork]) -> None:
-    """Wait for every collective, then raise the first error (rule 10)."""
+    """Wait for every collective, then raise the first error (rule 10: wait before raising)."""
     error: BaseException | None = None
     for work in works:
         try:
@@ -135,7 +135,7 @@ class CommContext:
         if key not in self._made:
             if self._is_capturing:
                 return None
-            self.wait_until_unused()  # memory may belong to the all-gather stream (rule 2)
+            self.wait_until_unused()  # of the gather stream (rule 2: memory by stream)
             self._made[key] = make()
         return self._made[key]
 

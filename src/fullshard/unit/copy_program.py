@@ -93,7 +93,7 @@ class PackViews:
     """Copies through views that are made for each tensor.
 
     If every tensor has as many elements on each rank, which is the usual case, the bucket is a
-    concatenation: one call instead of two views and a copy for each tensor (rule 7).
+    concatenation: one call instead of two views and a copy for each tensor (rule 7: host time).
     """
 
     def __init__(self, table: CopyTable, num_ranks: int) -> None:

@@ -24,7 +24,7 @@ class Extension:
     """The all-gather of one parameter whose tensor defines it.
 
     Gathered tensors live in resizable `buffers`, since the full parameter may be a view of them
-    (rule 1). `outs` is where the tensors of all ranks arrive.
+    (rule 1: storage outlives memory). `outs` is where the tensors of all ranks arrive.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,7 @@ class Extension:
         if has_pre != hasattr(local, "fsdp_post_all_gather"):
             raise UnsupportedError(
                 f"{name}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if "
-                f"using all-gather extensions, found only one in {type(local).__name__}; define "
+                f"using all-gather extensions, but {type(local).__name__} has only one; define "
                 "the other."
             )
         if not has_pre:
@@ -77,8 +77,8 @@ class Extension:
         if found != expected:
             raise ConfigError(
                 f"{self._name}: fsdp_pre_all_gather must return all-gather inputs with the padded "
-                f"sharded size, the same each time and on every rank: expected {expected}, found "
-                f"{found}; pad an uneven shard."
+                f"sharded size, the same each time and on every rank: {expected}, not {found}; "
+                "pad an uneven shard."
             )
         for buffer in self.buffers:
             buffer.allocate()

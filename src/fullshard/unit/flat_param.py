@@ -209,9 +209,9 @@ def _require_size(name: str, found: torch.Tensor, own: torch.Tensor) -> None:
     """Raise if a user gave a parameter values that are not this rank's part of it."""
     if found.numel() != own.numel():
         raise LifecycleError(
-            f"{name}: Cannot writeback when the parameter shape changes: expected "
-            f"{list(own.shape)}, the shape of this rank's part, found {list(found.shape)}; write "
-            "full values inside summon_full_params, or load a state dict."
+            f"{name}: Cannot writeback when the parameter shape changes: this rank's part has the "
+            f"shape {list(own.shape)}, not {list(found.shape)}; write full values inside "
+            "summon_full_params, or load a state dict."
         )
 
 

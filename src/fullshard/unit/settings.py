@@ -19,7 +19,7 @@ class UnitSettings:
 
     `reshard_after_forward` None means True, except for the root when a backward may follow. An
     int is the number of ranks that the unit is sharded over between forward and backward. A unit
-    that `stands_alone` was made for a single large parameter (rule 15).
+    that `stands_alone` was made for a single large parameter (rule 15: large parameters alone).
     """
 
     reshard_after_forward: bool | int | None = None

@@ -253,15 +253,15 @@ class Unit:
                 raise LifecycleError(
                     f"{self.name}: FSDP parameters should be materialized from meta device before "
                     f"training, but the following were still on meta device: {names}; call "
-                    f"module.to_empty(device='{device.type}') and initialise them, or load a state "
+                    f"module.to_empty(device='{device.type}') and initialize them, or load a state "
                     "dict with assign=True."
                 )
             if local.device.type != device.type:
                 offloading = "on CPU when enabling CPU offloading"
                 raise LifecycleError(
                     f"{self.name}: FSDP parameters should be materialized "
-                    f"{offloading if not self.store.is_on_device else f'on {device.type}'}, found "
-                    f"'{param.name}' on {local.device}; call module.to('{device.type}')."
+                    f"{offloading if not self.store.is_on_device else f'on {device.type}'}, but "
+                    f"'{param.name}' is on {local.device}; call module.to('{device.type}')."
                 )
 
     def require_not_replaced(self) -> None:
@@ -271,7 +271,7 @@ class Unit:
             self.forget_full()  # it may be what was replaced
             raise MisuseError(
                 f"{found.name}: FSDP does not support changing the parameters between forward and "
-                "backward for wrappers that keep them in between, found this one or its data "
+                "backward for wrappers that keep them in between, and this one or its data was "
                 "replaced; replace it before the forward or after the backward."
             )
 

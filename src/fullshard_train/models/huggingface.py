@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,22 @@ class FolderArchitecture(Architecture):
             return super().loss(model, tokens, targets, positions)
         with head_loss(head, targets, reduction="sum"):
             return self.logits(model, tokens, positions)
+
+    def next_token_logits(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        cache, num_cached = None, 0  # of the kind that the model makes for itself
+
+        def read(tokens: Tensor) -> Tensor:
+            nonlocal cache, num_cached
+            if tokens.shape[1] <= num_cached:  # the window moved: all positions changed
+                cache, num_cached = None, 0
+            past: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+            output = model(input_ids=tokens[:, num_cached:], use_cache=True, **past)
+            cache = getattr(output, "past_key_values", None)
+            num_cached = 0 if cache is None else tokens.shape[1]
+            logits: Tensor = output.logits[0, -1]
+            return logits
+
+        return read
 
     def own_tokenizer(self) -> Tokenizer:
         if not has_tokenizer(self._folder):

@@ -1,8 +1,8 @@
-"""The colours of a report, for the light and the dark scheme.
+"""The colors of a report, for the light and the dark scheme.
 
-The colours of activities, ranks and runs, from the palette of Okabe and Ito, can be told apart with
-colour blindness; waiting is also hatched. Each activity has two tones, for alternating units, and a
-text colour that is legible on both.
+The colors of activities, ranks and runs, from the palette of Okabe and Ito, can be told apart with
+color blindness; waiting is also hatched. Each activity has two tones, for alternating units, and a
+text color that is legible on both.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _ACTIVITIES = {
     "await-reduce": ("#d55e00", "#d55e00", "#d55e00"),
 }
 _TONES = {
-    f"{key}{suffix}": colour
-    for key, colours in _ACTIVITIES.items()
-    for suffix, colour in zip(("", "-next", "-ink"), colours, strict=True)
+    f"{key}{suffix}": color
+    for key, colors in _ACTIVITIES.items()
+    for suffix, color in zip(("", "-next", "-ink"), colors, strict=True)
 }
 
 
 NUM_SERIES = 12
 
 
-def _series(*colours: str, first: int = 0) -> dict[str, str]:
-    """Name the colours of ranks, runs and kinds of memory; the page adds dashes for more ranks."""
-    return {f"series-{index}": f"#{colour}" for index, colour in enumerate(colours, first)}
+def _series(*colors: str, first: int = 0) -> dict[str, str]:
+    """Name the colors of ranks, runs and kinds of memory; the page adds dashes for more ranks."""
+    return {f"series-{index}": f"#{color}" for index, color in enumerate(colors, first)}
 
 
 PALETTES = {

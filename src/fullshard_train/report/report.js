@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures of a report as SVG, from the JSON in the page. Colours are variables of the
+// Draws the figures of a report as SVG, from the JSON in the page. Colors are variables of the
 // style sheet, which follow the scheme; a figure is drawn again when its width changes.
 (() => {
   const content = JSON.parse(document.getElementById("content").textContent);
@@ -23,14 +23,14 @@
   pen.font = `${FONT_PX}px ${getComputedStyle(document.body).fontFamily}`;
   const widthOf = (text) => pen.measureText(text).width;
 
-  // Ranks, runs and kinds of memory have a colour each; dashes tell more of them apart.
-  const NUM_COLOURS = 12;
+  // Ranks, runs and kinds of memory have a color each; dashes tell more of them apart.
+  const NUM_COLORS = 12;
   const DASHES = ["none", "6 3", "2 2", "8 3 2 3"];
-  const seriesColour = (index) => `var(--series-${index % NUM_COLOURS})`;
-  const seriesDashes = (index) => DASHES[Math.floor(index / NUM_COLOURS) % DASHES.length];
-  const swatch = (colour, dashes = "none") =>
+  const seriesColor = (index) => `var(--series-${index % NUM_COLORS})`;
+  const seriesDashes = (index) => DASHES[Math.floor(index / NUM_COLORS) % DASHES.length];
+  const swatch = (color, dashes = "none") =>
     svg("svg", { class: "stroke", "aria-hidden": "true", viewBox: "0 0 20 12" },
-      svg("path", { d: "M0 6H20", style: `stroke: ${colour}`, "stroke-dasharray": dashes }));
+      svg("path", { d: "M0 6H20", style: `stroke: ${color}`, "stroke-dasharray": dashes }));
 
   // Numbers
 
@@ -190,8 +190,8 @@
     mark(x, dots) {
       const { top, bottom } = this.area;
       this.marks = this.add("g", { class: "marks" }, svg("path", { class: "axis", d: `M${x} ${top}V${bottom}` }));
-      for (const [dot_x, dot_y, colour] of dots) {
-        this.marks.append(svg("circle", { cx: dot_x, cy: dot_y, r: 3.5, style: `fill: ${colour}` }));
+      for (const [dot_x, dot_y, color] of dots) {
+        this.marks.append(svg("circle", { cx: dot_x, cy: dot_y, r: 3.5, style: `fill: ${color}` }));
       }
     }
 
@@ -291,12 +291,12 @@
       this.draw();
     }
 
-    colour(index) {
-      return this.curve.runs.length === 1 ? "var(--accent)" : seriesColour(index);
+    color(index) {
+      return this.curve.runs.length === 1 ? "var(--accent)" : seriesColor(index);
     }
 
-    validationColour(index) {
-      return this.curve.runs.length === 1 ? seriesColour(1) : seriesColour(index);
+    validationColor(index) {
+      return this.curve.runs.length === 1 ? seriesColor(1) : seriesColor(index);
     }
 
     /** The range of all values whose step is in a range of steps. */
@@ -337,25 +337,25 @@
 
     drawRun(group, run, index) {
       const { top, bottom } = this.area;
-      const line = (points, attributes, colour) =>
-        group.append(svg("path", { d: pathThrough(points, this.x, this.y), ...attributes, style: `stroke: ${colour}` }));
-      const dots = ([xs, ys], r, colour) => xs.forEach((step, place) => {
+      const line = (points, attributes, color) =>
+        group.append(svg("path", { d: pathThrough(points, this.x, this.y), ...attributes, style: `stroke: ${color}` }));
+      const dots = ([xs, ys], r, color) => xs.forEach((step, place) => {
         if (ys[place] === null) return;
-        group.append(svg("circle", { cx: this.x(step), cy: this.y(ys[place]), r, style: `fill: ${colour}` }));
+        group.append(svg("circle", { cx: this.x(step), cy: this.y(ys[place]), r, style: `fill: ${color}` }));
       });
-      const colour = this.colour(index);
+      const color = this.color(index);
       for (const step of run.restarts) {
-        const style = this.curve.runs.length === 1 ? "" : `stroke: ${colour}`;
+        const style = this.curve.runs.length === 1 ? "" : `stroke: ${color}`;
         group.append(svg("path", { class: "restart", d: `M${this.x(step)} ${top}V${bottom}`, style }));
       }
       const dashes = { "stroke-dasharray": seriesDashes(index) };
       const is_smoothed = run.mean[0].length > 0;
-      line(run.line, { class: is_smoothed ? "line soft" : "line", ...dashes }, colour);
-      if (run.line[0].length <= FEW_POINTS) dots(run.line, 2.5, colour);
-      if (is_smoothed) line(run.mean, { class: "line mean", ...dashes }, colour);
+      line(run.line, { class: is_smoothed ? "line soft" : "line", ...dashes }, color);
+      if (run.line[0].length <= FEW_POINTS) dots(run.line, 2.5, color);
+      if (is_smoothed) line(run.mean, { class: "line mean", ...dashes }, color);
       if (run.validation[0].length) {
-        line(run.validation, { class: "line validation", ...dashes }, this.validationColour(index));
-        dots(run.validation, 3.5, this.validationColour(index));
+        line(run.validation, { class: "line validation", ...dashes }, this.validationColor(index));
+        dots(run.validation, 3.5, this.validationColor(index));
       }
       for (const [step] of run.crosses) {
         const at = `${this.x(step)} ${bottom - 6}`;
@@ -363,7 +363,7 @@
       }
     }
 
-    /** The points nearest to a place among all lines: their step, text, colour and y. */
+    /** The points nearest to a place among all lines: their step, text, color and y. */
     near(x_px) {
       const wanted = this.x.inverse(x_px);
       const found = [];
@@ -375,15 +375,15 @@
         const kept = line[0].map((_, place) => place).filter((place) => line[1][place] !== null);
         const plain = validation[0].length ? "training" : "";
         add(kept.map((place) => line[0][place]), (place) => ({
-          step: line[0][kept[place]], value: line[1][kept[place]], colour: this.colour(index), dashes: seriesDashes(index),
+          step: line[0][kept[place]], value: line[1][kept[place]], color: this.color(index), dashes: seriesDashes(index),
           name: several ? name : plain,
         }));
         add(validation[0], (place) => ({
-          step: validation[0][place], value: validation[1][place], colour: this.validationColour(index),
+          step: validation[0][place], value: validation[1][place], color: this.validationColor(index),
           name: several ? `${name}, validation` : "validation",
         }));
         add(crosses.map(([step]) => step), (place) => ({
-          step: crosses[place][0], text: crosses[place][1], colour: "var(--alarm)", name: several ? name : "",
+          step: crosses[place][0], text: crosses[place][1], color: "var(--alarm)", name: several ? name : "",
         }));
       });
       const away = (each) => Math.abs(this.x(each.step) - x_px);
@@ -401,10 +401,10 @@
       const rows = found.map((each) => {
         const value = each.text || `${shown(each.value, this.curve.format)} ${this.curve.unit}`;
         const elsewhere = each.step === step ? "" : ` at step ${grouped(each.step, 0)}`;
-        return [swatch(each.colour, each.dashes), `${each.name} ${value.trim()}${elsewhere}`.trim()];
+        return [swatch(each.color, each.dashes), `${each.name} ${value.trim()}${elsewhere}`.trim()];
       });
       this.mark(this.x(step), found.filter((each) => each.value !== undefined)
-        .map((each) => [this.x(each.step), this.y(each.value), each.colour]));
+        .map((each) => [this.x(each.step), this.y(each.value), each.color]));
       this.showTip(at, `step ${grouped(step, 0)}`, rows);
     }
 
@@ -594,7 +594,7 @@
     }
   }
 
-  const areaStyle = (property, index) => `${property}: ${seriesColour(index)}`;
+  const areaStyle = (property, index) => `${property}: ${seriesColor(index)}`;
   const PANEL_PX = 130;
   const PANEL_GAP_PX = 34;
 
@@ -607,7 +607,7 @@
       this.panels = ["full", "allocated"].map((field, index) => this.drawPanel(lines, field, index));
       this.root.append(lines); // above the grid of both panels
       const legend = chosen.places.map((place) =>
-        html("li", {}, swatch(seriesColour(place), seriesDashes(place)), `rank ${step.ranks[place].rank}`));
+        html("li", {}, swatch(seriesColor(place), seriesDashes(place)), `rank ${step.ranks[place].rank}`));
       const kinds = (step.held?.kinds ?? []).map((name, index) =>
         html("li", {}, html("span", { class: "swatch", style: areaStyle("background", index) }), name));
       document.getElementById("rank-legend").replaceChildren(...legend, ...kinds);
@@ -640,7 +640,7 @@
           path += sample ? `H${this.x(at).toFixed(1)}V${to}` : `M${this.x(at).toFixed(1)} ${to}`;
         });
         if (path) path += `H${this.x(duration_ms).toFixed(1)}`;
-        const style = `stroke: ${seriesColour(place)}`;
+        const style = `stroke: ${seriesColor(place)}`;
         lines.append(svg("path", { class: "line rank", d: path, style, "stroke-dasharray": seriesDashes(place) }));
       }
       return { field, unit, y };
@@ -657,11 +657,11 @@
         const sample = memory.at_ms.findLastIndex((each) => each <= ms);
         if (sample < 0) continue;
         const amounts = this.panels.map(({ field, unit, y }) => {
-          dots.push([at.x, y(memory[field][sample]), seriesColour(place)]);
+          dots.push([at.x, y(memory[field][sample]), seriesColor(place)]);
           return `${grouped(memory[field][sample], 1)} ${unit}`;
         });
         const text = `rank ${rank}: ${amounts[0]} full, ${amounts[1]} allocated`;
-        rows.push([swatch(seriesColour(place), seriesDashes(place)), text]);
+        rows.push([swatch(seriesColor(place), seriesDashes(place)), text]);
       }
       this.mark(at.x, dots);
       this.showTip(at, `${ms.toFixed(2)} ms`, rows);
@@ -719,7 +719,7 @@
 
   for (const place of document.querySelectorAll("[data-series]")) {
     const index = Number(place.dataset.series);
-    place.replaceWith(swatch(seriesColour(index), seriesDashes(index)));
+    place.replaceWith(swatch(seriesColor(index), seriesDashes(index)));
   }
 
   const curves = Object.entries(content.curves).map(([key, curve]) => new CurveFigure(key, curve));

@@ -157,7 +157,7 @@ def _computed(record: RunRecord) -> list[Fact]:
 
 
 def memory_kinds(record: RunRecord) -> dict[str, list[tuple[str, str, float, int]]]:
-    """Return the name, size, percentage and colour of kinds of memory, measured and planned."""
+    """Return the name, size, percentage and color of kinds of memory, measured and planned."""
     predicted = f"Predicted{_of_tensors(record)}, at the peak of a simulated step:"
     both = {"": record.memory, predicted: record.predicted.get("memory", {})}
     names = list({**both[""], **both[predicted]})

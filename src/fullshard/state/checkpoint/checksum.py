@@ -17,7 +17,7 @@ from fullshard.layout.split import Box, pieces, slices
 
 MASK = 2**64 - 1
 _PIECE_NUMEL = 2**20  # extra memory is a few times eight bytes for each of these
-_STRIDE = 0x9E3779B97F4A7C15  # between neighbours, before mixing: 2**64 over the golden ratio
+_STRIDE = 0x9E3779B97F4A7C15  # between neighbors, before mixing: 2**64 over the golden ratio
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64, known to spread bits well
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,7 +29,7 @@ def checksum(shape: Sequence[int], box: Box, values: torch.Tensor) -> int:
     """
     words = values.detach().resolve_conj().resolve_neg()
     if words.dtype == torch.complex128:
-        # Two words per element; they are neighbours, like elements of one more dim.
+        # Two words per element; they are neighbors, like elements of one more dim.
         words = torch.view_as_real(words).view(torch.int64)
         shape, box = (*shape, 2), Box((*box.offsets, 0), (*box.sizes, 2))
     else:

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: what it holds, with checksums.
 
-It may come from an untrusted source. Before it is used, its types are checked, and that its files
-are inside the checkpoint's folder. What it says about tensors is compared with the index when they
-are verified. Its own text has a checksum, so that damaged numbers are noticed.
+It may come from an untrusted source. Before it is used, its types are checked, and its files must
+be inside the checkpoint's folder. Verifying compares what it says about tensors with the index. Its
+own text has a checksum, so that damaged numbers are noticed.
 """
 
 from __future__ import annotations

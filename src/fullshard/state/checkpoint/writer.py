@@ -255,7 +255,7 @@ class Writer:
             everyone = ranks.gather_to_first(written)
             ranks.run_first(subject, lambda: self._finish(staging, everyone))
         except BaseException as error:
-            for each in made:  # by the first rank, which may not have learnt that others have it
+            for each in made:  # by the first rank, which may not have learned that others have it
                 discard(each)
             if isinstance(error, RuntimeError) and not isinstance(error, FullshardError):
                 raise CheckpointError(
