@@ -1,4 +1,4 @@
-"""The structure of both packages: rooms, import direction, circles, private names, sizes, docs.
+"""The structure of both packages: rooms, import direction, circles, sizes, spelling.
 
 `python tests/structure.py` prints the counts and exits with 1 if a rule is broken; `make check`
 runs it, and `test_imports.py` proves that it notices what it should.
@@ -88,15 +88,15 @@ MAX_LINES = {
     "fullshard.testing": 1_450,
     "fullshard.trace": 550,
     "fullshard.unit": 4_100,
-    "fullshard_train": 6_150,
+    "fullshard_train": 6_450,
     "fullshard_train.cli": 450,
-    "fullshard_train.models": 1_500,
-    "fullshard_train.report": 1_250,
+    "fullshard_train.models": 1_600,
+    "fullshard_train.report": 1_300,
 }
 TOLERANCE = 100
 # The limit on lines of all pages in docs. Somebody who adds a section cuts what it repeats.
 DOCS = Path(__file__).parent.parent / "docs"
-MAX_DOCS_LINES = 4_225
+MAX_DOCS_LINES = 4_200
 # It replaces names of torch, so it has to name them.
 NAMES_TORCH = {"_torch", "dropin"}
 
@@ -112,6 +112,12 @@ PRIVATE_TORCH = re.compile(
     r"|optimizer_step_post_hooks)\b|\._values\(\)"
 )
 MAX_FUNCTION_LINES = 80
+# Spelling is American.
+BRITISH = re.compile(
+    r"\b\w*(?:[Cc]olour|[Nn]eighbour|[Bb]ehaviour|[Ff]avour|[Hh]onour|[Cc]atalogue)\w*|"
+    r"\b(?:initial|serial|normal|optim|organ|minim|maxim|material|synchron|util|recogn|summar)is"
+    r"(?:e[sd]?|ing|ation)\b|\b(?:whilst|amongst|learnt|modelled|labelled)\b"
+)
 
 
 def room_of(module: str) -> str:
@@ -305,6 +311,15 @@ def import_circles() -> list[list[str]]:
     return circles
 
 
+def british_words() -> Iterator[str]:
+    tests = Path(__file__).parent
+    pages = [*FILES, *DOCS.rglob("*.md"), *(p for p in tests.rglob("*.py") if p != Path(__file__))]
+    for path in pages:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for match in BRITISH.finditer(line):
+                yield f"{path.name}:{number}: {match.group(0)} is British spelling"
+
+
 def problems() -> list[str]:
     found: list[str] = []
     for path in FILES:
@@ -315,6 +330,7 @@ def problems() -> list[str]:
         found += borrowed_private_names(tree, module)
         found += private_torch_names(source, module)
         found += long_functions(tree, module)
+    found += british_words()
     found += [f"import circle: {' -> '.join(circle)}" for circle in import_circles()]
     return found
 

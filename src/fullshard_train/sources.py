@@ -76,7 +76,7 @@ class Part:
     num_bytes: int  # of text, roughly
 
 
-# Neighbouring parts of files, which are read one after another.
+# Neighboring parts of files, which are read one after another.
 Piece = tuple[Part, ...]
 
 

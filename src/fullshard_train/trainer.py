@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from fullshard import FullyShardedDataParallel, ReplicaGroup, capture, oom_guard
 from fullshard.captured_step import CapturedStep
@@ -39,6 +40,7 @@ from fullshard_train.models.architecture import Architecture
 from fullshard_train.optimizer import learning_rate, make_state
 from fullshard_train.output import MetricsLog, ReplicaLog, RunFolder
 from fullshard_train.report.record import StepMetrics
+from fullshard_train.step_parts import timed_parts
 from fullshard_train.traffic import counted_traffic, hosts_of
 from fullshard_train.world import World
 
@@ -88,6 +90,7 @@ class Trainer:
         self._tensors: deque[list[torch.Tensor]] = deque()
         self.num_nonfinite, self._cause = 0, ""
         self._rollbacks: list[list[Path]] = []
+        self._parts_s: dict[str, float] = {}  # where the time of a step goes
         self._saved_step = 0
         self._best, self._restarted_at = (math.inf, 0), 0  # a validation loss and its step
         self._saving: Handle | None = None
@@ -256,12 +259,14 @@ class Trainer:
             while self._goes_on(display):
                 is_traced = self.step + 1 == traced_step
                 is_profiled = self.step + 1 == self._config.run.profile
-                with self._traced(is_traced), self._profiled(is_profiled):
-                    pending.append(self._one_step(meter, stop, is_eager=is_traced or is_profiled))
+                is_timed = self.step + 2 == traced_step and not is_profiled
+                with self._traced(is_traced), self._profiled(is_profiled), self._timed(is_timed):
+                    is_eager = is_traced or is_profiled or is_timed
+                    pending.append(self._one_step(meter, stop, is_eager=is_eager))
                 is_last = self.step == num_steps
                 is_save_due = self._is_due(self._config.run.save_every) and not is_last
                 is_eval_due = self._is_due(self._config.run.eval_every) or is_last
-                is_read = is_save_due or is_eval_due or is_traced or is_profiled
+                is_read = is_save_due or is_eval_due or is_traced or is_profiled or is_timed
                 must_stop = finish(0 if is_read else meter.max_pending)
                 if must_stop:
                     stop.acknowledge()
@@ -340,7 +345,7 @@ class Trainer:
         optimizer, scaler = self._parts.optimizer, self._scaler
         total = (self._backward if self._on_oom == "stop" else self._guarded_backward)(tensors)
         total = self._average(total)
-        with doing(Activity.OPTIMIZER, "optimizer"):
+        with doing(Activity.OPTIMIZER, "optimizer"), record_function("fullshard optimizer"):
             if scaler is not None:
                 scaler.unscale_(optimizer)
             norm = self._clip_grad_norm()
@@ -514,8 +519,18 @@ class Trainer:
                 "environment": dict(self._environment),
                 "predicted": self._predicted,
                 "hosts": hosts_of(everyone),
+                "parts": {**self._parts_s, "waiting for communication": timeline.exposed_s()},
             }
             self._folder.timeline.write_text(json.dumps(found), encoding="utf-8")
+
+    @contextmanager
+    def _timed(self, is_timed: bool) -> Iterator[None]:
+        """Find where the time of the step in this context goes, on the first rank."""
+        if not (is_timed and self._world.is_first and self.leads):
+            yield
+            return
+        with timed_parts(self._world.device) as self._parts_s:
+            yield
 
     def _profiled(self, is_profiled: bool) -> AbstractContextManager[None]:
         file, rank = self._folder.profile / f"rank{self._world.rank}.json.gz", self._world.rank

@@ -47,6 +47,7 @@ from fullshard.errors import MisuseError
 from fullshard.runtime.names import clean_name
 from fullshard.state import load, save
 from fullshard.testing import Rank, pool
+from fullshard.wire import Wire
 from tests.engine.test_large_gradients import Ordered, small_buckets
 from tests.support.wrapped import full
 
@@ -91,7 +92,27 @@ class Program:
     head_is_embedding: bool
     has_nested_units: bool
     norm_goes_with_head: bool  # in one unit
+    encodes: tuple[bool, bool]  # what is gathered, and what is reduced
     actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Disguised(Wire):
+    """Loses nothing, but is useless before it is decoded: programs compute what they do without."""
+
+    dtype = torch.uint8
+    alignment_numel = 2
+
+    def message_numel(self, numel: int) -> int:
+        return 8 * numel + 16
+
+    def encode(self, segments: Tensor, messages: Tensor) -> None:
+        values = segments.double().contiguous().view(torch.uint8)
+        messages[:, :-16].copy_(values).bitwise_xor_(0x5A)
+        messages[:, -16:] = 0
+
+    def decode(self, messages: Tensor, segments: Tensor) -> None:
+        segments.copy_(messages[:, :-16].bitwise_xor(0x5A).contiguous().view(torch.float64))
 
 
 class PlannedError(Exception):
@@ -212,6 +233,8 @@ class Sides:
     def _sharded(self) -> Any:
         program, model = self.program, self.inner
         computed = torch.float64 if program.is_cast else None
+        gather, reduce = (Disguised() if each else None for each in program.encodes)
+        wires: Any = {"gather_wire": gather, "reduce_wire": reduce}
         names = ("replicate", "shard") if len(program.mesh) == 2 else None
         mesh = self.rank.mesh(program.mesh, names)
         if self.is_wrapped:
@@ -228,7 +251,7 @@ class Sides:
                     device_mesh=mesh,
                     sharding_strategy=strategy,
                     use_orig_params=program.api == "wrapper",
-                    mixed_precision=MixedPrecision(computed, computed),
+                    mixed_precision=MixedPrecision(computed, computed, **wires),
                     backward_prefetch=program.prefetches,
                     cpu_offload=CPUOffload(offload_params=program.is_offloaded),
                 )
@@ -241,7 +264,7 @@ class Sides:
         options: dict[str, Any] = {
             "mesh": mesh,
             "reshard_after_forward": program.reshards,
-            "mp_policy": MixedPrecisionPolicy(computed, computed),
+            "mp_policy": MixedPrecisionPolicy(computed, computed, **wires),
         }
         if program.is_offloaded:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
@@ -887,6 +910,9 @@ def programs(draw: st.DrawFn, api: str, meshes: tuple[tuple[int, ...], ...]) -> 
         head_is_embedding=head_is_embedding,
         norm_goes_with_head=api == "fully_shard" and not head_is_embedding and draw(st.booleans()),
         has_nested_units=draw(st.booleans()),
+        encodes=draw(
+            st.sampled_from([(False, False), (False, False), (True, False), (True, True)])
+        ),
         actions=tuple(draw(st.lists(actions, min_size=4, max_size=12))),
     )
 

@@ -151,6 +151,7 @@ def test_a_command_that_does_not_exist_is_noticed():
     for line in (
         "fullshard checkpoint reshard A B --no-such-option",
         "fullshard no-such-command",
+        "fullshard train --resume runs/first",
         "make no-such-target",
         "torchrun --no-such-option train.py",
         "torchrun examples/no_such_file.py",
@@ -221,7 +222,8 @@ def parse_as_click(group: Command, arguments: list[str]) -> None:
         name, group, arguments = group.resolve_command(context, arguments)
         assert group is not None
         context = Context(group, info_name=name, parent=context, **group.context_settings)
-    group.make_parser(context).parse_args(args=list(arguments))
+    _, too_many, _ = group.make_parser(context).parse_args(args=list(arguments))
+    assert not too_many or context.allow_extra_args, f"{too_many}: arguments of no command"
 
 
 # Links and names

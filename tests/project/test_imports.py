@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.structure import (
+    BRITISH,
     MAX_FUNCTION_LINES,
     MAX_LINES,
     SOURCE,
@@ -190,3 +191,9 @@ def test_the_engine_trains_without_the_rooms_that_listen_to_it(tmp_path: Path) -
     losses = [float(line) for line in done.stdout.splitlines()]
     assert len(losses) == 2
     assert losses[0] == pytest.approx(losses[1])
+
+
+def test_british_words_are_noticed_and_american_ones_are_not():
+    words = ["colo" + "urs", "neighbo" + "ring", "initiali" + "sed", "initialized", "precision"]
+    found = [bool(BRITISH.search(f"the {word}")) for word in words]
+    assert found == [True, False, True, False, False]

@@ -285,6 +285,14 @@ def test_validation_restarts_and_memory_by_kind_are_shown():
         assert re.search(rf"{name} {shown_bytes(size)} {size / 5.85 / MIB:.0f} %", page.text)
 
 
+def test_the_parts_of_a_step_are_shown_if_there_are_any():
+    parts = {"matrix products": 0.06, "attention": 0.03, "waiting for communication": 0.01}
+    page = Page(page_of(made_up_run(parts=parts)))
+    for name, seconds in parts.items():
+        assert f"{name} {shown_time(seconds)} {seconds * 1e3:.0f} %" in page.text
+    assert "Time by part" not in Page(page_of(made_up_run())).text
+
+
 def test_mfu_is_shown_or_else_the_rate_or_else_nothing():
     def shown(**changes: float) -> tuple[list[str], list[str]]:
         metrics = [replace(each, **changes) for each in made_up_run().metrics]

@@ -201,7 +201,7 @@ def test_a_local_slice_is_the_memory_that_is_trained_and_others_are_not(rank: Ra
 
 
 @on_ranks(2)
-def test_without_sharding_rank0_only_is_honoured_and_every_kind_is_full(rank: Rank) -> None:
+def test_without_sharding_rank0_only_is_honored_and_every_kind_is_full(rank: Rank) -> None:
     model = nested(OURS, sharding_strategy="NO_SHARD")
     state = state_of(OURS, model, FULL, rank0_only=True)
     assert list(state) == (list(whole()) if rank.rank == 0 else ["apart.weight", "apart.bias"])
@@ -271,7 +271,7 @@ def test_a_module_around_wrappers_saves_and_loads_under_its_own_names(rank: Rank
 
 
 @on_ranks(2)
-def test_an_inner_wrapper_and_a_prefix_are_honoured(rank: Rank) -> None:
+def test_an_inner_wrapper_and_a_prefix_are_honored(rank: Rank) -> None:
     model = nested(OURS)
     state = model.module.inner.state_dict(prefix="x.")
     expected = {f"x.{name}": value for name, value in built().inner.state_dict().items()}

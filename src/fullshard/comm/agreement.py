@@ -52,7 +52,7 @@ class Agreement:
         digest = hashlib.sha256(repr(list(plans)).encode()).digest()
         rows = self.exchange(int.from_bytes(digest[:7], "big"), secrets.randbits(62))
         if len({row[1] for row in rows}) == 1:
-            # The first rank draws a place in the store that nobody else knows.
+            # The first rank draws a name for keys in the store that nobody else uses.
             first, _, draw = min(rows)
             self._order = order_of(self._mesh_info)
             is_first = first == dist.get_rank()

@@ -442,9 +442,9 @@ def _is_gloo(group: Group, device: torch.device) -> bool:
     return has_backend and backend_name(group, device) == "gloo"
 
 
-# Groups of our own in the place of gloo groups that programs use, too. gloo ends a process that
-# receives more than it expects: our collectives never meet those of the program, and order.py sees
-# to it that they do not meet each other.
+# gloo ends a process that receives more than it expects. So groups of our own stand in for gloo
+# groups that programs use as well: our collectives never meet those of the program, and order.py
+# prevents that different ones of ours meet.
 _channels: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
 
 

@@ -14,7 +14,7 @@ import torch
 
 SWITCH = "FULLSHARD_SHARED_MEMORY"
 
-# A free block gives its memory back after so many collectives; a step of a large model has fewer.
+# A block that stays free for more collectives than a large model's step has gives its memory back.
 IDLE_COLLECTIVES = 4096
 _COLLECTIVES_PER_SWEEP = 256
 _SMALLEST_BLOCK_BITS = 16
@@ -51,7 +51,7 @@ class Heap:
         self.memory = memory
         self._blocks: dict[int, Block] = {}  # by address
         self._free: dict[int, list[Block]] = {}  # by size
-        # Blocks of tensors that are gone: finalizers append at any time, so without the lock.
+        # Blocks whose tensors are gone. Finalizers run at any time: they append without the lock.
         self.lapsed: deque[Block] = deque()
         self._num_taken = 0
 

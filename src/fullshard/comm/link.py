@@ -238,7 +238,7 @@ class Link:
                     yield other, found[1]
             if missing:
                 self._sleep(missing.values(), terms, deadline)
-        # Others may need records that are still unsent, and this rank may not be back for long.
+        # Send what is unsent: others may need it, and it may be long until this rank is back.
         while full := [p for p in self.peers.values() if p.is_full and not p.is_gone]:
             self._sleep(full, terms, deadline)
 

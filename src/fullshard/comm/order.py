@@ -26,8 +26,8 @@ from fullshard.comm import guard
 from fullshard.comm.mesh import MeshInfo
 from fullshard.errors import DisagreementError
 
-# Keys of the store of which two detours in a row use different ones: what the first rank does, and
-# whether all do the same.
+# Keys of the store: what the first rank does, and whether all do the same. Two detours in a row use
+# different ones.
 _PER_DETOUR = ("said", "verdict")
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.2
 _NUM_RECENT = 16  # passes that a prediction looks at

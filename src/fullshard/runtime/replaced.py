@@ -35,8 +35,9 @@ from fullshard.unit.param import DTensorParam, ShardedParam
 # From originals to (sharded parameter, rank of its shard). Not attributes of the tensors: an
 # original that is a non-leaf or a subclass may refuse them.
 _originals = WeakIdKeyDictionary()
-# What optimizers hold, without references to it, which would keep torch from swapping tensors; the
-# passes of the models; and those that an optimizer writes to, with the lengths of its groups.
+# The parameters that optimizers hold, by id: a reference would keep torch from swapping tensors.
+# Then the passes of their models, and for each optimizer the lengths of its groups and the passes
+# of the models that it steps.
 _held: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 _passes: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[ModelPasses]]
 _passes = weakref.WeakKeyDictionary()

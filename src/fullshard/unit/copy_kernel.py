@@ -108,7 +108,7 @@ def _copy(
 def _tiles_of(copy: Copy, slot: int, vector: int) -> Iterator[tuple[int, ...]]:
     """A copy in tiles: slot, places in bucket and tensor, number of elements, and their runs."""
     *outer, run = copy.dims
-    # Runs that are short go into tiles by many: those of the longest outer dim.
+    # A tile has many short runs: those of the longest outer dim.
     inner = None
     if outer and run.size < BLOCK:
         inner = max(outer, key=lambda dim: dim.size)
@@ -122,7 +122,7 @@ def _tiles_of(copy: Copy, slot: int, vector: int) -> Iterator[tuple[int, ...]]:
             num = min(step, size - begin)
             count, numel = (num, BLOCK) if inner is None else (num * run.size, run.size)
             place = at + begin * in_bucket, first + begin * in_tensor
-            # Only a run's elements are consecutive: a lone run has no strides.
+            # A run by itself has no strides: its elements are consecutive.
             strides = (0, 0) if inner is None else (in_bucket, in_tensor)
             is_aligned = all(each % vector == 0 for each in (*place, count, numel, *strides))
             yield slot, *place, count, numel, *strides, int(is_aligned)

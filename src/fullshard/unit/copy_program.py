@@ -15,7 +15,7 @@ import torch
 
 from fullshard._torch import foreach_copy_, triton_kernels
 from fullshard.device import ResizableBuffer, Simulation, simulation
-from fullshard.layout import NO_TENSOR, Bucket, Copy, CopyTable, Wire
+from fullshard.layout import NO_TENSOR, Bucket, Copy, CopyTable, DtypePlan, Wire
 from fullshard.layout.copies import Dim
 from fullshard.unit.context import CommContext
 
@@ -48,7 +48,7 @@ def unpacker(full: ResizableBuffer, comm_ctx: CommContext) -> Unpacker:
     return views if kernel is None else kernel.UnpackKernel(full, comm_ctx, views)
 
 
-def packer(table: CopyTable, wire: Wire, num_ranks: int, comm_ctx: CommContext) -> Packer:
+def packer(table: CopyTable, dtypes: DtypePlan, num_ranks: int, comm_ctx: CommContext) -> Packer:
     """A program from tensors to what is sent of a bucket."""
     kernel, simulated = _kernel(comm_ctx), simulation()
     if simulated is not None:
@@ -56,7 +56,8 @@ def packer(table: CopyTable, wire: Wire, num_ranks: int, comm_ctx: CommContext) 
     program: Packer = PackViews(table, num_ranks)
     if kernel is not None:
         program = kernel.PackKernel(table, comm_ctx, program)
-    return program if wire.is_plain else PackEncoded(program, table, wire, num_ranks)
+    is_plain = dtypes.reduce_wire.is_plain
+    return program if is_plain else PackEncoded(program, table, dtypes, num_ranks)
 
 
 def _kernel(comm_ctx: CommContext) -> ModuleType | None:
@@ -142,14 +143,17 @@ class PackViews:
 class PackEncoded:
     """Copies tensors into segments of their own, and encodes these."""
 
-    def __init__(self, program: Packer, table: CopyTable, wire: Wire, num_ranks: int) -> None:
-        self._program, self._wire, self._num_ranks = program, wire, num_ranks
+    def __init__(
+        self, program: Packer, table: CopyTable, dtypes: DtypePlan, num_ranks: int
+    ) -> None:
+        self._program, self._wire, self._num_ranks = program, dtypes.reduce_wire, num_ranks
+        self._dtype = torch.promote_types(dtypes.reduced, torch.float32)
         self._numel = sum(copy.numel for copy in table.copies)
 
     def pack(
         self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor, divisor: float = 1.0
     ) -> None:
-        segments = torch.empty(self._numel, device=bucket.device)
+        segments = torch.empty(self._numel, dtype=self._dtype, device=bucket.device)
         self._program.pack(tensors, segments, divisor)
         rows = self._num_ranks, -1
         self._wire.encode(segments.view(rows), bucket.view(rows))

@@ -23,12 +23,12 @@ Grad = torch.Tensor | None
 
 # Buckets are cast and reduced in as many pieces of this size as they fill (rule 9).
 PIECE_BYTES = 64 << 20
-# Fewer ranks each hold much more than pieces save, and pay for every piece: on 4 NCCL ranks a step
-# with 2 or 3 pieces for each block took 4 % longer (benchmarks/bench_gpu.py ranks). So there pieces
-# are larger by this factor.
+# With fewer ranks, each holds so much that pieces save little, and every piece costs time: on 4
+# NCCL ranks, a step with 2 or 3 pieces for each block took 4 % longer (benchmarks/bench_gpu.py
+# ranks). Pieces are larger there by this factor.
 FEWEST_CUT_RANKS = 8
 FEW_RANKS_FACTOR = 4
-# Smaller parts of pieces for each rank cost more time than they save memory.
+# With less than this for each rank, a piece costs more time than its memory is worth.
 SMALLEST_PIECE_PART_BYTES = 1 << 20
 
 
@@ -50,7 +50,7 @@ class GradPieces:
         self._pieces = [
             (
                 slice(each.start, each.stop),
-                packer(bucket.piece(each), wire, num_ranks, comm_ctx),
+                packer(bucket.piece(each), plan.dtypes, num_ranks, comm_ctx),
                 self._memory.view(0, (numel,), wire.dtype),
             )
             for each, numel in zip(columns, numels, strict=True)
@@ -142,8 +142,7 @@ class GradBucket:
     ) -> None:
         """Copy and cast gradients into memory of all ranks' segments."""
         if self._packer is None:
-            wire, table = self.dtypes.reduce_wire, self._bucket.table
-            self._packer = packer(table, wire, self.num_ranks, comm_ctx)
+            self._packer = packer(self._bucket.table, self.dtypes, self.num_ranks, comm_ctx)
         self._packer.pack(grads, bucket, divisor)
 
 
@@ -262,7 +261,7 @@ class Scaling:
         factor = float(num_ranks) if factor is None else factor
         before = 1.0
         if dtype == torch.float16:
-            # Its range is small: divide by about a square root both before and after the sum.
+            # Its range is small: divide by about the square root before the sum, and again after.
             while factor % before == 0 and factor / before > before:
                 before *= 2
         return cls(before, False, factor / before)

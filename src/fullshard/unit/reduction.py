@@ -198,8 +198,8 @@ class Reduction:
             seam.begin(Activity.AWAIT_REDUCE, self.unit)
         if not self.device.has_streams:
             self._complete()
-        # Compute allocated the inputs, and may reuse their memory from here on. The sums over one
-        # rank are its inputs, and are read until the end.
+        # Compute allocated the inputs, and may reuse their memory from here on. On one rank, they
+        # are the sums as well, and are read until the end.
         is_read_on = self.comm.reduce_axis.is_single
         self.device.wait(self._event if is_read_on else self._scattered)
         if seam.observers:

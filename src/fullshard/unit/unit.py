@@ -362,7 +362,7 @@ class Unit:
             if not is_wanted:
                 self.reshard_now()
             return
-        # The same values arrive where they already are.
+        # It writes the values that are already there.
         self.comm_ctx.all_gathers_follow_compute()
         with outside_modes():
             with self.comm_ctx.device.on(self.comm_ctx.streams.all_gather):

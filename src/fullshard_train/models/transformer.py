@@ -21,6 +21,7 @@ from fullshard.losses import LinearCrossEntropyHead
 from fullshard.state import draw_into, tensor_shards
 from fullshard_train.models.adapters import LoraSettings, add_adapters, base_name, fill_adapters
 from fullshard_train.models.architecture import Architecture, token_ids, write_json
+from fullshard_train.models.elementwise import rotated, swiglu
 from fullshard_train.models.initialization import Draw, constant, normal
 from fullshard_train.models.tokenizers import (
     ByteTokenizer,
@@ -180,7 +181,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(size.mlp_width, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return out
 
 
@@ -260,13 +261,6 @@ def rotary_angles(
     exponents = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     positions = torch.arange(first, first + length, device=device, dtype=torch.float32)
     return torch.outer(positions, theta**-exponents)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of elements (one of each half of a head) by the angle of its position."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
 
 
 def mask_of(positions: Tensor | None) -> Mask:

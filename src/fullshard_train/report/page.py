@@ -23,6 +23,7 @@ from fullshard_train.report.tables import (
     memory_kinds,
     subtitle,
     summary,
+    time_parts,
     unit_table,
 )
 
@@ -89,6 +90,7 @@ def _details(record: RunRecord, step: StepFigure | None) -> dict[str, Any]:
         "step": step,
         "legend": [(key, activity.value) for activity, key in KEYS.items()],
         "memory": memory_kinds(record),
+        "times": time_parts(record),
         "hosts": host_rows(record),
         "table": unit_table(record),
         "sample": _sample(record),

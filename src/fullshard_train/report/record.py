@@ -72,6 +72,7 @@ class RunRecord:
     `memory` has the bytes of each kind at the peak of the traced step, on the rank with the most.
     `predicted` has the `step_s`, `peak_bytes` and `memory` of a plan, if there was one. `held` is
     the memory that a planned step holds over time, by kind. `hosts` is empty if there was one.
+    `parts` has the seconds of a step by what they went to.
     """
 
     title: str
@@ -86,6 +87,7 @@ class RunRecord:
     predicted: Mapping[str, Any] = field(default_factory=dict)
     held: Sequence[tuple[float, Mapping[str, int]]] = ()
     hosts: Sequence[HostFacts] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_record(folder: Path) -> RunRecord:
@@ -160,6 +162,7 @@ def _read_timeline(path: Path) -> dict[str, Any]:
             ),
             "environment": {str(k): str(v) for k, v in found.get("environment", {}).items()},
             "memory": {str(k): int(v) for k, v in found.get("memory", {}).items()},
+            "parts": {str(k): float(v) for k, v in found.get("parts", {}).items()},
             "predicted": _prediction(found.get("predicted", {})),
             "hosts": tuple(
                 HostFacts(

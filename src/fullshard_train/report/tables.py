@@ -177,6 +177,16 @@ def memory_kinds(record: RunRecord) -> dict[str, list[tuple[str, str, float, int
     }
 
 
+def time_parts(record: RunRecord) -> list[tuple[str, str, float, int]]:
+    """Return the name, seconds, percentage and color of what the time of a step went to."""
+    total = sum(record.parts.values())
+    return [
+        (plain(name), shown_time(seconds), 100 * seconds / total, index % NUM_SERIES)
+        for index, (name, seconds) in enumerate(record.parts.items())
+        if seconds > 0
+    ]
+
+
 def _of_tensors(record: RunRecord) -> str:
     """On a CPU the memory of the process is measured, and that of its tensors predicted."""
     return " for tensors alone" * (PROCESS_KIND in record.memory)

@@ -25,11 +25,6 @@ from fullshard.state.decoding import decode, parse_json, require
 
 MANIFEST = "manifest.json"
 
-
-# The manifest may come from an untrusted source. Before it is used, its types are checked, and that
-# its files are inside the checkpoint's folder. What it says about tensors is compared with the
-# index when they are verified. Its own text has a checksum, so that damaged numbers are noticed.
-
 _FORMAT = "fullshard checkpoint"
 _FORMAT_VERSION = 2  # in version 1, files do not say which part of which checkpoint they are
 

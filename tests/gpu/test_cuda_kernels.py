@@ -1,0 +1,45 @@
+"""The kernels of the built-in transformer compute what it does without them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullshard_train.models.elementwise import kernels_agree, rotated, swiglu
+from fullshard_train.models.transformer import rotary_angles
+
+
+def drawn(*shape: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(0)
+    values = torch.randn(shape, generator=generator, device="cuda")
+    return values.bfloat16().requires_grad_()
+
+
+@pytest.mark.parametrize("width", [64, 96])
+def test_the_kernels_of_the_transformer_find_values_and_gradients(width: int) -> None:
+    assert kernels_agree(torch.device("cuda", 0))
+    gate, up = drawn(3, 70, 301), drawn(3, 70, 301)
+    x = drawn(2, 33, 5 * width)
+    angles = rotary_angles(4, 33, width, 10_000.0, x.device)
+
+    def heads(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(-1, (-1, width)).transpose(1, 2)
+
+    def turned(tensor: Tensor) -> Tensor:
+        first, second = heads(tensor).float().chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        both = (first * cos - second * sin, second * cos + first * sin)
+        return torch.cat(both, dim=-1).to(tensor.dtype)
+
+    pairs = [
+        (swiglu(gate, up), F.silu(gate) * up, (gate, up)),
+        (rotated(heads(x), angles.cos(), angles.sin()), turned(x), (x,)),
+    ]
+    for found, expected, tensors in pairs:
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
+        weights = torch.randn_like(expected)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(each, tensors, weights) for each in (found, expected)),
+            rtol=2**-6,
+            atol=2e-2,
+        )
