@@ -9,6 +9,9 @@ EXTRA := dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH ?= build/benchmarks
+# A model that is small enough to learn what code looks like in two minutes on two cores.
+DEMO := --model tiny --tokenizer bpe:2048 --optimizer muon --lr 1e-2 --batch 8 --steps 400 \
+	--prompt 'class Parser:' --sample-tokens 250
 # Tests wait for processes more than they compute: two workers per core keep both cores busy.
 WORKERS ?= 4
 # `make test TESTS=tests/engine/test_parity.py` runs some of them.
@@ -38,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/fullshard train
+	$(BIN)/fullshard train $(DEMO)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
@@ -62,7 +65,7 @@ test-hosts: $(STAMP)
 test-clients:
 	$(MAKE) env VENV=.venv-clients EXTRA=clients
 	.venv-clients/bin/python -m pytest --numprocesses 2 --dist loadfile tests/clients \
-		tests/contract/test_frameworks.py --soak
+		tests/contract/test_frameworks.py tests/train/test_loggers.py --soak
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

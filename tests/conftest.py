@@ -21,6 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Only torch 2.14 and later can be installed beside `spmd_types`.
 collect_ignore = [] if find_spec("spmd_types") else ["engine/test_annotated_parameters.py"]
+# `make test-clients` installs both.
+if not (find_spec("wandb") and find_spec("mlflow")):
+    collect_ignore.append("train/test_loggers.py")
 
 # Runs share tokens and tokenizers with others of the session, and with none before it.
 if "FULLSHARD_CACHE" not in os.environ:

@@ -17,6 +17,7 @@ import torch
 
 from fullshard.errors import ConfigError
 from fullshard_train.corpus import Corpus, Place, Sequences, unmarked
+from fullshard_train.tokenization import BEGINS
 
 
 @dataclass(eq=False)
@@ -39,6 +40,8 @@ class Batches:
     num_ranks: int
     seed: int
     weights: tuple[float, ...] = (1.0,)
+    # The token that ends a document, if documents do not attend to each other.
+    end: int | None = None
     held_out: float = 0.0
     is_eval: bool = False
     position: int = 0
@@ -53,7 +56,8 @@ class Batches:
         total = sum(self.weights)
         self._shares = [weight / total for weight in self.weights]
         self._taken = [0] * len(self.corpora)
-        self._has_chats = any(corpus.has_chats for corpus in self.corpora)
+        has_chats = any(corpus.has_chats for corpus in self.corpora)
+        self._has_positions = has_chats or self.end is not None
 
     def begin(self) -> None:
         """Wait for the tokens of the next sequences, or raise if there are too few."""
@@ -78,26 +82,30 @@ class Batches:
     def next(self) -> tuple[torch.Tensor, ...]:
         """Return inputs and targets, [batch, sequence] of int64, and advance the position.
 
-        With conversations, positions in documents come third. A target of -100 has no loss.
+        Positions in documents come third if these do not attend to each other. A target of -100
+        has no loss.
         """
         first, size = self.rank * self.batch, self.batch * self.num_ranks
         rows, is_past = [], []
         for place, (source, number) in enumerate(self._places(size)):
             if first <= place < first + self.batch:
                 sequences = self._sources[source]
-                rows.append(sequences.row(number))
+                row = sequences.row(number)
+                if self.end is not None and not sequences.corpus.has_chats:
+                    row[1:] += BEGINS * row[:-1].eq(self.end)
+                rows.append(row)
                 is_past.append(number >= sequences.total)
         # Ranks advance alike: they wait for tokens at the same time, and have the same state.
         for each, taken in zip(self._sources, self._taken, strict=True):
             each.seek(max(taken - 1, 0))
         self.position += size
         packed = torch.stack(rows)
-        found = unmarked(packed) if self._has_chats else (packed, packed >= 0, packed)
+        found = unmarked(packed) if self._has_positions else (packed, packed >= 0, packed)
         tokens, is_trained, positions = found
         is_trained[torch.tensor(is_past)] = False
         targets = tokens.masked_fill(~is_trained, -100)
         shifted = (tokens[:, :-1], targets[:, 1:], positions[:, :-1])
-        return tuple(each.contiguous() for each in shifted[: 2 + self._has_chats])
+        return tuple(each.contiguous() for each in shifted[: 2 + self._has_positions])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which is the same on every rank."""

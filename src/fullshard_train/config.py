@@ -41,6 +41,10 @@ _TOKENIZER: _Rule = (
         and (not value.startswith("bpe:") or int((_BPE.fullmatch(value) or "00")[1]) > 256)
     ),
 )
+_LOGGER: _Rule = (
+    "tensorboard, wandb or mlflow",
+    lambda value: value in ("tensorboard", "wandb", "mlflow"),
+)
 _ANY: _Rule = ("anything", lambda value: True)
 
 
@@ -89,6 +93,9 @@ class DataSection:
         "them, with a weight as name=0.3:path; by default the source of Python's standard library.",
         _text("a file or a folder"),
         option="data",
+    )
+    mask_documents: bool = _key(
+        False, "Documents that share a sequence do not attend to each other, as conversations."
     )
     strict_data: bool = _key(False, "Refuse files that are damaged, instead of skipping them.")
     eval_paths: tuple[str, ...] = _key(
@@ -232,7 +239,10 @@ class RunSection:
     report: bool = _key(True, "Write report.html.")
     trace_step: int = _key(0, "Step that the report shows in detail; 0: an early one.", _NATURAL)
     profile: int = _key(0, "Step to profile with torch's profiler; 0: none.", _NATURAL)
-    tensorboard: bool = _key(False, "Write metrics for TensorBoard.")
+    tensorboard: bool = _key(False, "Write metrics for TensorBoard, as --log tensorboard.")
+    loggers: tuple[str, ...] = _key(
+        (), "Where metrics go, too: tensorboard, wandb or mlflow.", _LOGGER, option="log"
+    )
     prompt: str = _key("def ", "Prompt of the text sampled at the end.")
     sample_tokens: int = _key(160, "Tokens to sample at the end; 0: none.", _NATURAL)
 

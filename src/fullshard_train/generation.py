@@ -146,7 +146,7 @@ def _generated(request: GenerateRequest, world: World) -> str:
     tokens = sample(
         architecture,
         model,
-        tokenizer.encode(request.prompt),
+        tokenizer.encode_prompt(request.prompt),
         request.tokens,
         temperature=request.temperature,
         top_k=request.top_k,
@@ -154,7 +154,7 @@ def _generated(request: GenerateRequest, world: World) -> str:
         end=tokenizer.end,
         device=world.device,
     )
-    return tokenizer.decode(tokens)
+    return tokenizer.decode_after(request.prompt, tokens)
 
 
 def _require_same_model(path: Path, config: TrainConfig, name: str, model: nn.Module) -> None:

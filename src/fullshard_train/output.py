@@ -20,7 +20,7 @@ from fullshard.processes import machine_id, start_of
 from fullshard.state import checkpoints
 from fullshard_train.config import TrainConfig
 from fullshard_train.config_file import config_of
-from fullshard_train.models.optional import optional
+from fullshard_train.loggers import Loggers
 from fullshard_train.models.tokenizers import is_path
 from fullshard_train.report.record import CONFIG, METRICS, SAMPLE, TIMELINE, StepMetrics
 
@@ -39,7 +39,6 @@ class RunFolder:
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
-        self.tensorboard = path / "tensorboard"
         self.profile = path / "profile"
         self.places = path / "places.json"
         self._lock = path / "lock.json"
@@ -223,24 +222,20 @@ def _is_alive(found: dict[str, Any], own: dict[str, Any]) -> bool:
 
 
 class MetricsLog:
-    """Writes the metrics of every step as a line of JSON, and optionally for TensorBoard.
+    """Writes the metrics of every step as a line of JSON, and gives them to loggers.
 
     Lines after `last_step`, from before a restart, are dropped.
     """
 
-    def __init__(self, path: Path, tensorboard: Path | None, *, last_step: int) -> None:
+    def __init__(self, path: Path, make: Callable[[int], Loggers], *, last_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._tensorboard = path, tensorboard
+        self._path, self._make = path, make
         self._open(last_step)
 
     def _open(self, last_step: int) -> None:
         self.last_step = _drop_after(self._path, last_step)
         self._file = self._path.open("a", encoding="utf-8")
-        self._writer = None
-        if self._tensorboard is not None:
-            module: Any = optional("torch.utils.tensorboard", "--tensorboard", "tensorboard")
-            board = str(self._tensorboard)
-            self._writer = module.SummaryWriter(board, purge_step=last_step + 1)
+        self._loggers = self._make(last_step)
 
     def go_back(self, last_step: int) -> None:
         """Drop the metrics of later steps."""
@@ -254,17 +249,13 @@ class MetricsLog:
         self._file.write(json.dumps(line) + "\n")  # JSON has no NaN
         self._file.flush()
         self.last_step = metrics.step
-        if self._writer is not None:
-            gib = metrics.memory_bytes / 2**30
-            line |= {"tokens_per_s": metrics.tokens_per_s, "memory_GiB": gib}
-            for name, value in line.items():
-                if isinstance(value, float):
-                    self._writer.add_scalar(name, value, metrics.step)
+        line |= {"tokens_per_s": metrics.tokens_per_s, "memory_GiB": metrics.memory_bytes / 2**30}
+        numbers = {name: value for name, value in line.items() if isinstance(value, float)}
+        self._loggers.log(metrics.step, numbers)
 
     def close(self) -> None:
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._loggers.close()
 
 
 class ReplicaLog:

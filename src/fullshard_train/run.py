@@ -28,7 +28,7 @@ from fullshard.ranks import RankGroup
 from fullshard.resilience import report_failure
 from fullshard.state import tensor_shards
 from fullshard_train.batches import Batches
-from fullshard_train.config import TrainConfig
+from fullshard_train.config import KEYS, TrainConfig, value_of
 from fullshard_train.config_file import config_as_toml, config_of
 from fullshard_train.control import (
     PREDICTED,
@@ -40,6 +40,7 @@ from fullshard_train.control import (
 )
 from fullshard_train.corpus import Corpus, prepare_corpus, start_worker, stop_worker
 from fullshard_train.display import Display, closing_lines
+from fullshard_train.loggers import Loggers
 from fullshard_train.models.optional import first_line
 from fullshard_train.models.sampling import sample
 from fullshard_train.models.tokenizers import Tokenizer
@@ -137,7 +138,7 @@ class Run:
         if fallback:
             display.say(fallback)
         display.say(self._opening(parts, trainer.step))
-        log = self._log(trainer)
+        log = self._log_of(trainer)
         with display:
             is_done = trainer.run(log, display, stop)
             if not trainer.num_nonfinite:
@@ -294,6 +295,7 @@ class Run:
             rank=world.rank,
             num_ranks=world.size,
             seed=config.run.seed,
+            end=self._tokenizer.end if config.data.mask_documents else None,
             held_out=held_out,
             is_eval=is_eval,
         )
@@ -306,13 +308,23 @@ class Run:
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    def _log(self, trainer: Trainer) -> MetricsLog | ReplicaLog | None:
-        if not self._world.is_first:
-            return None
-        board = self._folder.tensorboard if self._config.run.tensorboard else None
+    def _log_of(self, trainer: Trainer) -> MetricsLog | ReplicaLog | None:
+        """Return the log of the first rank; a logger that cannot be used is an error on all."""
+        made: list[MetricsLog | ReplicaLog] = []
+        self._ranks.run_first("train", lambda: made.append(self._log(trainer)))
+        return made[0] if made else None
+
+    def _log(self, trainer: Trainer) -> MetricsLog | ReplicaLog:
+        run = self._config.run
+        names = [*run.loggers, *["tensorboard"] * run.tensorboard]
+        settings = {key.subject: value_of(self._config, key) for key in KEYS.values()}
+        shown = {subject.split()[0]: str(value) for subject, value in settings.items()}
+
+        def make_loggers(last_step: int) -> Loggers:
+            return Loggers.of(names, self._folder.path, shown, last_step)
 
         def make(last_step: int) -> MetricsLog:
-            return MetricsLog(self._folder.metrics, board, last_step=last_step)
+            return MetricsLog(self._folder.metrics, make_loggers, last_step=last_step)
 
         if self._replica is None:
             return make(trainer.step)
@@ -351,7 +363,7 @@ class Run:
     def _sample(self, parts: Parts) -> str:
         run = self._config.run
         tokenizer = self._tokenizer
-        prompt = tokenizer.encode(run.prompt)
+        prompt = tokenizer.encode_prompt(run.prompt)
         tokens = sample(
             parts.architecture,
             parts.model,
@@ -364,7 +376,7 @@ class Run:
             device=self._world.device,
             within_s=_SAMPLE_S,
         )
-        return tokenizer.decode([*prompt, *tokens])
+        return run.prompt + tokenizer.decode_after(run.prompt, tokens)
 
 
 @contextmanager

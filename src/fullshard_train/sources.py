@@ -32,7 +32,10 @@ PIECE_BYTES = 4 * 2**20
 _EXPANSION = 4
 _LINES, _COMPRESSED, _TABLES = ".jsonl", (".gz", ".zst"), (".parquet", ".arrow")
 _WEIGHTED = re.compile(r"([\w.-]+)=(\d+(?:\.\d+)?|\.\d+):(.+)", re.DOTALL)
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+# Also without the tables of characters and the texts of the manual.
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,9 @@ def test_every_key_has_an_option_that_sets_it(tmp_path):
         ("optimizer", "name"): "adamw",
         ("data", "eval_share"): 0.0,
         ("run", "on_nan"): "skip",
+        ("run", "loggers"): ("wandb", "mlflow"),
         ("sharding", "selective_checkpointing"): False,
+        ("sharding", "precision"): "fp16",
         ("sharding", "reshard_to"): 0,
         ("sharding", "prefetch"): 1,
     }

@@ -16,7 +16,7 @@ from fullshard_train.control import StopRequest
 from fullshard_train.generation import GenerateRequest, find_checkpoint, launch_generation
 from fullshard_train.models import architecture_of
 from fullshard_train.models.bpe import trained_bpe
-from fullshard_train.models.tokenizers import END, JsonTokenizer, tokenizer_at
+from fullshard_train.models.tokenizers import END, ByteTokenizer, JsonTokenizer, tokenizer_at
 from fullshard_train.output import RunFolder
 from fullshard_train.run import Run
 from fullshard_train.run_tokenizer import tokenizer_of_run
@@ -59,6 +59,17 @@ def test_a_trained_bpe_follows_from_its_texts_and_is_trained_once(
     # What looks like the end of a text is text.
     assert bpe.end not in bpe.encode(f"a{END}b")
     assert bpe.decode(bpe.encode("a\ud800b")) == "a?b"
+
+
+def test_a_space_at_the_end_of_a_prompt_is_left_to_the_model(bpe: JsonTokenizer) -> None:
+    prompt, expected = "def ", "f(x)"
+    tokens = bpe.encode_prompt(prompt)
+    added = bpe.encode(prompt + expected)
+    assert added[: len(tokens)] == tokens  # what the model has seen in training
+    assert bpe.decode_after(prompt, added[len(tokens) :]) == expected
+    assert bpe.decode_after("def", added[len(tokens) :]) == f" {expected}"
+    assert bpe.encode_prompt(" ") == bpe.encode(" ")
+    assert ByteTokenizer().encode_prompt(prompt) == list(prompt.encode())
 
 
 def test_a_text_that_does_not_repeat_yields_fewer_tokens(tmp_path: Path) -> None:

@@ -323,6 +323,19 @@ def test_of_conversations_only_what_the_assistant_says_is_trained(tmp_path):
     assert not prepared([plain], tmp_path / "tokens").has_chats
 
 
+def test_masked_documents_have_positions_of_their_own_and_predict_no_other(tmp_path):
+    for name in ("abc", "defg"):
+        write(tmp_path / f"{name}.txt", name)
+    corpus = prepared([tmp_path / "abc.txt", tmp_path / "defg.txt"], tmp_path / "tokens")
+    inputs, targets, positions = batches_of(corpus, sequence=8, end=END).next()
+    assert inputs.tolist() == [[*b"abc", END, *b"defg"]]
+    assert targets.tolist() == [[*b"bc", END, -100, *b"efg", END]]
+    assert positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    plain, all_targets = batches_of(corpus, sequence=8).next()
+    assert torch.equal(plain, inputs)
+    assert all_targets[0, 3] == ord("d")
+
+
 @pytest.mark.parametrize(
     "lines, words",
     [

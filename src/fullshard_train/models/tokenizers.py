@@ -70,6 +70,21 @@ class Tokenizer(ABC):
         text = "".join(f"<|{each['role']}|>\n{each['content']}\n" for each in messages)
         return text + "<|assistant|>\n" * is_prompt
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text that goes on.
+
+        Words have the space before them in their first token, so a model has rarely seen a word
+        after a token that is a space. It is left to the model, which repeats it.
+        """
+        return self.encode(text.rstrip(" ") or text)
+
+    def decode_after(self, prompt: str, tokens: Sequence[int]) -> str:
+        """Return the text that tokens add to a prompt."""
+        text, left_out = self.decode(tokens), len(prompt) - len(prompt.rstrip(" ") or prompt)
+        while left_out and text.startswith(" "):
+            text, left_out = text[1:], left_out - 1
+        return text
+
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the files from which AutoTokenizer of transformers makes the same tokenizer."""
@@ -85,6 +100,12 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         # A lone surrogate, which files may contain, cannot be encoded.
         return list(text.encode(errors="replace"))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def decode_after(self, prompt: str, tokens: Sequence[int]) -> str:
+        return self.decode(tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < self.end).decode(errors="replace")
