@@ -1,10 +1,15 @@
 """The kernels of the built-in transformer compute what it does without them."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fullshard_train.attention import attention_of
+from fullshard_train.config import TrainConfig
 from fullshard_train.models.elementwise import kernels_agree, rotated, swiglu
 from fullshard_train.models.transformer import rotary_angles
 
@@ -43,3 +48,12 @@ def test_the_kernels_of_the_transformer_find_values_and_gradients(width: int) ->
             rtol=2**-6,
             atol=2e-2,
         )
+
+
+def test_attention_of_cudnn_is_that_of_flash_and_is_preferred_on_new_devices() -> None:
+    device = torch.device("cuda", 0)
+    config = TrainConfig()
+    is_new = torch.cuda.get_device_capability(device)[0] >= 9
+    assert isinstance(attention_of(device, config), nullcontext) is not is_new
+    compiled = replace(config, sharding=replace(config.sharding, compile=True))
+    assert isinstance(attention_of(device, compiled), nullcontext)
