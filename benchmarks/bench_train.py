@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ from fullshard_train.config import (
 )
 from fullshard_train.control import StopRequest
 from fullshard_train.display import Display
-from fullshard_train.models import architecture_of
-from fullshard_train.models.transformer import Transformer, size_named
+from fullshard_train.models.float8 import PRECISIONS, use_float8
+from fullshard_train.models.transformer import BuiltinArchitecture, Size, Transformer, size_named
 from fullshard_train.optimizer import build_optimizer
 from fullshard_train.output import RunFolder
 from fullshard_train.sharding import build_sharded_model
@@ -57,12 +58,11 @@ class RandomBatches:
     """What a trainer takes batches from."""
 
     def __init__(self, vocabulary: int, batch: int, sequence: int) -> None:
-        self.position, self.num_sequences = 0, 1 << 40
+        self.num_epochs = 0  # it says nothing of tokens that come again
         generator = torch.Generator().manual_seed(VOCABULARY_SEED)
         self._tokens = torch.randint(0, vocabulary, (batch, sequence + 1), generator=generator)
 
     def next(self) -> list[Tensor]:
-        self.position += len(self._tokens)
         return [self._tokens[:, :-1].contiguous(), self._tokens[:, 1:].contiguous()]
 
 
@@ -76,6 +76,11 @@ class Lines:
         self.metrics.append(metrics)
 
 
+def size_of(args: argparse.Namespace) -> Size:
+    size = size_named(args.model)
+    return replace(size, num_blocks=args.blocks or size.num_blocks)
+
+
 def train_ours(args: argparse.Namespace, world: World) -> tuple[list[float], list[float]]:
     """Run the trainer of `fullshard train`; return the times and the losses of its steps."""
     config = TrainConfig(
@@ -84,7 +89,7 @@ def train_ours(args: argparse.Namespace, world: World) -> tuple[list[float], lis
         optimizer=OptimizerSection(batch=args.batch, steps=args.steps),
         run=RunSection(report=False, capture=args.capture, device=world.device.type),
     )
-    architecture = architecture_of(args.model)
+    architecture = BuiltinArchitecture(size_of(args))
     model = build_sharded_model(architecture, config.sharding, world)
     architecture.fill(model, 0)
     optimizer = build_optimizer(model, config.optimizer, world.device)
@@ -100,13 +105,15 @@ def train_ours(args: argparse.Namespace, world: World) -> tuple[list[float], lis
 def train_plainly(args: argparse.Namespace, world: World) -> tuple[list[float], list[float]]:
     """A plain loop; returns the times and the losses of its steps."""
     with world.device:
-        model = Transformer(size_named(args.model))
+        model = Transformer(size_of(args))
     model.apply(
         lambda each: [nn.init.normal_(p, std=0.02) for p in each.parameters(False)] and None
     )
     policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     options: Any = {"mesh": init_device_mesh(world.device.type, (1,)), "mp_policy": policy}
     for block in model.model.layers:
+        if args.precision in PRECISIONS:
+            use_float8(block, (nn.Module,), args.precision, world.device, gathers=False)
         if args.variant != PLAIN:
             block.compile()
         torch_fsdp.fully_shard(block, **options)
@@ -162,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--blocks", type=int, default=0, help="instead of the size's own number")
+    parser.add_argument("--precision", default="auto", help="fp8 with torchao, also in plain loops")
     parser.add_argument("--capture", default="auto")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -174,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = result_for("train", arguments, device)
     options = [
         word
-        for name in ("model", "sequence", "batch", "steps", "precision", "capture")
+        for name in ("model", "sequence", "batch", "steps", "blocks", "precision", "capture")
         for word in (f"--{name}", str(getattr(args, name)))
     ]
     rows, tokens = [], args.batch * args.sequence
@@ -183,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rates = (None, None) if found is None else (tokens / found["step_s"], found["peak_bytes"])
         rows.append([variant, rates[0], None if rates[1] is None else rates[1] / 2**30])
         print(*rows[-1], flush=True)
-    title = f"{args.model}, batch {args.batch} x {args.sequence}, one rank"
+    title = f"{args.model}, batch {args.batch} x {args.sequence}, {args.precision}, one rank"
     result.add(Table(title, ["loop", "tokens/s", "peak memory, GiB"], rows))
     result.write(args.json)
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
 from fullshard import FullyShardedDataParallel, ReplicaGroup, capture, oom_guard
@@ -255,7 +256,7 @@ class Trainer:
 
         remedies = self._predicted.get("remedies", "")
         explained = explain_out_of_memory(self._parts.model, self._parts.optimizer, remedies)
-        with observed(meter.times), explained:
+        with observed(meter.times), explained, _attention(self._world.device):
             while self._goes_on(display):
                 is_traced = self.step + 1 == traced_step
                 is_profiled = self.step + 1 == self._config.run.profile
@@ -536,3 +537,12 @@ class Trainer:
         file, rank = self._folder.profile / f"rank{self._world.rank}.json.gz", self._world.rank
         is_written = is_profiled and self.leads
         return profiled(file, self._world.device, rank) if is_written else nullcontext()
+
+
+def _attention(device: torch.device) -> AbstractContextManager[None]:
+    """Prefer cuDNN's attention where it is faster: by 30 % on an H200, forward and backward."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return nullcontext()
+    names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    kernels = [getattr(SDPBackend, name) for name in names]
+    return cast(AbstractContextManager[None], sdpa_kernel(kernels, set_priority=True))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fullshard import MixedPrecisionPolicy, capture, fully_shard
+from fullshard import MixedPrecisionPolicy, by_unit, capture, fully_shard
 from fullshard.losses import LinearCrossEntropyHead, linear_cross_entropy
 from fullshard.testing import Rank, on_ranks
 
@@ -98,7 +98,10 @@ def test_a_captured_step_has_the_losses_of_eager_ones_and_of_the_plain_loss(rank
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         fully_shard(model.middle, mesh=rank.mesh(), mp_policy=policy)
         fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        lr = torch.tensor(1e-3, device=rank.device)
+        optimizer = by_unit(
+            torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
+        )
 
         def step(tokens: Tensor, targets: Tensor) -> Tensor:
             loss: Tensor = model(tokens, targets)

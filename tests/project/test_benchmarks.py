@@ -19,6 +19,7 @@ import bench_muon
 import bench_startup
 import bench_step
 import bench_tokenize
+import bench_train
 import bench_uneven
 import tables
 from device_traces import busy_in
@@ -124,6 +125,14 @@ def test_copies_are_compared_with_one_copy(tmp_path: Path) -> None:
     small = ("--device", "cpu", "--worlds", "3", "--width", "16")
     (table,) = measured(bench_copies, tmp_path, *small).tables
     assert len(table.rows) == 4 * 4
+
+
+def test_the_trainer_is_measured_beside_a_plain_loop(tmp_path: Path) -> None:
+    small = ("--model", "tiny", "--blocks", "1", "--sequence", "16", "--batch", "1", "--steps", "2")
+    which = ("--variants", bench_train.PLAIN, bench_train.OURS)
+    (table,) = measured(bench_train, tmp_path, *small, *which).tables
+    assert [row[0] for row in table.rows] == [bench_train.PLAIN, bench_train.OURS]
+    assert all(row[1] > 0 for row in table.rows)
 
 
 def test_collectives_are_measured(tmp_path):

@@ -8,7 +8,6 @@ import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 _MOST_PER_PASS = 8192
 _NUM_WARPS = 16
@@ -54,16 +53,3 @@ def softmax_grad(
     _softmax[(num_rows,)](
         logits, words, norms, num_words, ignore, wants_grad, block, num_warps=_NUM_WARPS
     )
-
-
-@torch.library.custom_op("fullshard::add_product", mutates_args=("total",))
-def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """Add the product of two matrices to a float32 sum, which is not read at first."""
-    beta = 0 if is_first else 1
-    torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
-
-
-@register_flop_formula(torch.ops.fullshard.add_product)
-def _flops_of_add_product(total, left, right, *args, **kwargs) -> int:
-    flops: int = 2 * left[0] * left[1] * right[1]
-    return flops

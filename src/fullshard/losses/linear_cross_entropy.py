@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import register_flop_formula
 
 from fullshard.device import type_of
 from fullshard.errors import ConfigError, UnsupportedError
@@ -235,8 +236,59 @@ def _apply(
         needs and each is not None and each.requires_grad for each in (rows, weight, bias)
     )
     made = (words, ignore, chunk, wants)
-    total: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, made)  # type: ignore[no-untyped-call]
+    total: Tensor
+    if torch.compiler.is_compiling():
+        total, *_ = _as_operation(rows, weight, bias, *made)
+    else:
+        total = _LinearCrossEntropy.apply(rows, weight, bias, made)  # type: ignore[no-untyped-call]
     return total
+
+
+@torch.library.custom_op(
+    "fullshard::linear_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weight, Tensor? bias, Tensor words, int ignore, int chunk, "
+    "bool[] wants) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _as_operation(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    words: Tensor,
+    ignore: int,
+    chunk: int,
+    wants: Any,
+) -> tuple[Tensor, ...]:
+    """As `_losses`, for torch.compile: one operation, whose chunks it does not look into."""
+    found = _losses(rows, weight, bias, words, ignore, chunk, tuple(wants))
+    return tuple([rows.new_empty(0) if each is None else each for each in found])
+
+
+@_as_operation.register_fake
+def _shapes(
+    rows: Any, weight: Any, bias: Any, words: Any, ignore: Any, chunk: Any, wants: Any
+) -> Any:
+    dtype = torch.float64 if rows.dtype is torch.float64 else torch.float32
+    dtypes = (rows.dtype, dtype, dtype)
+    grads = [
+        torch.empty_like(each, dtype=kind) if want else rows.new_empty(0)
+        for each, kind, want in zip((rows, weight, bias), dtypes, wants, strict=True)
+    ]
+    return rows.new_empty((), dtype=dtype), *grads
+
+
+def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.wants = inputs[-1]
+    ctx.dtypes = [None if each is None else each.dtype for each in inputs[:3]]
+
+
+def _scale(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    saved = zip(ctx.saved_tensors, ctx.wants, ctx.dtypes, strict=True)
+    return (*((each * grad).to(kind) if want else None for each, want, kind in saved), *[None] * 4)
+
+
+_as_operation.register_autograd(_scale, setup_context=_remember)
 
 
 def _losses(
@@ -275,13 +327,23 @@ def _losses(
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
     """Add the product of two matrices to a sum of higher precision, which is not read at first."""
     if left.dtype in _HALVES and left.is_cuda:
-        from fullshard.losses.cuda import add_product
-
-        add_product(total, left, right, is_first)
+        _add_halves(total, left, right, is_first)
         return
     if not _has_kernels(left):
         left, right = left.to(total.dtype), right.to(total.dtype)
     torch.addmm(total, left, right, beta=0 if is_first else 1, out=total)
+
+
+@torch.library.custom_op("fullshard::add_product", mutates_args=("total",))
+def _add_halves(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """Add a product of 16-bit matrices to a float32 sum, as counters of FLOPs understand it."""
+    beta = 0 if is_first else 1
+    torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+
+
+@register_flop_formula(torch.ops.fullshard.add_product)
+def _flops_of_add_halves(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return int(2 * left[0] * left[1] * right[1])
 
 
 def _has_kernels(tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ def profiled(file: Path, device: torch.device, rank: int) -> Iterator[None]:
 
     Collectives last from issue to completion, and overlap what runs meanwhile.
     """
+    # The profiler of torch 2.13 prints when it starts and stops, whatever it is asked.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with (
         profile(acc_events=True) as profiler,
         record(device, rank) as recording,
