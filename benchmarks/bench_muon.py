@@ -408,8 +408,8 @@ class TrainStep:
                 group["capturable"] = True
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        logits = self.architecture.logits(self.model, tokens[:, :-1]).flatten(0, 1).float()
-        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        targets = tokens[:, 1:].contiguous()
+        loss = self.architecture.loss(self.model, tokens[:, :-1], targets) / targets.numel()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         norm = norm.to_local() if hasattr(norm, "to_local") else norm

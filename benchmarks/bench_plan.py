@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -94,7 +93,7 @@ class Step:
 
     def __call__(self) -> None:
         for _ in range(self._accumulate):
-            loss = self._loss()
+            loss = self._architecture.loss(self._model, self._tokens, self._tokens)
             (loss / self._tokens.numel() / self._accumulate).backward()
             del loss
         if isinstance(self._model, FullyShardedDataParallel):
@@ -104,10 +103,6 @@ class Step:
             _ = full_tensor(norm) if isinstance(norm, DTensor) else norm
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-    def _loss(self) -> torch.Tensor:
-        logits = self._architecture.logits(self._model, self._tokens).flatten(0, 1).float()
-        return F.cross_entropy(logits, self._tokens.flatten(), reduction="sum")
 
 
 def config_of(given: dict[str, Any], model: str, sequence: int, batch: int) -> TrainConfig:

@@ -180,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--sweep", action="store_true", help="measure all settings of one job")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of configurations")
     options = parser.parse_args()
     free, total = torch.cuda.mem_get_info()
     torch.zeros(1, device=DEVICE)
@@ -191,7 +192,8 @@ def main() -> None:
         "free_at_first": free,
         "runs": [],
     }
-    for config in SWEEP if options.sweep else CONFIGS:
+    configs = SWEEP if options.sweep else CONFIGS
+    for config in configs if options.only is None else [configs[each] for each in options.only]:
         try:
             run = measured(config)
         except Exception as error:  # the other measurements are still worth their time
@@ -199,7 +201,7 @@ def main() -> None:
         found["runs"].append(run)
         print({key: value for key, value in run.items() if key != "top_kernels_s"}, flush=True)
         options.json.write_text(json.dumps(found, indent=1))
-    if not options.sweep:
+    if not options.sweep and options.only is None:
         found["rates"] = kernel_rates()
     options.json.write_text(json.dumps(found, indent=1))
 

@@ -31,6 +31,8 @@ WHOLE_BYTES = 16 * 2**20
 FIRST_BYTES, LAST_BYTES = 8 * 2**20, 64 * 2**20
 # Less than this is tokenized by the ranks themselves.
 INLINE_BYTES = 2 * 2**20
+# How long ranks wait for others to begin a piece that they need.
+PATIENCE_S = 2.0
 _POLL_S = 0.05
 _DTYPES = {2: torch.uint16, 4: torch.int32}
 
@@ -137,15 +139,16 @@ class Corpus:
 
     def awaited(self, number: int) -> Contents:
         """Return what is known of a piece as soon as its tokens are there."""
+        start = time.monotonic()
         while (contents := self.folder.contents(number)) is None:
-            if self.worker is None or self.worker.poll() is not None:
-                # Also where the worker was killed: the run goes on without it.
-                if failure := self.folder.failure(number):
-                    raise ConfigError(failure)
-                self.folder.tokenize(number, self.tokenizer)
-            elif failure := self.folder.failure(number):
+            if failure := self.folder.failure(number):
                 raise ConfigError(failure)
-            time.sleep(0 if self.folder.contents(number) else _POLL_S)
+            is_alone = self.worker is None or self.worker.poll() is not None
+            # Processes begin at the first window, but a run that is resumed needs a later one. And
+            # they may have been killed: the run goes on without them.
+            is_due = is_alone or time.monotonic() - start > PATIENCE_S
+            if not (is_due and self.folder.tokenize(number, self.tokenizer)):
+                time.sleep(_POLL_S)
         return contents
 
     def _mapped(self, number: int, contents: Contents) -> Shard:

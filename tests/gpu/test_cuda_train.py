@@ -21,6 +21,7 @@ from fullshard_train.config import TrainConfig
 from fullshard_train.config_file import config_as_toml
 from fullshard_train.control import StopRequest
 from fullshard_train.flops import peak_tflops
+from fullshard_train.models.document_attention import attend, documents_of, mask_of_offsets
 from fullshard_train.report import read_record
 from fullshard_train.run import Run
 from fullshard_train.trainer import Parts
@@ -48,6 +49,32 @@ def trained(rank: Rank, config: TrainConfig, kind: type[Run] = Run) -> list[floa
     assert kind(config, world).run(StopRequest()) is True
     torch.distributed.barrier()
     return tiny_run.losses(folder)
+
+
+def test_flash_attention_over_documents_is_attention_with_their_mask() -> None:
+    """Also of several documents in a sequence, of one token each, and with grouped queries."""
+    torch.manual_seed(0)
+    batch, length = 3, 200
+    queries, keys, values = (
+        torch.randn(batch, heads, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for heads in (8, 2, 2)
+    )
+    begins = torch.rand(batch, length, device="cuda") < 0.1
+    begins[:, 0] = begins[1, 5:9] = True
+    places = torch.arange(length, device="cuda")
+    positions = places - places.where(begins, 0).cummax(1).values
+    offsets = documents_of(positions)
+    assert offsets is not None
+    assert offsets.dim() == 1
+    mask = mask_of_offsets(offsets, batch, length)
+    found, expected = (attend(queries, keys, values, each) for each in (offsets, mask))
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
+    grad = torch.randn_like(found)
+    inputs = (queries, keys, values)
+    for one, other in zip(
+        *(torch.autograd.grad(each, inputs, grad) for each in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=2**-5, atol=2**-4)
 
 
 VARIANTS = {

@@ -194,14 +194,16 @@ def test_memory_on_a_cpu_is_what_the_engine_holds(tmp_path):
         assert planned_mib == pytest.approx(measured, rel=0.03), name
 
 
-@pytest.mark.parametrize("number", [2, 3])
-def test_memory_and_time_on_a_gpu_are_as_measured(number):
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_memory_and_time_on_a_gpu_are_as_measured(is_wrapped):
     tables = json.loads((BENCHMARKS / "results" / "plan_h200.json").read_text())["tables"]
     given = {"model": "150m", "sequence": 1024, "batch": 8}
-    sharding = {"sharding": {"api": "wrapper"}} if number == 3 else {}
+    sharding = {"sharding": {"api": "wrapper"}} if is_wrapped else {}
     config = bench_plan.config_of({**given, **sharding}, "", 0, 0)
     found = bench_plan.planned(config, 8, workspace_bytes=0)
-    (_, _, memory, _), (_, _, time_ms, _) = (table["rows"][number] for table in tables)
+    name = f"150m on 8, {'wrapper' if is_wrapped else '`fully_shard`'}, batch 8"
+    rows = [next(row for row in table["rows"] if row[0] == name) for table in tables]
+    (_, _, memory, _), (_, _, time_ms, _) = rows
     assert found.peak_bytes / MIB == pytest.approx(memory, rel=0.03)
     assert 1e3 * found.step_s == pytest.approx(time_ms, rel=0.15)
 
@@ -255,7 +257,7 @@ def test_recomputation_and_offload_save_what_they_should():
     selective = planned(batch=8, selective_checkpointing=True)
     assert selective.tflop == usual.tflop
     kinds = [each.peak.kinds[Kind.ACTIVATIONS] for each in (recomputed, selective, usual)]
-    assert kinds[0] < kinds[1] < 0.8 * kinds[2]
+    assert kinds[0] < kinds[1] < 0.9 * kinds[2]
     offloaded = planned(batch=8, offload=True)
     assert offloaded.peak.kinds.get(Kind.OPTIMIZER, 0) == 0
     shards = sum(usual.peak.kinds[kind] for kind in (Kind.PARAMETERS, Kind.OPTIMIZER))

@@ -21,6 +21,7 @@ from fullshard.wrap import ModuleWrapPolicy
 from fullshard_train.models import architecture_of
 from fullshard_train.models.adapters import LoraSettings
 from fullshard_train.models.architecture import Architecture
+from fullshard_train.models.document_attention import attend, documents_of, mask_of_offsets
 from fullshard_train.models.float8 import use_float8
 from fullshard_train.models.sampling import sample
 from fullshard_train.models.tokenizers import ByteTokenizer
@@ -173,6 +174,27 @@ def test_a_block_computes_the_same_compiled_or_recomputed(rank: Rank, how: str) 
     fully_shard(model, mesh=rank.mesh())
     assert train(architecture, model) == pytest.approx(expected, rel=1e-5)
     assert len(drawn(architecture, model)) == 30
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    batch=st.integers(1, 3),
+    length=st.integers(1, 8),
+    begins=st.sets(st.integers(0, 23)),
+)
+def test_offsets_of_documents_are_their_mask(batch: int, length: int, begins: set[int]) -> None:
+    starts = sorted({n for n in begins if n < batch * length} | {*range(0, batch * length, length)})
+    positions = torch.tensor(
+        [n - max(start for start in starts if start <= n) for n in range(batch * length)]
+    ).view(batch, length)
+    offsets = torch.tensor([*starts, batch * length], dtype=torch.int32)
+    expected = documents_of(positions)
+    assert expected is not None
+    assert torch.equal(mask_of_offsets(offsets, batch, length), expected)
+    # In float32, attention takes both.
+    queries, keys, values = torch.randn(3, batch, 2, length, 4).unbind()
+    found = [attend(queries, keys, values, each) for each in (offsets, expected)]
+    assert torch.equal(*found)
 
 
 def test_late_positions_are_turned_exactly_in_low_precision() -> None:

@@ -260,6 +260,19 @@ def test_a_run_goes_on_without_a_process_that_was_killed(in_pieces: Path, tmp_pa
     assert sum(corpus.window(i, 10).num_sequences for i in range(4)) > 1900
 
 
+def test_a_rank_does_what_other_processes_have_not_come_to(
+    in_pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "PATIENCE_S", 0.0)
+    (corpus,) = corpora_of([str(in_pieces)], tmp_path / "tokens")
+    corpus.worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert corpus.window(3, 10).num_sequences > 500
+        assert corpus.worker.poll() is None
+    finally:
+        corpus.worker.communicate(b"\n")
+
+
 def test_an_error_of_a_process_reaches_the_rank(in_pieces: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(LINES * 200 + '{"text": 3}\n')

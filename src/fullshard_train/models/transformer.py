@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.errors import UnknownNameError
@@ -21,6 +20,7 @@ from fullshard.losses import LinearCrossEntropyHead
 from fullshard.state import draw_into, tensor_shards
 from fullshard_train.models.adapters import LoraSettings, add_adapters, base_name, fill_adapters
 from fullshard_train.models.architecture import Architecture, token_ids, write_json
+from fullshard_train.models.document_attention import attend, documents_of
 from fullshard_train.models.elementwise import rotated, swiglu
 from fullshard_train.models.initialization import Draw, constant, normal
 from fullshard_train.models.tokenizers import (
@@ -135,7 +135,8 @@ class KVCache:
         return keys, values
 
 
-# [batch, 1, length, length]: which tokens each one sees; by default those before it.
+# [batch, 1, length, length]: which tokens each one sees, by default those before it. Or the offsets
+# of documents in a flattened batch.
 Mask = Tensor | None
 
 
@@ -164,9 +165,7 @@ class Attention(nn.Module):
             keys, values = cache.append(self, keys, values)
             seen = torch.ones(x.shape[1], keys.shape[2], dtype=torch.bool, device=x.device)
             mask = seen.tril(first)
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
+        mixed = attend(queries, keys, values, mask)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -263,14 +262,6 @@ def rotary_angles(
     return torch.outer(positions, theta**-exponents)
 
 
-def mask_of(positions: Tensor | None) -> Mask:
-    """Return the mask of documents; rotary embeddings are relative and need no positions."""
-    if positions is None:
-        return None
-    document = positions.eq(0).cumsum(-1)
-    return document[:, None, :, None].eq(document[:, None, None, :]).tril()
-
-
 def initial_values(name: str, size: Size) -> Draw:
     """Return the function that initializes the parameter of this name."""
     if name.endswith(_NORM):
@@ -310,7 +301,7 @@ class BuiltinArchitecture(Architecture):
             draw_into(shard, name, seed, initial_values(name, self.size))
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        logits: Tensor = model(tokens, None, mask_of(positions))
+        logits: Tensor = model(tokens, None, documents_of(positions))
         return logits
 
     def loss(
@@ -318,7 +309,7 @@ class BuiltinArchitecture(Architecture):
     ) -> Tensor:
         if not self._has_plain_head:
             return super().loss(model, tokens, targets, positions)
-        total: Tensor = model(tokens, None, mask_of(positions), targets)
+        total: Tensor = model(tokens, None, documents_of(positions), targets)
         return total
 
     def next_token_logits(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
