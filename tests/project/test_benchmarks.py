@@ -21,6 +21,7 @@ import bench_step
 import bench_tokenize
 import bench_train
 import bench_uneven
+import bench_wires
 import tables
 from device_traces import busy_in
 from fullshard import fully_shard
@@ -77,6 +78,16 @@ def test_step_time_is_measured_on_ranks(tmp_path):
     (table,) = measured(bench_step, tmp_path, "--ranks", "2", "--steps", "1", *small).tables
     over_gloo = OURS + bench_step.OVER_GLOO
     assert_compares(table, UNSHARDED, bench_step.FLOOR, bench_step.DDP, OURS, over_gloo)
+
+
+@pytest.mark.exhaustive
+def test_losses_are_compared_by_wire(tmp_path):
+    small = ("losses", "--steps", "2", "--seeds", "1", "--width", "32")
+    (table,) = measured(bench_wires, tmp_path, *small).tables
+    assert [row[0] for row in table.rows] == list(bench_wires.WIRES)
+    for name, mean, _, _, apart in table.rows:
+        assert 0 < mean < 10
+        assert (apart == 0) is (name == bench_wires.NONE)
 
 
 def test_uneven_units_are_measured_beside_even_ones(tmp_path):

@@ -1,0 +1,153 @@
+"""Wires: the loss that a model is trained to with each of them, and the speed of their kernels.
+
+    python benchmarks/bench_wires.py losses     gloo ranks on a CPU; a Llama of bytes on the sources
+                                                of Python's standard library
+    python benchmarks/bench_wires.py kernels    on a GPU: encoding, decoding, and adding what four
+                                                ranks have sent, beside a copy
+
+The losses are means of the last fifth of the steps, over all ranks. Every wire starts from the same
+values and sees the same data, for each seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.testing import Rank, pool
+from fullshard.wire import Fp8, Int8, Plain, Wire
+from measuring import Result, Table, parser_for, result_for
+from models import Llama, LlamaBlock
+
+TIMEOUT_S = 3600.0
+NONE = "none"
+WIRES: dict[str, dict[str, Wire]] = {
+    NONE: {},
+    "gradients in bf16": {"reduce_wire": Plain(torch.bfloat16)},
+    "parameters in int8": {"gather_wire": Int8()},
+    "both in int8": {"gather_wire": Int8(), "reduce_wire": Int8()},
+    "both in int8, gradients rounded stochastically": {
+        "gather_wire": Int8(),
+        "reduce_wire": Int8(stochastic=True),
+    },
+    "both in fp8": {"gather_wire": Fp8(), "reduce_wire": Fp8()},
+}
+LENGTH, BATCH = 128, 8
+
+
+def bytes_of_library() -> torch.Tensor:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def trained(rank: Rank, name: str, seed: int, num_steps: int, width: int) -> float:
+    torch.manual_seed(seed)
+    model: Any = Llama(4, width, 257)
+    policy = MixedPrecisionPolicy(**WIRES[name])
+    for module in model.modules():
+        if isinstance(module, LlamaBlock):
+            fully_shard(module, mesh=rank.mesh(), mp_policy=policy)
+    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    generator = torch.Generator().manual_seed(1000 * seed + rank.rank)
+    data, losses = bytes_of_library(), []
+    for step in range(num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1, (step + 1) / 20) * (1 - 0.9 * step / num_steps)
+        starts = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=generator)
+        loss = model(torch.stack([data[start : start + LENGTH + 1] for start in starts]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    last = torch.stack(losses[-num_steps // 5 :]).mean()
+    dist.all_reduce(last)
+    return float(last) / rank.size
+
+
+def run_losses(options: argparse.Namespace, result: Result) -> None:
+    ranks = pool(options.ranks, "gloo")
+    given = options.steps, options.width
+    found = {
+        name: [
+            ranks.run(trained, name, seed, *given, timeout_s=TIMEOUT_S)[0]
+            for seed in range(options.seeds)
+        ]
+        for name in WIRES
+    }
+    rows: list[list[Any]] = []
+    for name, losses in found.items():
+        mean = sum(losses) / len(losses)
+        apart = [100 * (a / b - 1) for a, b in zip(losses, found[NONE], strict=True)]
+        rows.append([name, mean, min(losses), max(losses), max(apart, key=abs)])
+    title = f"Loss after {options.steps} steps on {options.ranks} ranks, {options.seeds} seeds"
+    columns = ["wire", "mean", "least", "most", "largest difference of a seed, %"]
+    result.add(Table(title, columns, rows))
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times[2:])
+
+
+def run_kernels(options: argparse.Namespace, result: Result) -> None:
+    numel = 1 << 26
+    rows = [row for dtype in (torch.float32, torch.bfloat16) for row in kernel_rows(numel, dtype)]
+    title = f"{numel >> 20} Mi elements of four ranks, milliseconds"
+    result.add(Table(title, ["", "encode", "decode", "add"], rows))
+
+
+def kernel_rows(numel: int, dtype: torch.dtype) -> list[list[Any]]:
+    segments = torch.randn(4, numel // 4, device="cuda").to(dtype)
+    total, other = torch.empty(numel // 4, device="cuda"), torch.empty_like(segments)
+    copy = milliseconds(lambda: other.copy_(segments))
+    rows: list[list[Any]] = [[f"copy, {dtype}", copy, copy, None]]
+    wires: list[Wire] = [Int8(), Int8(stochastic=True), Fp8()]
+    for wire in wires:
+        shape = 4, wire.message_numel(numel // 4)
+        messages = segments.new_empty(shape, dtype=wire.dtype)
+        runs: list[Callable[[], object]] = [
+            partial(wire.encode, segments, messages),
+            partial(wire.decode, messages, segments),
+            partial(wire.add_up, messages.unbind(), total),
+        ]
+        rows.append([f"{wire}, {dtype}", *map(milliseconds, runs)])
+    return rows
+
+
+MODES = {"losses": run_losses, "kernels": run_kernels}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--width", type=int, default=128)
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda", 0) if options.mode == "kernels" else torch.device("cpu")
+    result = result_for("wires", arguments, device)
+    MODES[options.mode](options, result)
+    result.write(options.json)
+
+
+if __name__ == "__main__":
+    main()
