@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fullshard.device import ResizableBuffer, device_for
-from fullshard.layout import CostModel, DtypePlan, ParamSpec, Plain, plan_unit, split_rows
+from fullshard.layout import CostModel, DtypePlan, ParamSpec, plan_unit, split_rows
 from fullshard.unit.context import CommContext
 from fullshard.unit.copy_program import packer, unpacker
 from measuring import Table, parser_for, result_for, synchronize
@@ -65,7 +65,8 @@ def measure(
     grads = [torch.randn(slot.split.shape, device=device).to(COMPUTED) for slot in bucket.slots]
     numel = world * bucket.segment_numel
     same, cast = (torch.empty(numel, dtype=each, device=device) for each in (COMPUTED, REDUCED))
-    pack = {out: packer(bucket.table, Plain(out.dtype), world, comm_ctx) for out in (same, cast)}
+    plans = {out: DtypePlan.of(out.dtype) for out in (same, cast)}
+    pack = {out: packer(bucket.table, plan, world, comm_ctx) for out, plan in plans.items()}
     for out, program in pack.items():
         program.pack(grads, out)
     assert torch.equal(cast.to(COMPUTED), same)

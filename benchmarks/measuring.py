@@ -115,8 +115,9 @@ def result_for(
 
 
 def _is_setting(name: str) -> bool:
-    """Whether an environment variable changes what is measured; NCCL_VERSION describes an image."""
-    return name.startswith(("NCCL_", "FULLSHARD_")) and name != "NCCL_VERSION"
+    """Whether an environment variable changes what is measured, and is no place or description."""
+    is_ours = name.startswith(("NCCL_", "FULLSHARD_"))
+    return is_ours and name not in ("NCCL_VERSION", "FULLSHARD_CACHE")
 
 
 def _processor() -> str:

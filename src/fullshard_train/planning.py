@@ -23,6 +23,7 @@ from fullshard.plan import Job, Kind, Machine, StepPlan, known_profile, profile_
 from fullshard.wrap import repeated_blocks
 from fullshard_train.config import KEYS, TrainConfig, mesh_shape, value_of
 from fullshard_train.models.architecture import Architecture
+from fullshard_train.models.elementwise import played_on
 from fullshard_train.models.float8 import PRECISIONS
 from fullshard_train.models.optional import first_line
 from fullshard_train.models.tokenizers import Tokenizer
@@ -82,7 +83,8 @@ def plan_run(config: TrainConfig, architecture: Architecture, machine: Machine) 
     if section.selective_checkpointing:
         profile = replace(profile, launch_s=profile.launch_s * _SELECTIVE_LAUNCH)
     simulated = replace(machine, profile=profile)
-    found = simulate(make, simulated, accumulate=accumulate, is_offloaded=section.offload)
+    with played_on(played):
+        found = simulate(make, simulated, accumulate=accumulate, is_offloaded=section.offload)
     return replace(found, machine=machine)
 
 

@@ -20,8 +20,8 @@ from fullshard.layout import (
     NO_TENSOR,
     Bucket,
     CopyTable,
+    DtypePlan,
     FlatSplit,
-    Plain,
     RowSplit,
     Run,
     Slot,
@@ -151,7 +151,7 @@ def context(device: str) -> CommContext:
 def packing(bucket: Bucket, device: str, columns: range | None = None) -> Packer:
     table = bucket.table if columns is None else bucket.piece(columns)
     num_ranks = bucket.slots[0].split.num_ranks
-    return packer(table, Plain(torch.float32), num_ranks, context(device))
+    return packer(table, DtypePlan.of(torch.float32), num_ranks, context(device))
 
 
 @many

@@ -205,7 +205,8 @@ def test_memory_and_time_on_a_gpu_are_as_measured(is_wrapped):
     rows = [next(row for row in table["rows"] if row[0] == name) for table in tables]
     (_, _, memory, _), (_, _, time_ms, _) = rows
     assert found.peak_bytes / MIB == pytest.approx(memory, rel=0.03)
-    assert 1e3 * found.step_s == pytest.approx(time_ms, rel=0.15)
+    # Half of the step waits for the host, whose speed differs from machine to machine.
+    assert 1e3 * found.step_s == pytest.approx(time_ms, rel=0.25)
 
 
 def test_the_second_step_is_like_the_third(monkeypatch):

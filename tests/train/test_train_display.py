@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fullshard_train.display import Display, closing_lines, shown_duration, step_line
+from fullshard_train.loggers import Loggers
 from fullshard_train.output import MetricsLog, RunFolder
 from fullshard_train.report import StepMetrics
 from tests.support.made_up_run import made_up_run
@@ -136,13 +137,13 @@ def test_only_the_first_rank_shows_anything(monkeypatch):
 
 def test_metrics_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, None, last_step=0)
+    log = MetricsLog(path, lambda _: Loggers([]), last_step=0)
     for step in range(1, 6):
         log.add(metrics(step))
     log.close()
     with path.open("a") as file:
         file.write('{"step": 6, "lo')  # torn when a rank died
-    again = MetricsLog(path, None, last_step=3)
+    again = MetricsLog(path, lambda _: Loggers([]), last_step=3)
     again.add(metrics(4, loss=1.0))
     again.close()
     found = [json.loads(line) for line in path.read_text().splitlines()]

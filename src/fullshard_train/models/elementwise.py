@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+_played = ""
+
+
+@contextmanager
+def played_on(device_type: str) -> Iterator[None]:
+    """Compute with tensors on meta as on such a device, for a plan."""
+    global _played
+    before, _played = _played, device_type
+    try:
+        yield
+    finally:
+        _played = before
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -22,7 +37,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair of elements (one of each half of a head) by the angle of its position."""
-    if _has_kernels(x) and x.dim() == 4:
+    if _kernels_for(x) is not None and x.dim() == 4:
         found: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return found
     return _turned(x, cos, sin)
@@ -38,21 +53,21 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        if _has_kernels(gate):
-            from fullshard_train.models import kernels
-
-            return kernels.gated(gate.contiguous(), up.contiguous())
-        return F.silu(gate) * up
+        kernels = _kernels_for(gate)
+        if kernels is None:
+            return F.silu(gate) * up
+        found: Tensor = kernels.gated(gate.contiguous(), up.contiguous())
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if _has_kernels(gate):
-            from fullshard_train.models import kernels
-
-            tensors = [each.contiguous() for each in (grad, gate, up)]
-            return kernels.gated_grads(*tensors)
+        kernels = _kernels_for(gate)
+        if kernels is not None:
+            found: tuple[Tensor, Tensor]
+            found = kernels.gated_grads(*(each.contiguous() for each in (grad, gate, up)))
+            return found
         gate_grad: Tensor = torch.ops.aten.silu_backward(grad * up, gate)
         return gate_grad, grad * F.silu(gate)
 
@@ -60,24 +75,43 @@ class _SwiGLU(torch.autograd.Function):
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        from fullshard_train.models import kernels
-
         ctx.save_for_backward(cos, sin)
-        return kernels.turned(x, cos, sin, back=False)
+        found: Tensor = _kernels_for(x).turned(x, cos, sin, back=False)
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        from fullshard_train.models import kernels
-
-        return kernels.turned(grad, *ctx.saved_tensors, back=True), None, None
+        return _kernels_for(grad).turned(grad, *ctx.saved_tensors, back=True), None, None
 
 
-def _has_kernels(x: Tensor) -> bool:
-    is_compiled = torch.compiler.is_compiling()
-    if not x.is_cuda or is_compiled or x.dtype is torch.float64:
-        return False
-    return kernels_agree(x.device)
+def _kernels_for(x: Tensor) -> Any:
+    """The kernels for a tensor's device, or None; on meta, what takes their memory and time."""
+    if torch.compiler.is_compiling() or x.dtype is torch.float64:
+        return None
+    if x.is_meta:
+        return _OnMeta if _played == "cuda" else None
+    if not x.is_cuda or not kernels_agree(x.device):
+        return None
+    from fullshard_train.models import kernels
+
+    return kernels
+
+
+class _OnMeta:
+    """One operation for each kernel, which reads and writes as much."""
+
+    @staticmethod
+    def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+        return x.neg()
+
+    @staticmethod
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return gate * up
+
+    @staticmethod
+    def gated_grads(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        return grad * gate, grad * up
 
 
 @cache
