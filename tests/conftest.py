@@ -47,7 +47,19 @@ ALLOWED_SKIP_REASONS: dict[str, str] = {
 SELDOM = ("exhaustive", "soak")
 
 # What the tests of a room may take in `make test`, in seconds of a worker on two idle cores.
-BUDGETS_S: dict[str, int] = {}
+BUDGETS_S = {
+    "comm": 300,
+    "contract": 150,
+    "engine": 600,
+    "hosts": 120,
+    "layout": 70,
+    "optim": 120,
+    "plan": 100,
+    "project": 80,
+    "state": 250,
+    "train": 350,
+    "wrapper": 250,
+}
 
 _forbidden_skips: list[str] = []
 _spent_s: Counter[str] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ def timed_parts(device: torch.device) -> Iterator[dict[str, float]]:
     found: dict[str, float] = {}
     is_on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * is_on_gpu]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler of torch 2.13 prints
     with profile(activities=activities, acc_events=True) as profiler:
         yield found
         if is_on_gpu:

@@ -22,6 +22,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from fullshard import ShardPlacementResult, fully_shard
 from fullshard.comm.placement import full_tensor
+from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -244,3 +245,16 @@ def test_state_of_tensor_parallel_parameters_from_before_sharding_is_sharded(ran
         optimizer.step()
         optimizer.zero_grad()
     assert_same_weights(model, reference)
+
+
+@on_ranks(2)
+def test_steps_of_assigned_parameters_are_counted(rank: Rank) -> None:
+    # Ranks compare how many steps their optimizers have done.
+    model: Any = fully_shard(nn.Linear(4, 4), mesh=rank.mesh())
+    for num_steps in (1, 2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert hooks_of(model).scheduler.turnstile.num_steps == num_steps
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)

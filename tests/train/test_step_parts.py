@@ -34,9 +34,6 @@ def test_every_part_of_a_step_has_its_time(way: str) -> None:
         step()
     assert set(parts) == PARTS
     assert all(seconds > 0 for seconds in parts.values())
-    # The products of the head belong to the loss where it makes the logits.
-    is_larger = parts["loss"] > parts["attention"]
-    assert is_larger or way == "plain"
 
 
 def test_what_has_no_such_parts_is_something_else() -> None:

@@ -35,10 +35,8 @@ from fullshard.unit.param import DTensorParam, ShardedParam
 # From originals to (sharded parameter, rank of its shard). Not attributes of the tensors: an
 # original that is a non-leaf or a subclass may refuse them.
 _originals = WeakIdKeyDictionary()
-# The parameters that optimizers hold, by id: a reference would keep torch from swapping tensors.
-# Then the passes of their models, and for each optimizer the lengths of its groups and the passes
-# of the models that it steps.
-_held: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+# The passes of the models of parameters, and for each optimizer the lengths of its groups and the
+# passes of the models that it steps.
 _passes: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[ModelPasses]]
 _passes = weakref.WeakKeyDictionary()
 _followed: weakref.WeakKeyDictionary[
@@ -107,7 +105,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def record_passes(passes: ModelPasses, params: Iterable[ShardedParam]) -> None:
     """Let optimizers of these parameters count their steps for a model."""
     for each in params:
-        _held[id(each.param)] = each
         _passes[each] = weakref.ref(passes)
     _followed.clear()
 
@@ -117,9 +114,9 @@ def _passes_of(optimizer: Optimizer) -> list[ModelPasses]:
     lengths = tuple(len(group["params"]) for group in optimizer.param_groups)
     known = _followed.get(optimizer)
     if known is None or known[0] != lengths:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        owners = [(param, _held.get(id(param))) for param in params]
-        found = {_passes[own]: None for param, own in owners if own and own.param is param}
+        # By what a model has now: a parameter that was assigned may have the id of one before it.
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        found = dict.fromkeys(passes for own, passes in _passes.items() if id(own.param) in stepped)
         known = _followed[optimizer] = lengths, list(found)
     return [passes for passes in (each() for each in known[1]) if passes is not None]
 
