@@ -47,7 +47,7 @@ class TrainingState(Enum):
 def training_state_of(wrapper: Any) -> TrainingState:
     """What a wrapper is doing; it is in backward until the whole backward ends."""
     hooks = require_hooks(wrapper)
-    if hooks.units[0].is_summoned:
+    if any(unit.is_summoned for unit in hooks.units):
         return TrainingState.SUMMON_FULL_PARAMS
     is_past = any(unit.grads.was_reduced for unit in hooks.units)
     return TrainingState.FORWARD_BACKWARD if hooks.is_computing or is_past else TrainingState.IDLE
@@ -78,7 +78,7 @@ class WrapperAttributes:
 
     @property
     def _has_params(self) -> bool:
-        return bool(require_hooks(self).units[0].params)
+        return any(unit.params for unit in require_hooks(self).units)
 
     @property
     def _flat_param(self) -> FlatParameter | None:
@@ -104,11 +104,11 @@ class WrapperAttributes:
         found: list[FlatParamHandle] = []
         for wrapper in wrappers_of(self):
             hooks = require_hooks(wrapper)
-            flat = hooks.units[0].flat
-            holders = [] if flat is None else flat.holders
-            shown = None if flat is None else flat.flat_param()
-            params = [holder.param for holder in holders] or ([] if shown is None else [shown])
-            found += (FlatParamHandle(param, hooks) for param in params)
+            for flat in (unit.flat for unit in hooks.units if unit.flat is not None):
+                shown = flat.flat_param()
+                params = [holder.param for holder in flat.holders]
+                params = params or ([] if shown is None else [shown])
+                found += (FlatParamHandle(param, hooks) for param in params)
         return found
 
     @property

@@ -140,20 +140,17 @@ def _make_units(request: ShardRequest, found: _Found) -> list[Unit]:
             mesh_info, param = request.mesh_info, _flat_param(request, name, original, locations)
         groups.setdefault((mesh_info, repr(offload)), []).append(param)
         replaced.append((original, param, mesh_info.shard.rank))
-    flat = None
-    if request.form is not ParamForm.DTENSOR:
-        owner = request.modules[0] if request.owner is None else request.owner
-        flat = FlatParams(request.form, owner, request.mesh_info.shard, request.device)
     name = ", ".join(type(module).__name__ for module in request.modules)
     comm_ctx = CommContext(device_for(request.device))
     policy, settings = request.policy, request.settings
     units = []
     for (mesh_info, key), params in groups.items():
         store = Store.of(policies[key], comm_ctx.device.torch_device)
-        large = [p for p in params if flat is None and _is_large(p, mesh_info, policy, comm_ctx)]
+        large = [param for param in params if _is_large(param, mesh_info, policy, comm_ctx)]
         rest = [param for param in params if param not in large]
         alone = [[param] for param in large]
         for each in alone if large and not rest else [rest, *alone]:
+            flat = _flat_params(request)
             unit = Unit(name, each, mesh_info, policy, store, comm_ctx, settings, flat)
             unit.set(stands_alone=each is not rest)
             units.append(unit)
@@ -187,12 +184,21 @@ def _is_large(
     cost = CostModel.of_device(type_of(comm_ctx.device.torch_device))
     return (
         comm_ctx.device.has_streams
+        and not isinstance(param, FlatParamSlice)  # whose optimizer holds one parameter for all
         and not mesh_info.shard.is_single
         and cost.deserves_unit(num_bytes, mesh_info.shard.size)
         and param.full_spec is None
         and param.extension is None
         and len(param.locations) == 1
     )
+
+
+def _flat_params(request: ShardRequest) -> FlatParams | None:
+    """How a unit of a wrapper is cut; None for the units of `fully_shard`."""
+    if request.form is ParamForm.DTENSOR:
+        return None
+    owner = request.modules[0] if request.owner is None else request.owner
+    return FlatParams(request.form, owner, request.mesh_info.shard, request.device)
 
 
 def _flat_param(

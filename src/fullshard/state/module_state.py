@@ -54,12 +54,11 @@ from fullshard.state.shards import (
     on_meta,
     sharded_tensor,
     tp_groups_of,
+    units_of,
     walk,
-    wrapper_unit,
     wrappers_of,
 )
 from fullshard.state.summon import is_first_rank
-from fullshard.unit.flat_param import flat_name
 from fullshard.unit.param import ParamLocation
 
 Entries = dict[str, Any]
@@ -203,13 +202,13 @@ def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadat
                 whole = full_tensor_of(found)
                 values[name] = form.copy(whole, names[name]) if is_whole else whole.clone()
         elif is_local and lane.is_sharded:
-            values = {flat_name(lane.index): _local_value(lane, form.to_cpu)} if lane in own else {}
+            values = {lane.name: _local_value(lane, form.to_cpu)} if lane in own else {}
         else:
             full = lane.gather(lane.shard_buffer())
             for shard in lane.shards if is_kept else ():
                 whole = full_tensor_of(shard.view_of(full))
                 values |= dict.fromkeys(shard.names, form.copy(whole, shard))
-        for name in [flat_name(lane.index), *names] if lane in own else names:
+        for name in [lane.name, *names] if lane in own else names:
             if name in values:
                 state[prefix + name] = values[name]
             else:
@@ -365,7 +364,7 @@ class _DryRun:
         places: dict[FlatLane | FlatShard, Sequence[ParamLocation]] = {}
         for lane in lanes:
             owner = lane.wrapper.get_submodule(WRAPPED)
-            places[lane] = [ParamLocation(owner, flat_name(lane.index))]
+            places[lane] = [ParamLocation(owner, lane.name)]
             places |= {shard: shard.param.locations for shard in lane.shards}
         modules = [*inside.modules(), *(p.module for each in places.values() for p in each)]
         with _unchanged(modules):
@@ -437,7 +436,7 @@ def _raise_together(
             f"Error(s) in loading state_dict for {type(wrapper).__name__}; nothing was loaded:"
             f"\n\t{text}\nLoad the state dict of this model, or with strict=False what fits of it."
         )
-    mesh_info = wrapper_unit(wrapper).mesh_info
+    mesh_info = units_of(wrapper)[0].mesh_info
     axes = [axis for axis in (mesh_info.shard, mesh_info.replicate) if not axis.is_single]
     groups = dict.fromkeys([axis.group for axis in axes] + tp_groups_of(lanes))
     exchange(list(groups), None, problem)

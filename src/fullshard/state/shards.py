@@ -201,9 +201,10 @@ class FlatShard(TensorShard):
 
 
 class FlatLane:
-    """One lane of one wrapper: parameters of one dtype that are trained alike.
+    """One lane of a wrapper's unit: parameters of one dtype that are trained alike.
 
     Attributes:
+        name: That of its flat parameter in state dicts; set by `lanes_of`, which knows all units.
         mesh_info: Where the parameters are sharded and replicated.
         is_sharded: Whether ranks hold different parts of them.
         is_flat: Whether they are one `FlatParameter` (`use_orig_params=False`), that of `holder`.
@@ -216,6 +217,7 @@ class FlatLane:
         self.wrapper = wrapper
         self.unit = unit
         self.index = index
+        self.name = flat_name(index)
         self.mesh_info: MeshInfo = unit.mesh_info
         self.is_sharded = self.mesh_info.shard.size > 1
         self.device: torch.device = unit.comm_ctx.device.torch_device
@@ -299,7 +301,7 @@ def walk(model: nn.Module, lanes: Sequence[FlatLane]) -> Iterator[tuple[str, Nam
     for path, module in model.named_modules(remove_duplicate=False):
         before = clean_name(f"{path}.") if path else ""
         for lane in lanes_at.get(module, ()):
-            yield before + flat_name(lane.index), lane
+            yield before + lane.name, lane
         registered: dict[str, Any] = {**module._parameters, **module._buffers}
         for name in module._non_persistent_buffers_set:
             registered.pop(name, None)
@@ -320,11 +322,11 @@ def wrappers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _wrapper_hooks(module) is not None]
 
 
-def wrapper_unit(wrapper: nn.Module) -> Unit:
-    """The one unit of a wrapper."""
+def units_of(wrapper: nn.Module) -> list[Unit]:
+    """The units of a wrapper: one, and one for each large parameter (rule 15: large units)."""
     hooks = _wrapper_hooks(wrapper)
     assert hooks is not None  # it is a wrapper
-    return hooks.units[0]
+    return hooks.units
 
 
 def lanes_of(model: nn.Module, *, recurse: bool = True, what: str = "state_dict") -> list[FlatLane]:
@@ -337,7 +339,10 @@ def lanes_of(model: nn.Module, *, recurse: bool = True, what: str = "state_dict"
         hooks = _wrapper_hooks(wrapper)
         if hooks is not None:
             hooks.require_not_computing(what)
-            lanes += _lanes_of_unit(wrapper, hooks.units[0])
+            own = [lane for unit in hooks.units for lane in _lanes_of_unit(wrapper, unit)]
+            for number, lane in enumerate(own):
+                lane.name = flat_name(number)
+            lanes += own
     return _with_names(model, lanes)
 
 

@@ -18,7 +18,7 @@ from fullshard.state.shards import (
     FlatShard,
     exchange,
     lanes_of,
-    wrapper_unit,
+    units_of,
     wrappers_of,
 )
 from fullshard.unit.grad_buffer import set_grad
@@ -27,7 +27,7 @@ from fullshard.unit.unit import Unit
 
 def is_first_rank(wrapper: nn.Module) -> bool:
     """Whether this rank is the one that `rank0_only` refers to."""
-    mesh_info = wrapper_unit(wrapper).mesh_info
+    mesh_info = units_of(wrapper)[0].mesh_info
     return mesh_info.shard.rank == 0 and mesh_info.replicate.rank == 0
 
 
@@ -50,7 +50,7 @@ def summon_full_params(
             f"{type(module).__name__}: Cannot manually unshard parameters during forward/backward, "
             "and a hook of a backward called summon_full_params; call it after backward."
         )
-    for unit in map(wrapper_unit, wrappers):
+    for unit in (unit for wrapper in wrappers for unit in units_of(wrapper)):
         if unit.is_summoned:
             raise MisuseError(
                 f"{unit.name}: Cannot manually unshard parameters when already unsharding "
@@ -91,8 +91,8 @@ def summon_full_params(
     with ExitStack() as stack:
         stack.callback(_end, wrappers)
         for wrapper in wrappers:
-            unit = wrapper_unit(wrapper)
-            unit.summoned = of_units[unit] = SummonedUnit(unit)
+            for unit in units_of(wrapper):
+                unit.summoned = of_units[unit] = SummonedUnit(unit)
             wrapper.__dict__["_is_summoned"] = True
         for lane in lanes:
             is_shown = not rank0_only or is_first_rank(lane.wrapper)
@@ -110,7 +110,8 @@ def _end(wrappers: Sequence[nn.Module]) -> None:
     """While summoned, parameters have clean names, and most units cannot be trained."""
     for wrapper in wrappers:
         wrapper.__dict__["_is_summoned"] = False
-        wrapper_unit(wrapper).summoned = None
+        for unit in units_of(wrapper):
+            unit.summoned = None
 
 
 class SummonedUnit:

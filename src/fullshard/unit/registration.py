@@ -28,8 +28,8 @@ class Registration:
 
     Everything that does not change from step to step is looked up once (rule 7): code that changes
     where parameters are registered, or as what, makes a new `Registration`. `is_followed` says that
-    full parameters, of which `num_trainable` do, require gradients as the shards do; `references`
-    are those of a large unit.
+    full parameters, of which `num_trainable` do, require gradients as the shards do. A large unit
+    has `references`, and a `stand_in` while it is released, also while its shards are shown.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, is_large: bool) -> None:
@@ -48,6 +48,7 @@ class Registration:
         ]
         self.num_trainable = 0
         self.is_followed = False
+        self.stand_in: ReleasedParam | None = None
         self.show_fulls()
         self.references = FullReferences(self.fulls) if is_large else None
 
@@ -67,6 +68,8 @@ class Registration:
 
     def find_replaced(self) -> ShardedParam | None:
         """A wrapper's original parameter that a user replaced since it was registered."""
+        if self.shown is Shown.STAND_IN:
+            return None
         is_unsharded = self.shown is Shown.FULLS
         for param, full, memory in self._originals:
             expected = full if is_unsharded else param.shard
@@ -84,11 +87,13 @@ class Registration:
         for registry, name, _, full in self._places:
             registry[name] = full
         self.shown = Shown.FULLS
+        self.stand_in = None
 
     def show_stand_in(self, released: ReleasedParam) -> None:
         for registry, name, *_ in self._places:
             registry[name] = released
         self.shown = Shown.STAND_IN
+        self.stand_in = released
 
     def show_shards(self) -> None:
         """Register the shards; take over the `requires_grad` that users set on full parameters."""

@@ -128,11 +128,11 @@ class Unit:
 
     @property
     def is_released(self) -> bool:
-        """Whether modules see a stand-in for the full parameter, whose memory may be free.
+        """Whether a stand-in takes the place of the full parameter, whose memory may be free.
 
         Whether a unit is released does not depend on this rank alone; whether it is free does.
         """
-        return self.registration is not None and self.registration.shown is Shown.STAND_IN
+        return self.registration is not None and self.registration.stand_in is not None
 
     @property
     def is_large(self) -> bool:
@@ -376,7 +376,10 @@ class Unit:
         Autograd's and Python's references tell.
         """
         owner, registration, state = self.owner, self.registration, self.state
-        if not self.is_unsharded or owner is None:
+        if registration is not None and registration.stand_in is not None:
+            registration.show_stand_in(registration.stand_in)  # shards may have been shown
+            return
+        if not isinstance(state, Present) or owner is None:
             return
         assert registration is not None
         assert registration.references is not None
@@ -384,15 +387,16 @@ class Unit:
         registration.show_stand_in(
             ReleasedParam.of(self.params[0], partial(owner.read_again, self))
         )
-        if not is_held and isinstance(state, Present):
+        if not is_held:
             self._leave(state.version)
             self.comm_ctx.free_now(self)
 
     def reshard(self, subgroup: Axis | None = None) -> None:
         """Register the shards; memory is freed once another all-gather is issued (rule 3)."""
         self.wait()
-        if self.registration is not None and self.registration.shown is not Shown.SHARDS:
-            self.registration.show_shards()
+        self.keep()
+        if self.registration is not None:
+            self.registration.stand_in = None
         if isinstance(self.state, Present):
             self._leave(self.state.version, subgroup)
 
@@ -411,8 +415,8 @@ class Unit:
         self.comm_ctx.leave(self)
 
     def keep(self) -> None:
-        """Register the shards of an unsharded unit, and keep the full parameters for a backward."""
-        if self.is_unsharded and self.registration is not None:
+        """Register the shards, and keep what is in memory for a backward."""
+        if self.registration is not None and self.registration.shown is not Shown.SHARDS:
             self.registration.show_shards()
 
     def reshard_now(self) -> None:
