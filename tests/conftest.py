@@ -70,11 +70,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(f"--{name}", action="store_true", help=f"run {name} tests, too")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put long tests first for each worker, so that none of them runs alone at the end.
 
-    xdist splits the tests into equal parts, in their order. What runs seldom has to be asked for.
+    xdist splits the tests into equal parts, in their order. What runs seldom has to be asked for:
+    of a test that is `sampled(n)`, all cases but every n-th.
     """
+    num_cases: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        if sampled := item.get_closest_marker("sampled"):
+            function = item.path, item.name.partition("[")[0]
+            if num_cases[function] % sampled.args[0]:
+                item.add_marker(pytest.mark.exhaustive)
+            num_cases[function] += 1
     for name in SELDOM:
         if not config.getoption(f"--{name}"):
             items[:] = [item for item in items if not item.get_closest_marker(name)]

@@ -42,6 +42,7 @@ CPU = torch.device("cpu")
 # Groups
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_group_of_the_same_ranks_never_has_a_name_again(rank: Rank) -> None:
     if rank.rank == 0:
@@ -178,6 +179,7 @@ def train_in_worlds_of_its_own(rank: Rank, folder: str) -> dict[str, list[tuple[
     return left
 
 
+@pytest.mark.exhaustive
 def test_worlds_that_end_leave_no_more_threads_and_files_than_those_of_torch(
     tmp_path: Path,
 ) -> None:

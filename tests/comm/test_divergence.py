@@ -39,6 +39,7 @@ def run(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_ranks_whose_programs_differ_are_told_in_time_and_others_hear_nothing() -> None:
     run("--cases", *SHORT, "--apis", "fully_shard", "--transports", "gloo", "--at-once", "6")

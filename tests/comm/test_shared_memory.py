@@ -193,6 +193,7 @@ def test_messages_of_a_wrong_size_are_refused_before_anything_is_read(rank: Rank
 # Under way
 
 
+@pytest.mark.sampled(2)
 @on_ranks(2, 4)
 def test_collectives_under_way_may_be_waited_for_in_any_order(rank: Rank) -> None:
     group, shared = chosen(rank)
@@ -290,6 +291,7 @@ def test_a_future_is_done_when_the_collective_has_been_waited_for(rank: Rank) ->
 # Memory
 
 
+@pytest.mark.sampled(2)
 @on_ranks(2, 4)
 def test_memory_is_used_again_and_no_more_is_taken_in_a_steady_state(rank: Rank) -> None:
     group, shared = chosen(rank)
@@ -439,6 +441,7 @@ def test_a_process_that_was_forked_has_none_of_the_pipes(rank: Rank) -> None:
 # Failures
 
 
+@pytest.mark.sampled(2)
 @on_ranks(2, 4)
 def test_collectives_that_nobody_waits_for_leave_the_next_ones_right(rank: Rank) -> None:
     group, shared = chosen(rank)

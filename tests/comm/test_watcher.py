@@ -157,6 +157,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "phase", "api", "found"), FAULTS)
 def test_a_rank_that_fails_is_named_on_all_others(
     ranks: RankPool, kind: str, phase: str, api: str, found: str, tmp_path: Path

@@ -93,6 +93,7 @@ def assert_same(found: Any, expected: Any) -> None:
             assert ours[name] == value, name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 @pytest.mark.parametrize("name", OPTIONS)
 @on_ranks(2)

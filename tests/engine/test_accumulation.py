@@ -100,12 +100,14 @@ def assert_accumulates(
     assert_trains_alike(layers, shard_all, lesson, near=near)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form, kind", list(zip(FORMS, itertools.cycle(POLICIES), strict=False)))
 @on_ranks(2)
 def test_accumulation_trains_alike(rank: Rank, form: str, kind: str) -> None:
     assert_accumulates(FORMS[form], kind, rank.mesh())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "form, max_buffers", list(zip(REPLICATED_FORMS, itertools.cycle([1, 3]), strict=False))
 )

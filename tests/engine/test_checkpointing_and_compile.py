@@ -122,6 +122,7 @@ def shard_stack(shard: FullyShard, model: Stack) -> None:
 
 
 # A reentrant checkpoint warns about checkpoints inside it, which run without gradients first.
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @on_ranks(2)
@@ -147,6 +148,7 @@ def test_the_root_itself_is_checkpointed(rank: Rank) -> None:
         assert_same(rank, Stack, shard_stack, training, torch_too=not reentrant)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrapper_is_unit", [True, False])
 @on_ranks(2)
 def test_the_checkpoint_wrapper(rank: Rank, wrapper_is_unit: bool) -> None:

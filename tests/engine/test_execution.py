@@ -202,6 +202,7 @@ STEPS: dict[Callable[..., Any], tuple[str, ...]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", STEPS)
 @all_apis
 @on_ranks(2)
@@ -221,6 +222,7 @@ def nested() -> nn.Module:
     )
 
 
+@pytest.mark.sampled(2)
 @all_apis
 @on_ranks(1, 2)
 def test_units_nested_three_deep_train_alike(rank: Rank, api: str) -> None:
@@ -299,6 +301,7 @@ LESSONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", LESSONS)
 @all_apis
 @on_ranks(2)
@@ -373,6 +376,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", FROZEN)
 @all_apis
 @on_ranks(2)

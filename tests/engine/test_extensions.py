@@ -291,6 +291,7 @@ def calls_of(model: Net) -> dict[str, Any]:
     return weight.to_local().calls  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "one unit"])
 @pytest.mark.parametrize("kind", [Quantised, InBlocks, Released, Float8, Halved])
 @on_ranks(2)

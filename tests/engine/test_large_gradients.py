@@ -83,6 +83,7 @@ def batch(generator: torch.Generator) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduced", [torch.float32, torch.float64, torch.bfloat16])
 @on_ranks(4)
 def test_large_gradients_that_are_reduced_early_and_by_pieces_train_alike(

@@ -124,6 +124,7 @@ def assert_trains_alike_and_is_placed_like_torchs(
 # One axis, two axes, one rank
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=str)
 @on_ranks(4)
 def test_one_or_two_axes_train_alike(rank: Rank, shape: tuple[int, ...]) -> None:
@@ -203,6 +204,7 @@ def last_dim(parameter: nn.Parameter) -> Shard:
     return Shard(parameter.ndim - 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("placement_fn", [None, last_dim])
 @on_ranks(4)
 def test_tensor_parallel_parameters_train_alike(
@@ -224,6 +226,7 @@ def test_tensor_parallel_parameters_train_alike(
     assert full_tensor(weight).shape == (12, 8)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
 @on_ranks(4)
 def test_replicated_sharded_and_tensor_parallel_axes_together(
@@ -434,6 +437,7 @@ def test_named_axes_of_a_full_mesh_are_data_parallel(
     assert_trains_alike_and_is_placed_like_torchs(Spmd, shard, training)
 
 
+@pytest.mark.exhaustive
 @on_ranks(4)
 def test_named_axes_shard_the_dim_that_is_asked_for(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("dp", "tp"))
@@ -674,6 +678,7 @@ def shard_layers(how: Sharder, model: nn.Module, **options: Any) -> None:
     how(model, **options)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reshard, shape", [(None, (4,)), (1, (4,)), (2, (4,)), (2, (1, 4))])
 @on_ranks(4)
 def test_every_way_to_reshard_after_forward_trains_alike(
@@ -687,6 +692,7 @@ def test_every_way_to_reshard_after_forward_trains_alike(
     assert_trains_alike_and_is_placed_like_torchs(three_layers, shard, Training(batch_of_8))
 
 
+@pytest.mark.exhaustive
 @on_ranks(4)
 def test_resharding_to_fewer_ranks_with_uneven_inner_dims_and_frozen_parameters(
     rank: Rank,
@@ -738,6 +744,7 @@ def test_after_forward_the_registered_parameters_are_those_that_torch_registers(
     assert registered(fully_shard) == registered(torch_fully_shard)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["setter", "scope"])
 @on_ranks(4)
 def test_resharding_after_forward_can_change_from_step_to_step(rank: Rank, how: str) -> None:
@@ -823,6 +830,7 @@ def test_large_parameters_in_buckets_of_their_own_train_alike(
     assert are_copied(trained.sharded) == [False, False, True]
 
 
+@pytest.mark.exhaustive
 @on_ranks(4)
 def test_large_parameters_on_a_mesh_with_replicas_train_alike(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))

@@ -210,6 +210,7 @@ class Odd(nn.Module):
         return self.three((wide @ rows.T * self.gain).view(-1, 4, 3))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("parts", [(), ("one", "three", "none", "nothing")], ids=["one", "five"])
 @pytest.mark.parametrize("api", APIS)
 @on_ranks(1, 2, 4)

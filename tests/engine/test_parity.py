@@ -127,6 +127,7 @@ def train_cell(cell: dict[str, Any], mesh: Any, **near: Closeness) -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cell", cells("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), ids=name_of)
 @on_ranks(2)
 def test_a_sharded_model_trains_alike(rank: Rank, cell: dict[str, Any]) -> None:
@@ -140,6 +141,7 @@ def test_a_sharded_model_trains_alike(rank: Rank, cell: dict[str, Any]) -> None:
     train_cell(cell, mesh, near_torch=near_torch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cell", cells("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"), ids=name_of)
 @on_ranks(4)
 def test_a_model_sharded_and_replicated_trains_alike(rank: Rank, cell: dict[str, Any]) -> None:
@@ -148,6 +150,7 @@ def test_a_model_sharded_and_replicated_trains_alike(rank: Rank, cell: dict[str,
     train_cell(cell, mesh, near_torch=ROUNDED if PRECISIONS[cell["precision"]] else EQUAL)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("api", APIS)
 @on_ranks(1, 4)
 def test_a_world_of_one_or_four_ranks_trains_alike(rank: Rank, api: str) -> None:

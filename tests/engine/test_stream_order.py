@@ -1017,6 +1017,7 @@ def wrapper_offloading(order: StreamOrder) -> None:
     train(wrapped(model_on_host(), cpu_offload=offload, use_orig_params=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_nothing_races(name: str) -> None:
     scenario = SCENARIOS[name]

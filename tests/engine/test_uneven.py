@@ -139,6 +139,7 @@ def wrapped(model: Model, rank: Rank, *, use_orig_params: bool) -> FullyShardedD
     return result
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("api", ["fully_shard", "wrapper", "wrapper with flat parameters"])
 @on_ranks(3, timeout_s=LIMIT_S)
 def test_experts_that_differ_between_ranks_train_as_the_unsharded_model_does(

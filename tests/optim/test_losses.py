@@ -135,6 +135,7 @@ def test_under_autocast_products_are_of_its_dtype_and_gradients_of_the_parameter
     assert [each.dtype for each in grads] == [torch.float32] * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 def test_compiled_without_a_break_it_is_the_same() -> None:
     head = LinearCrossEntropyHead(16, 50)
@@ -211,6 +212,7 @@ def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 WAYS = ("head", "tied", "context", "tied context", "recomputed", "recomputed, reentrant")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("has_own_unit", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
@@ -250,6 +252,7 @@ def test_a_wrapped_head_has_the_gradients_of_the_plain_loss(
     assert_same_training(partial(Model, way), shard_and_set, training, oracle=shard)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_a_large_head_has_the_gradients_of_the_plain_loss(rank: Rank, way: str) -> None:

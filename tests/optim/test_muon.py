@@ -119,6 +119,7 @@ def assert_trained_alike(model: nn.Module, expected: nn.Module, **tolerance: flo
         )
 
 
+@pytest.mark.sampled(2)
 @on_ranks(1, 2, 4)
 def test_every_form_trains_as_torchs_muon_unsharded(rank: Rank) -> None:
     for options in ({}, {"nesterov": False, "ns_steps": 4, "adjust_lr_fn": "match_rms_adamw"}):

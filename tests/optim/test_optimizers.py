@@ -116,6 +116,7 @@ def train_both(
     assert_same_state(*optimizers)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @on_ranks(2)
 def test_an_optimizer_built_after_sharding_trains_as_unsharded(rank: Rank, kind: str) -> None:
@@ -124,6 +125,7 @@ def test_an_optimizer_built_after_sharding_trains_as_unsharded(rank: Rank, kind:
     assert_same_state(trained.optimizer, trained.reference_optimizer)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @on_ranks(2)
 def test_an_optimizer_built_before_sharding_trains_as_unsharded_also_with_state(

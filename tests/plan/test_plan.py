@@ -151,6 +151,7 @@ def test_changes_are_offered_together_where_none_is_enough():
     assert "ranks with --activation-checkpointing --batch 1 would need" in words
 
 
+@pytest.mark.exhaustive
 def test_where_nothing_would_be_enough_a_smaller_model_is_advised():
     words = refusal(config_of(), 0.001, H100)
     assert words.endswith("; choose a smaller model or a shorter --sequence.")

@@ -460,6 +460,7 @@ def test_selective_recomputation_is_chosen_where_it_fits_and_is_faster():
                 validate(each.config)
 
 
+@pytest.mark.exhaustive
 def test_resharding_to_a_host_and_deeper_prefetch_are_chosen_where_they_are_faster():
     config, architecture = config_of(batch=4), tiny(4)
     given = {("optimizer", "batch"), ("optimizer", "accumulate"), ("sharding", "mesh")}

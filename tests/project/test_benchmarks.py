@@ -138,6 +138,7 @@ def test_copies_are_compared_with_one_copy(tmp_path: Path) -> None:
     assert len(table.rows) == 4 * 4
 
 
+@pytest.mark.exhaustive
 def test_the_trainer_is_measured_beside_a_plain_loop(tmp_path: Path) -> None:
     small = ("--model", "tiny", "--blocks", "1", "--sequence", "16", "--batch", "1", "--steps", "2")
     which = ("--variants", bench_train.PLAIN, bench_train.OURS)

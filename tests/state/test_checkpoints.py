@@ -148,7 +148,8 @@ PAIRS = [
 ] + [(2, "whole", 1, "whole"), (1, "slices", 4, "hybrid"), (3, "flat", 2, "rows")]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("num_ranks", [2, 1, 3, 4])
 def test_what_is_saved_one_way_goes_on_in_another(tmp_path: Path, num_ranks: int) -> None:
     expected = uninterrupted()
     for number, (saving, kind, loading, other) in enumerate(PAIRS):

@@ -188,6 +188,7 @@ def test_a_state_dict_can_be_copied_and_pickled_in_little_room(rank: Rank, tmp_p
 # Loading
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", ["shards", "full values", "a mixture", "shards of torch"])
 @on_ranks(2)
 def test_training_goes_on_from_what_was_loaded(rank: Rank, source: str) -> None:

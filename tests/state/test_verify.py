@@ -100,6 +100,7 @@ def test_a_flipped_bit_names_the_tensor(path: Path) -> None:
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "rank_00001.pt", "manifest.json"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FILES)
 def test_any_flipped_bit_is_noticed_or_without_effect(path: Path, name: str) -> None:
     whole = (path / name).read_bytes()

@@ -246,6 +246,7 @@ def test_first_values_follow_from_the_seed_and_differ_between_parameters() -> No
     assert not torch.equal(*ups)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("api", APIS)
 @on_ranks(1, 2, 4)
 def test_first_values_are_the_same_on_any_ranks_and_train_alike(rank: Rank, api: str) -> None:
@@ -279,6 +280,7 @@ def test_only_adapters_are_trained(rank: Rank, api: str) -> None:
     assert changed == {name for name in after if "lora" in name}
 
 
+@pytest.mark.exhaustive
 def test_every_linear_layer_but_the_head_gets_an_adapter() -> None:
     for size in (SMALL, UNEVEN):
         model = BuiltinArchitecture(size, LORA).build()

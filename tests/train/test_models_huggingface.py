@@ -596,6 +596,7 @@ def test_an_exported_run_opens_in_transformers_and_generates_what_we_do(
     assert "step_3" in checkpoint_command("info", tmp_path / "tied" / "checkpoints")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_exported_adapters_open_in_peft_and_merge_into_a_model(
     with_tokenizer: Path, folders: dict[str, Path], tmp_path: Path

@@ -329,6 +329,7 @@ def assert_alone(driver: webdriver.Chrome) -> None:
     assert links == 0
 
 
+@pytest.mark.exhaustive
 def test_the_report_opens_in_a_real_browser(tmp_path):
     if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
         pytest.skip("no Chromium on this machine")

@@ -177,6 +177,7 @@ def test_a_checkpoint_with_another_tokenizer_is_refused(rank: Rank, folder: Path
         tokenizer_of_run(architecture, config, folder / "run", "another")
 
 
+@pytest.mark.exhaustive
 def test_a_trained_tokenizer_is_used_by_generate_and_exported(folder: Path, tmp_path: Path) -> None:
     def command(*args: object) -> str:
         result = CliRunner().invoke(fullshard, [str(each) for each in args])

@@ -151,6 +151,7 @@ SAME_LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_apis_strategies_and_memory_savers_change_no_losses(
     rank: Rank, folder: Path, tmp_path: Path

@@ -312,6 +312,7 @@ def trains(rank: Rank, folder: Path, out: str, **changes: Any) -> None:
         Run(configured(folder, out, **changes), world).run(stop)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_run_over_windows_of_a_mixture_is_resumed_to_the_last_bit(
     rank: Rank, tmp_path: Path

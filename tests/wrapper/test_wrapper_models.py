@@ -103,6 +103,7 @@ def added_later(model: nn.Module) -> Optimizer:
     return built
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", [in_groups, added_later])
 @on_ranks(2, 4)
 def test_groups_of_original_parameters_train_each_in_its_way(
@@ -378,6 +379,7 @@ def out_of_step(model: Net) -> Net:
     return model
 
 
+@pytest.mark.sampled(2)
 @both_forms
 @on_ranks(2, 4)
 def test_ranks_that_start_apart_are_synced_from_the_first(
@@ -561,6 +563,7 @@ class Reused(nn.Module):
         return self.again(self.between(self.first(x)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [Recurrent, Attending, Listed, Reused])
 @both_forms
 @on_ranks(2)
@@ -635,6 +638,7 @@ def applied_afterwards(shard_unit: ShardUnit, model: Net) -> Any:
     return wrapped
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrap", [wrapped_inside, wrapped_outside, applied_afterwards])
 @both_forms
 @on_ranks(2)

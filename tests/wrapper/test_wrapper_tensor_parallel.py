@@ -136,6 +136,7 @@ def flat_states(state_dict: dict[str, Any]) -> dict[str, Tensor]:
 # Training
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "use_orig_params, strategy",
     [(True, "FULL_SHARD"), (False, "FULL_SHARD"), (True, "SHARD_GRAD_OP"), (False, "NO_SHARD")],
@@ -157,6 +158,7 @@ def test_tensor_parallel_models_train_like_torchs(
     EQUAL.check(losses, train(theirs, adam(theirs), rank), "losses")
 
 
+@pytest.mark.sampled(2)
 @FORMS
 @on_ranks(4)
 def test_mixed_precision_trains_like_torchs(rank: Rank, use_orig_params: bool) -> None:
@@ -194,6 +196,7 @@ def test_an_optimizer_of_before_wrapping_follows(rank: Rank, use_orig_params: bo
     assert_same(model.state_dict(), reference.state_dict())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use_orig_params, shape", [(True, (2, 1, 2)), (False, (1, 2, 2))])
 @on_ranks(4)
 def test_accumulated_gradients_and_replicas(
@@ -238,6 +241,7 @@ def test_a_mesh_that_is_no_neighbor_of_the_parameters_is_refused(rank: Rank) -> 
 # Gradients
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "use_orig_params, order", [(True, 2.0), (False, 2.0), (True, 1.0), (False, torch.inf)]
 )
@@ -260,6 +264,7 @@ def test_the_norm_is_that_of_the_whole_model(
 # Summoned parameters
 
 
+@pytest.mark.sampled(2)
 @FORMS
 @on_ranks(4)
 def test_summoned_parameters_are_dtensors_and_are_written_back(
@@ -303,6 +308,7 @@ def test_gradients_are_summoned_too(rank: Rank) -> None:
 # State dicts
 
 
+@pytest.mark.sampled(2)
 @FORMS
 @on_ranks(4)
 def test_full_state_dicts_hold_whole_tensors(rank: Rank, use_orig_params: bool) -> None:
@@ -325,6 +331,7 @@ def test_full_state_dicts_hold_whole_tensors(rank: Rank, use_orig_params: bool) 
     assert_same(model.state_dict(), {name: 3 * value for name, value in expected.items()})
 
 
+@pytest.mark.sampled(2)
 @FORMS
 @on_ranks(4)
 def test_sharded_state_dicts_are_placed_like_torchs(rank: Rank, use_orig_params: bool) -> None:
@@ -342,6 +349,7 @@ def test_sharded_state_dicts_are_placed_like_torchs(rank: Rank, use_orig_params:
     assert placed[OURS] == placed[TORCH]
 
 
+@pytest.mark.sampled(2)
 @FORMS
 @on_ranks(4)
 def test_a_checkpoint_of_dcp_survives_a_round_trip_also_from_torchs(
@@ -373,6 +381,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank: Rank) -> None:
 # State of optimizers
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "use_orig_params, kind",
     [(False, "FULL_STATE_DICT"), (False, "SHARDED_STATE_DICT"), (True, "SHARDED_STATE_DICT")],
@@ -430,6 +439,7 @@ def test_optimizer_state_of_one_rank_is_whole_and_can_be_loaded(rank: Rank) -> N
         EQUAL.check(saved["state"]["blocks.0.up.weight"]["exp_avg"], moment, "moment")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use_orig_params, is_full", [(True, False), (False, True)])
 @on_ranks(4)
 def test_torchs_helpers_get_and_set_state(rank: Rank, use_orig_params: bool, is_full: bool) -> None:
@@ -455,6 +465,7 @@ def test_torchs_helpers_get_and_set_state(rank: Rank, use_orig_params: bool, is_
 # Checkpoints of our own
 
 
+@pytest.mark.sampled(2)
 @FORMS
 @on_ranks(4)
 def test_a_checkpoint_loads_into_another_form_and_into_a_plain_model(

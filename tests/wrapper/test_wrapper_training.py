@@ -26,6 +26,7 @@ from tests.support.wrapped import (
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
 @on_ranks(4)
@@ -160,6 +161,7 @@ def dtypes_of_a_step(package: Package, settings: str, **options: Any) -> dict[st
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("settings", SETTINGS)
 @on_ranks(2)
 def test_a_precision_computes_in_the_dtypes_that_it_does_in_torch(
