@@ -485,6 +485,27 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if run.capture == "on" and run.on_oom != "stop":
         wrong = f"{named('run.capture')}: steps that may be repeated cannot be captured"
         yield f"{wrong}, but {given('run.on_oom')}; choose auto or off, or --on-oom stop."
+    yield from _elastic_contradictions(config, named, given)
+    if run.trace_step > optimizer.steps:
+        wrong = f"{named('run.trace_step')}: there is no step {run.trace_step}"
+        yield f"{wrong}; choose one from 1 to {optimizer.steps}."
+    if run.eval_every and not (data.eval_paths or data.eval_share):
+        wrong = f"{named('run.eval_every')} needs data for validation"
+        yield f"{wrong}; pass {named('data.eval_paths')} or {named('data.eval_share')}."
+    if data.eval_paths and data.eval_share:
+        both = f"{named('data.eval_paths')} and {named('data.eval_share')}"
+        yield f"{both} both say what validates; leave out one of them."
+    if run.resume_strict and not run.resume:
+        yield f"{named('run.resume_strict')} works only with {named('run.resume')}; pass that, too."
+    if run.resume and not run.out:
+        yield f"{named('run.resume')} needs the folder of a run; name it with {named('run.out')}."
+
+
+def _elastic_contradictions(
+    config: TrainConfig, named: Callable[[str], str], given: Callable[[str], str]
+) -> Iterator[str]:
+    sharding, run = config.sharding, config.run
+    mesh = parse_mesh(sharding.mesh)
     if sharding.elastic_replicas:
         if mesh is None or mesh[0] == 1:
             wrong = f"{named('sharding.elastic_replicas')} needs replicas"
@@ -502,16 +523,3 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield f"{wrong}; pass that, too, or start other runs on several hosts with torchrun."
     if run.rendezvous and not run.out:
         yield f"{named('run.rendezvous')} needs a folder that all hosts share; pass --out."
-    if run.trace_step > optimizer.steps:
-        wrong = f"{named('run.trace_step')}: there is no step {run.trace_step}"
-        yield f"{wrong}; choose one from 1 to {optimizer.steps}."
-    if run.eval_every and not (data.eval_paths or data.eval_share):
-        wrong = f"{named('run.eval_every')} needs data for validation"
-        yield f"{wrong}; pass {named('data.eval_paths')} or {named('data.eval_share')}."
-    if data.eval_paths and data.eval_share:
-        both = f"{named('data.eval_paths')} and {named('data.eval_share')}"
-        yield f"{both} both say what validates; leave out one of them."
-    if run.resume_strict and not run.resume:
-        yield f"{named('run.resume_strict')} works only with {named('run.resume')}; pass that, too."
-    if run.resume and not run.out:
-        yield f"{named('run.resume')} needs the folder of a run; name it with {named('run.out')}."
