@@ -30,6 +30,10 @@ _FRACTION: _Rule = ("0 or more and below 1", lambda value: 0 <= value < 1)
 _UNIT_INTERVAL: _Rule = ("0 to 1", lambda value: 0 <= value <= 1)
 _SEQUENCE: _Rule = ("2 tokens or more", lambda value: value >= 2)
 _PORT: _Rule = ("0 to 65535", lambda value: 0 <= value <= 65535)
+_ADDRESS: _Rule = (
+    "an address and a port, as in host1:29500,",
+    lambda value: not value or re.fullmatch(r".+:[1-9]\d{0,4}", value) is not None,
+)
 _MESH_SHAPE: _Rule = (
     "'auto' or replicas x shards, as in 2x4,",
     lambda value: value == "auto" or _MESH.fullmatch(value) is not None,
@@ -210,12 +214,22 @@ class RunSection:
     out: str = _key("", "Folder of the run; by default a new one under runs/.")
     resume: bool = _key(False, "Resume from the newest undamaged checkpoint of the folder.")
     resume_strict: bool = _key(False, "Refuse to resume if the newest checkpoint is damaged.")
-    ranks: int = _key(0, "Processes on this machine; 0: one per GPU, or 2 on a CPU.", _NATURAL)
+    ranks: int = _key(
+        0,
+        "Processes on this machine; 0: one per GPU, or 2 on a CPU; with --rendezvous, one replica.",
+        _NATURAL,
+    )
     device: str = _key("auto", "Device to train on.", choices=DEVICES)
     capture: str = _key(
         "auto",
         "Replay whole steps as CUDA graphs; auto does if the GPU waits for the host.",
         choices=("auto", "on", "off"),
+    )
+    rendezvous: str = _key(
+        "",
+        "Address and port of the first host, as in host1:29500, with --elastic-replicas; run the "
+        "same command on every host.",
+        _ADDRESS,
     )
     port: int = _key(0, "Port of the rendezvous; 0: a free one.", _PORT)
     max_restarts: int = _key(2, "How often the ranks are restarted after one has died.", _NATURAL)
@@ -471,15 +485,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if run.capture == "on" and run.on_oom != "stop":
         wrong = f"{named('run.capture')}: steps that may be repeated cannot be captured"
         yield f"{wrong}, but {given('run.on_oom')}; choose auto or off, or --on-oom stop."
-    if sharding.elastic_replicas:
-        if mesh is None or mesh[0] == 1:
-            wrong = f"{named('sharding.elastic_replicas')} needs replicas"
-            yield f"{wrong}, but {given('sharding.mesh')}; pass a mesh as in 2x4."
-        unfit = {"run.on_nan": "rollback", "run.capture": "on", "optimizer.name": "adamw8bit"}
-        for place, value in unfit.items():
-            if value_of(config, KEYS[tuple(place.split("."))]) == value:  # type: ignore[index]
-                both = f"{named('sharding.elastic_replicas')} does not work with {named(place)}"
-                yield f"{both} {value!r}; change one."
+    yield from _elastic_contradictions(config, named, given)
     if run.trace_step > optimizer.steps:
         wrong = f"{named('run.trace_step')}: there is no step {run.trace_step}"
         yield f"{wrong}; choose one from 1 to {optimizer.steps}."
@@ -493,3 +499,27 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield f"{named('run.resume_strict')} works only with {named('run.resume')}; pass that, too."
     if run.resume and not run.out:
         yield f"{named('run.resume')} needs the folder of a run; name it with {named('run.out')}."
+
+
+def _elastic_contradictions(
+    config: TrainConfig, named: Callable[[str], str], given: Callable[[str], str]
+) -> Iterator[str]:
+    sharding, run = config.sharding, config.run
+    mesh = parse_mesh(sharding.mesh)
+    if sharding.elastic_replicas:
+        if mesh is None or mesh[0] == 1:
+            wrong = f"{named('sharding.elastic_replicas')} needs replicas"
+            yield f"{wrong}, but {given('sharding.mesh')}; pass a mesh as in 2x4."
+        elif run.rendezvous and run.ranks % mesh[1]:
+            wrong = f"{given('run.ranks')}, and a replica of {sharding.mesh} has {mesh[1]} ranks"
+            yield f"{wrong}, which are on one host; pass a multiple."
+        unfit = {"run.on_nan": "rollback", "run.capture": "on", "optimizer.name": "adamw8bit"}
+        for place, value in unfit.items():
+            if value_of(config, KEYS[tuple(place.split("."))]) == value:  # type: ignore[index]
+                both = f"{named('sharding.elastic_replicas')} does not work with {named(place)}"
+                yield f"{both} {value!r}; change one."
+    elif run.rendezvous:
+        wrong = f"{named('run.rendezvous')} is for {named('sharding.elastic_replicas')}"
+        yield f"{wrong}; pass that, too, or start other runs on several hosts with torchrun."
+    if run.rendezvous and not run.out:
+        yield f"{named('run.rendezvous')} needs a folder that all hosts share; pass --out."

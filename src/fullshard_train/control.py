@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from fullshard.processes import end_with_parent, is_stopped, start_of
 
@@ -55,14 +56,17 @@ def end_with_launcher() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """The replica of this rank, how often the replica was started before, and a port.
+    """The replica of this rank, how often the replica was started before, and a store.
 
-    The port belongs to the store, on this machine, in which replicas agree.
+    Replicas agree in the store, which is on the first host. If all of them are lost, all start
+    again from a checkpoint in another `attempt`.
     """
 
     replica: int
     start: int
     num_replicas: int
+    attempt: int
+    host: str
     port: int
 
     @classmethod
@@ -70,6 +74,12 @@ class ReplicaPlace:
         """Return the place that the launcher set; None if all ranks are one world."""
         found = os.environ.get(_REPLICA)
         return None if found is None else cls(**json.loads(found))
+
+    def store(self) -> Any:
+        """Connect to the store of this attempt."""
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        return PrefixStore(f"attempt{self.attempt}", TCPStore(self.host, self.port))
 
     def export(self) -> dict[str, str]:
         """Return the environment variable that passes this to a rank."""

@@ -68,11 +68,13 @@ def launch(config: TrainConfig, kind: type[Launch] | None = None) -> int:
     """Train on ranks of this machine, and return the exit status."""
     _require_free_port(config.run.port)
     mesh = parse_mesh(config.sharding.mesh) if config.sharding.elastic_replicas else None
-    asked = config.run.ranks or (mesh[0] * mesh[1] if mesh else 0)
+    # With a rendezvous, there are other hosts, and replicas on them.
+    per_host = (1 if config.run.rendezvous else mesh[0]) * mesh[1] if mesh else 0
+    asked = config.run.ranks or per_host
     if config.run.device == "cpu" or not any(Path(each).exists() for each in _DRIVERS):
         num_ranks = asked or _CPU_RANKS
-        mesh_shape(config.sharding, num_ranks)
-        prepare_environment(num_ranks)
+        mesh_shape(config.sharding, _num_everywhere(config, num_ranks))
+        prepare_environment(num_ranks, config.run.rendezvous)
         if "torch" not in sys.modules:
             start_server()
     from fullshard_train.output import RunFolder
@@ -85,13 +87,19 @@ def launch(config: TrainConfig, kind: type[Launch] | None = None) -> int:
     # The folder is fixed here, so that restarted ranks continue in the same one.
     config = replace(config, run=replace(config.run, out=str(RunFolder.of(config).path)))
     _require_possible(config, num_ranks)
-    prepare_environment(num_ranks)
+    prepare_environment(num_ranks, config.run.rendezvous)
     os.environ[PREDICTED] = json.dumps(_predicted(config, num_ranks, is_forked=is_forked))
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
         config_file = Path(scratch) / "config.toml"
         config_file.write_text(config_as_toml(config), encoding="utf-8")
         status = StatusFolder(Path(scratch))
         return (kind or Launch)(config, num_ranks, config_file, status, is_forked=is_forked).run()
+
+
+def _num_everywhere(config: TrainConfig, num_ranks: int) -> int:
+    """Return the number of ranks of the run, for that of this host."""
+    mesh = parse_mesh(config.sharding.mesh)
+    return mesh[0] * mesh[1] if mesh and config.run.rendezvous else num_ranks
 
 
 def default_ranks(device_type: str) -> int:
@@ -106,12 +114,14 @@ def default_ranks(device_type: str) -> int:
 def _require_possible(config: TrainConfig, num_ranks: int) -> None:
     """Raise the errors that one process can detect for every rank without a device."""
     from fullshard_train.output import RunFolder
+    from fullshard_train.rendezvous import is_first_host
     from fullshard_train.sharding import architecture_for, unit_classes
     from fullshard_train.sources import require_files
 
-    mesh_shape(config.sharding, num_ranks)
+    mesh_shape(config.sharding, _num_everywhere(config, num_ranks))
     architecture = architecture_for(config.model, config.data.tokenizer)
-    RunFolder.of(config).require_usable(config)
+    if is_first_host(config.run.rendezvous):
+        RunFolder.of(config).require_usable(config)
     require_files(config.data.paths + config.data.eval_paths)
     if config.sharding.units:
         unit_classes(architecture.build(), architecture, config.sharding)
@@ -128,7 +138,7 @@ def _predicted(config: TrainConfig, num_ranks: int, *, is_forked: bool) -> dict[
         return {}
     from fullshard_train.planning import predicted
 
-    return predicted(config, num_ranks, num_ranks)
+    return predicted(config, _num_everywhere(config, num_ranks), num_ranks)
 
 
 def start_server() -> None:
@@ -203,10 +213,10 @@ def local_launch(num_ranks: int, *, port: int = 0, max_restarts: int = 0) -> Lau
     )
 
 
-def prepare_environment(num_ranks: int) -> None:
-    """Set variables for the ranks: their share of the cores, and the loopback interface."""
+def prepare_environment(num_ranks: int, rendezvous: str = "") -> None:
+    """Set variables for the ranks: their share of the cores, and the interface of one host."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    if Path("/sys/class/net/lo").exists():
+    if not rendezvous and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # A store that outlives a restart would give new ranks the addresses of dead ones.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

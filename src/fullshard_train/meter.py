@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import resource
+import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,9 +18,10 @@ from fullshard.ranks import RankGroup
 from fullshard.trace import StepTime, StepTimes
 from fullshard_train.config import TrainConfig
 from fullshard_train.flops import peak_tflops, step_tflop
+from fullshard_train.links import Links, Sent, of_floats
 from fullshard_train.models.architecture import Architecture
 from fullshard_train.report.record import StepMetrics
-from fullshard_train.slowest import slowest_ranks
+from fullshard_train.slowest import slow_link, slowest_ranks
 from fullshard_train.world import World
 
 # A rank is named if the others wait for it for this share of a step, in the mean of some steps.
@@ -52,7 +55,9 @@ class Meter:
     def __init__(self, world: World, config: TrainConfig, architecture: Architecture) -> None:
         self._world = world
         self._ranks = RankGroup.world()
-        self._hosts = self._ranks.all_gather(machine_id())
+        places = self._ranks.all_gather((machine_id(), socket.gethostname()))
+        self._hosts, self._names = zip(*places, strict=True)
+        self._are_several, self._links = len({*self._hosts}) > 1, Links()
         self._waits: deque[Sequence[float]] = deque(maxlen=_NUM_RECENT)
         self._step_tflop = step_tflop(config, architecture) if world.is_first else math.nan
         self._peak_tflops = peak_tflops(config, world.device)
@@ -75,12 +80,14 @@ class Meter:
         step_s = pending.time.duration_s  # once the step has ended, its loss can be read, too
         exposed_s = math.nan if pending.is_replayed else pending.time.exposed_s
         loss, norm = pending.loss_and_norm.tolist()
-        own = [loss, norm, step_s, exposed_s, self._memory(), *pending.own]
+        links = self._links.slowest_and_fastest() if self._are_several else []
+        own = [loss, norm, step_s, exposed_s, self._memory(), *pending.own, *links]
         columns = zip(*self._world.all_gather(own), strict=True)
-        losses, norms, steps_s, waits_s, memory, hosts_s, must_stop = columns
+        losses, norms, steps_s, waits_s, memory, hosts_s, must_stop, *links_of = columns
         self.host_share = max(hosts_s) / max(steps_s)
         tflops = self._step_tflop / max(steps_s)
-        slowest, slowest_s = self._slowest(waits_s, max(steps_s))
+        sent = [of_floats([*each]) for each in zip(*links_of, strict=True)]
+        slowest, slowest_s = self._slowest(waits_s, sent, max(steps_s))
         metrics = StepMetrics(
             **pending.facts,
             loss=sum(losses) / len(losses),
@@ -95,14 +102,23 @@ class Meter:
         )
         return metrics, any(must_stop)
 
-    def _slowest(self, waits_s: Sequence[float], step_s: float) -> tuple[str, float]:
-        """The ranks that the others have waited for in the last steps, and how long in each."""
+    def _slowest(
+        self, waits_s: Sequence[float], sent: Sequence[Sequence[Sent]], step_s: float
+    ) -> tuple[str, float]:
+        """What ranks have waited for in the last steps, if it has a name, and how long in each."""
         self._waits.append(waits_s)
         means = [sum(of_rank) / len(self._waits) for of_rank in zip(*self._waits, strict=True)]
-        found = slowest_ranks(means, self._hosts)
-        if found is None or not found.cost_s > _WORTH_NAMING * step_s:
+        ranks, link = slowest_ranks(means, self._hosts), slow_link([*chain(*sent)])
+        ranks_s, link_s = (0.0 if each is None else each.cost_s for each in (ranks, link))
+        if not max(ranks_s, link_s) > _WORTH_NAMING * step_s:
             return "", math.nan
-        return self._ranks.named(found.ranks), found.cost_s
+        if ranks is not None and ranks_s > link_s:
+            return self._ranks.named(ranks.ranks), ranks_s
+        assert link is not None
+        names = {each[0].source: host for each, host in zip(sent, self._names, strict=True) if each}
+        ends = [names.get(end, "another host") for end in link.ends]
+        way = "the link of " if len(ends) == 1 else "the way from "
+        return way + " to ".join(ends), link_s
 
     def restart(self) -> None:
         """Exclude the time since the last step from the next one."""

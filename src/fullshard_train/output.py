@@ -94,6 +94,11 @@ class RunFolder:
             self._is_locked = False
 
     @property
+    def lock_text(self) -> str:
+        """What the lock says; empty if there is none, or this host does not see it."""
+        return self._lock.read_text(encoding="utf-8") if self._lock.exists() else ""
+
+    @property
     def is_of_this_launch(self) -> bool:
         """Whether ranks of this launch have begun the run: torchrun starts them anew if hosts come.
 

@@ -55,7 +55,7 @@ from fullshard_train.run_tokenizer import (
     tokenizer_for,
     tokenizer_of_run,
 )
-from fullshard_train.same_run import Inputs, facts_of, require_same
+from fullshard_train.same_run import Inputs, facts_of, require_same, require_same_as_first
 from fullshard_train.sharding import build_sharded_model
 from fullshard_train.sources import Source
 from fullshard_train.trainer import Parts, Trainer
@@ -93,8 +93,10 @@ class Run:
             if self._replica is None:
                 raise TopologyError(
                     "--elastic-replicas works only with ranks that fullshard train starts "
-                    "itself, and another launcher has started these; leave out the option."
+                    "itself, and another launcher has started these; leave out the option, or "
+                    "start fullshard train on each host with --rendezvous."
                 )
+            self._replica_store = self._replica.store()
             # The mesh of a replica.
             sharding = replace(config.sharding, mesh=f"1x{world.size}")
             self._config = replace(self._written, sharding=sharding)
@@ -117,6 +119,10 @@ class Run:
         inputs = self._ranks.run("train", lambda: Inputs.of(config))
         facts, is_told = facts_of(config, inputs, world), world.local_rank == 0
         require_same(self._ranks, facts, is_told=is_told)
+        if self._replica is not None:
+            self._ranks.run_first(
+                "train", lambda: require_same_as_first(self._replica_store, facts)
+            )
         architecture = inputs.architecture
         found = self._prepare_folder()
         self._tokenizer = self._choose_tokenizer(inputs)
@@ -126,7 +132,7 @@ class Run:
             config, world, parts, self._folder, environment() if world.is_first else {}
         )
         if self._replica is not None:
-            trainer.join(self._replica)
+            trainer.join(self._replica, self._replica_store)
         if self._is_late:
             found = []  # another replica sends it the state
         elif not found or config.model.lora_rank:

@@ -6,10 +6,13 @@ its shards of the parameters would be updated with that, and the run would be wr
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +30,7 @@ from fullshard_train.world import World
 _OF_A_HOST = {f"data.{name}" for name in ("paths", "eval_paths", "tokenizer", "cache")}
 _OF_A_HOST |= {"model.name"}
 _OF_A_HOST |= {f"run.{name}" for name in ("out", "ranks", "device", "port", "max_restarts")}
+_OF_A_HOST.add("run.rendezvous")
 # Variables that change what is computed.
 _VARIABLES = (
     *("FULLSHARD_OWN_BUCKET_MB", "FULLSHARD_OWN_SEGMENT_MB"),
@@ -103,7 +107,24 @@ def _model(name: str) -> str:
 
 def require_same(ranks: RankGroup, own: Mapping[str, str], *, is_told: bool) -> None:
     """Raise on all ranks where a fact differs; those that are not told do not say it again."""
-    everyone, named = ranks.all_gather(dict(own)), ranks.named
+    if text := _differences(ranks.all_gather(dict(own)), ranks.named):
+        raise (DisagreementError if is_told else OtherRankError)(text)
+
+
+def require_same_as_first(store: Any, own: Mapping[str, str]) -> None:
+    """Raise where a fact differs from that of the first replica that has written its own."""
+    host = socket.gethostname()
+    found = store.compare_set("facts", "", json.dumps([host, own]))
+    first_host, first = json.loads(found)
+    hosts = [f"this run ({first_host})", f"this replica ({host})"]
+    if text := _differences([first, own], lambda which: hosts[which[0]]):
+        raise DisagreementError(text)
+
+
+def _differences(
+    everyone: Sequence[Mapping[str, str]], named: Callable[[Sequence[int]], str]
+) -> str:
+    """What differs, as a message; empty if nothing does."""
     lines = []
     for fact in dict.fromkeys(name for each in everyone for name in each):
         by_value: dict[str, list[int]] = {}
@@ -112,9 +133,8 @@ def require_same(ranks: RankGroup, own: Mapping[str, str], *, is_told: bool) -> 
         if len(by_value) > 1:
             found = (f"{value} on {named(which)}" for value, which in by_value.items())
             lines.append(f"  {fact}: {'; '.join(found)}")
-    if lines:
-        text = "\n".join(lines)
-        raise (DisagreementError if is_told else OtherRankError)(
-            f"train: all ranks must do the same run. Nothing was trained, because these differ:\n"
-            f"{text}\nUse the same configuration, files and packages on every host."
-        )
+    text = "\n".join(lines)
+    return text and (
+        f"train: all ranks must do the same run. Nothing was trained, because these differ:\n"
+        f"{text}\nUse the same configuration, files and packages on every host."
+    )

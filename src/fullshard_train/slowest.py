@@ -1,10 +1,15 @@
-"""Which ranks the others wait for, and what that costs: concluded from how long each one waits."""
+"""What all ranks wait for: a rank, a host or a link, concluded from what each of them has seen."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from fullshard_train.links import Address, Sent
+
+# A link is slow if another one is this much faster.
+_TIMES_SLOWER = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +40,30 @@ def slowest_ranks(waits_s: Sequence[float], hosts: Sequence[str]) -> Slowest | N
             if cost_s > (0.0 if best is None else best.cost_s):
                 best = Slowest(ranks, cost_s)
     return best
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLink:
+    """The link of a host, or the way from one to another; at the rate of others, a step would take
+    `cost_s` less.
+    """
+
+    ends: tuple[Address, ...]
+    cost_s: float
+
+
+def slow_link(sent: Collection[Sent]) -> SlowLink | None:
+    """The link that is slower than others, if there are others to compare it with.
+
+    A host with a slow link sends and receives slowly, whoever is at the other end. If only one way
+    between two hosts is slow, there is no telling which end it is.
+    """
+    fastest = max((each.rate for each in sent), default=0.0)
+    slow = [each for each in sent if each.rate * _TIMES_SLOWER < fastest]
+    ends = set.intersection(*({each.source, each.target} for each in slow)) if slow else set()
+    if not ends:
+        return None
+    # Ranks of one host share its link: each of them has waited that long.
+    cost_s = max(each.busy_s - each.num_bytes / fastest for each in slow)
+    first = slow[0]
+    return SlowLink(tuple(end for end in (first.source, first.target) if end in ends), cost_s)

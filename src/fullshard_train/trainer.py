@@ -16,7 +16,6 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
@@ -115,10 +114,10 @@ class Trainer:
 
     # Replicas
 
-    def join(self, place: ReplicaPlace) -> None:
+    def join(self, place: ReplicaPlace, store: Any) -> None:
         """Train together with other replicas."""
         self._replicas = ReplicaGroup(
-            TCPStore("localhost", place.port, is_master=False),
+            store,
             place.replica,
             place.num_replicas,
             model=self._parts.model,

@@ -97,3 +97,25 @@ def test_a_slow_host_is_named_with_what_it_costs(tmp_path: Path) -> None:
     attached = CliRunner().invoke(fullshard, ["doctor", "--attach", str(out)])
     assert f"the others wait {last.slowest_s:.2f} s of the last step's" in attached.output
     assert "Slowest" in (out / "report.html").read_text()
+
+
+@pytest.mark.exhaustive
+def test_a_slow_link_is_named_with_what_it_costs(tmp_path: Path) -> None:
+    """All hosts compute alike; the link of one has a tenth of the rate of the others."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    out = tmp_path / "run"
+    asked = ["--model", "tiny", "--sequence", "32", "--batch", "1", "--steps", "5"]
+    asked += ["--device", "cpu", "--sample-tokens", "0", "--save-every", "0"]
+    asked += ["--data", str(tmp_path / "text.txt"), "--out", str(out)]
+    logs = [tmp_path / f"{host}.log" for host in range(3)]
+    program = ["-m", "fullshard", "train", *asked]
+    with Hosts(3, "200mbit") as hosts:
+        hosts.set_rate(1, "20mbit")
+        processes = [hosts.start(host, program, log=logs[host]) for host in range(3)]
+        statuses = [process.wait(TIMEOUT_S) for process in processes]
+    assert statuses == [0, 0, 0], logs[0].read_text()
+    last = read_record(out).metrics[-1]
+    assert last.slowest == "the link of host1"
+    assert 0.1 * last.step_s < last.slowest_s < last.step_s
+    attached = CliRunner().invoke(fullshard, ["doctor", "--attach", str(out)])
+    assert "for the link of host1" in attached.output

@@ -137,6 +137,12 @@ class Hosts:
     def mend(self, host: int) -> None:
         self._set(host, "mend", "up")
 
+    def set_rate(self, host: int, rate: str) -> None:
+        """Give the link of a host a rate of its own, in each direction."""
+        bucket = ["root", "tbf", "rate", rate, "burst", "512k", "latency", "100ms"]
+        for namespace, device in ((self._namespace(host), "eth0"), (self._switch, f"p{host}")):
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *bucket)
+
     def lose(self, host: int) -> None:
         """End a host as a power failure does: no process says goodbye, and no kernel answers."""
         self.cut(host)
@@ -177,9 +183,7 @@ class Hosts:
         for device in ("eth0", "lo"):
             _ip("-n", name, "link", "set", device, "up")
         if self._rate:
-            bucket = ["root", "tbf", "rate", self._rate, "burst", "512k", "latency", "100ms"]
-            for namespace, device in ((name, "eth0"), (switch, port)):
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *bucket)
+            self.set_rate(host, self._rate)
 
     def _kill(self, host: int) -> None:
         for process in self._processes[host]:

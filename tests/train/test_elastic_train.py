@@ -1,6 +1,5 @@
 """`fullshard train --elastic-replicas`: replicas that are killed at random moments."""
 
-import json
 import os
 import random
 import signal
@@ -12,29 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import soak
 from fullshard.errors import ConfigError
-from fullshard.state.materialize import give_memory
-from fullshard_train.batches import Batches
-from fullshard_train.config import TrainConfig, validate
+from fullshard_train.config import validate
 from fullshard_train.config_file import config_of
-from fullshard_train.corpus import prepare_corpus
-from fullshard_train.optimizer import build_optimizer, learning_rate
-from fullshard_train.sharding import architecture_for
-from fullshard_train.sources import Documents
+from tests.support.elastic_losses import expected_losses, lines_of
 from tests.support.tiny_run import TEXT, configured
 
 NUM_KILLS, NUM_SHARDS, TIMEOUT_S = 5, 2, 200.0
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics that are there; the last line may not be complete yet."""
-    path = folder / "metrics.jsonl"
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def wait_until_back(process: subprocess.Popen[str], folder: Path, step: int) -> int:
@@ -46,45 +31,6 @@ def wait_until_back(process: subprocess.Popen[str], folder: Path, step: int) -> 
                 return int(line["step"])
         time.sleep(0.02)
     raise AssertionError(f"replicas are not back after step {step}: {process.communicate()}")
-
-
-def expected_losses(config: TrainConfig, lines: list[dict[str, Any]], cache: Path) -> list[float]:
-    """The losses of one unsharded process that takes the parts of the replicas of each step."""
-    architecture, device = architecture_for(config.model), torch.device("cpu")
-    model = architecture.build()
-    give_memory(model)
-    architecture.fill(model, config.run.seed)
-    section, losses = config.optimizer, []
-    optimizer = build_optimizer(model, section, device)
-    tokenizer = architecture.tokenizer(config.data.tokenizer)
-    corpus = prepare_corpus(
-        Documents.of(config.data.paths, config.data.text_field),
-        tokenizer,
-        cache,
-        vocabulary=architecture.vocabulary,
-    )
-    corpus.folder.clean()
-    shape = {"sequence": config.model.sequence, "batch": section.batch, "seed": config.run.seed}
-    batches = Batches((corpus,), rank=0, num_ranks=1, **shape)
-    for line in lines:
-        position, num_ranks = batches.position, len(line["replicas"]) * NUM_SHARDS
-        found = []
-        for rank in range(num_ranks):
-            batches.position = position
-            batches.rank, batches.num_ranks = rank, num_ranks
-            inputs, targets = batches.next()
-            if line["replicas"][rank // NUM_SHARDS] is not None:
-                logits = architecture.logits(model, inputs, None)
-                found.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-        loss = torch.stack(found).mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), section.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(line["step"] - 1, section)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.soak
@@ -127,7 +73,7 @@ def test_a_run_goes_on_when_replicas_are_killed_and_has_the_losses_of_those_that
     assert not any(line["is_restart"] for line in lines)
     assert len(lines) > step
     assert (folder / "checkpoints" / f"step_{len(lines)}").is_dir()
-    expected = expected_losses(config_of(folder / "config.toml", {}), lines, tmp_path)
+    expected = expected_losses(config_of(folder / "config.toml", {}), lines, tmp_path, NUM_SHARDS)
     torch.testing.assert_close([line["loss"] for line in lines], expected, rtol=0, atol=2e-3)
 
 

@@ -142,9 +142,13 @@ def interface_in_use() -> str:
     if asked := os.environ.get(GLOO):
         return asked
     try:
-        address = socket.gethostbyname(socket.gethostname())
+        return interface_of(socket.gethostbyname(socket.gethostname()))
     except OSError:
         return ""
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this host that has an IPv4 address; empty if none has it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())

@@ -30,8 +30,8 @@ class StepMetrics:
     peak; NaN if unknown. `eval_loss` is the loss of a validation after the step, NaN if there was
     none. `is_restart` marks the first step after a checkpoint was loaded. `replicas`, with
     `--elastic-replicas`, are those that began the step, in the order in which they take parts of
-    its batch; None stands for one that died in it. `slowest` names the ranks that the others wait
-    for, for `slowest_s` of each of the last steps; it is empty if they do not.
+    its batch; None stands for one that died in it. `slowest` names the ranks, or the link,
+    that others wait for, for `slowest_s` of each of the last steps; it is empty if they do not.
     """
 
     step: int
