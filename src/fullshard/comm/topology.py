@@ -42,7 +42,11 @@ class Topology:
 
     @property
     def is_one_host(self) -> bool:
-        return len(set(self.machines)) == 1
+        return self.num_hosts == 1
+
+    @property
+    def num_hosts(self) -> int:
+        return len(set(self.machines))
 
     @property
     def by_host(self) -> list[list[int]]:
