@@ -202,7 +202,7 @@ class Blockwise(Wire):
                 scaled.add_(_chances(wide, scales, start)).floor_().clamp_(max=self.largest)
             elif self._is_int:
                 scaled.round_()
-            scales.masked_fill_(scales.isinf(), torch.nan)
+            scales.masked_fill_(~scales.isfinite(), torch.nan)
             values.copy_(self._packed(scaled))
             start += wide[0].numel()
 

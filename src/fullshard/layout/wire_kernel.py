@@ -81,8 +81,9 @@ def _encode(
     else:
         rounded = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     if BITS == 4:
-        low, high = tl.split(tl.permute(tl.reshape(rounded, (NUM, 2, BLOCK // 2)), (0, 2, 1)))
-        rounded = (low & 15) | (high << 4)
+        halves = tl.reshape(rounded.to(tl.int32), (NUM, 2, BLOCK // 2))
+        low, high = tl.split(tl.permute(halves, (0, 2, 1)))
+        rounded = ((low & 15) | ((high & 15) << 4)).to(tl.uint8)
     size: tl.constexpr = BLOCK * BITS // 8
     places = blocks[:, None] * size + tl.arange(0, size)[None, :]
     tl.store(message + places, rounded, mask=is_there[:, None])
@@ -103,9 +104,10 @@ def _values(
     scales = (message + numel * BITS // 8).to(tl.pointer_type(tl.float32))
     scales = tl.load(scales + blocks, mask=is_there, other=0.0)
     if BITS == 4:
-        pairs = values.to(tl.int8, bitcast=True)
-        pairs = tl.permute(tl.join((pairs << 4) >> 4, pairs >> 4), (0, 2, 1))
-        found = tl.reshape(pairs, (NUM, BLOCK)).to(tl.float32) * scales[:, None]
+        pairs = values.to(tl.int32)
+        pairs = tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 2, 1))
+        signed = (tl.reshape(pairs, (NUM, BLOCK)) ^ 8) - 8
+        found = signed.to(tl.float32) * scales[:, None]
         return _hadamard(found, NUM, BLOCK, HALVINGS)
     if IS_INT:
         found = values.to(tl.int8, bitcast=True).to(tl.float32)
