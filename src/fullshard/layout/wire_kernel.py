@@ -106,14 +106,15 @@ def _values(
     if BITS == 4:
         pairs = values.to(tl.int32)
         pairs = tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 2, 1))
-        signed = (tl.reshape(pairs, (NUM, BLOCK)) ^ 8) - 8
-        found = signed.to(tl.float32) * scales[:, None]
-        return _hadamard(found, NUM, BLOCK, HALVINGS)
-    if IS_INT:
+        found = ((tl.reshape(pairs, (NUM, BLOCK)) ^ 8) - 8).to(tl.float32)
+    elif IS_INT:
         found = values.to(tl.int8, bitcast=True).to(tl.float32)
     else:
         found = values.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return found * scales[:, None]
+    found = found * scales[:, None]
+    if BITS == 4:
+        found = _hadamard(found, NUM, BLOCK, HALVINGS)
+    return found
 
 
 @triton.jit
