@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fullshard._torch import is_registered, lifetime_of
 from fullshard.comm.agreement import exchanged_in_store
 from fullshard.comm.order import is_simulated
+from fullshard.device import simulation
 from fullshard.processes import machine_id
 
 _SHOWN_HOSTS = 4
@@ -30,6 +31,10 @@ class Topology:
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Topology:
         """That of a group; the first call is one that all its ranks make, through the store."""
+        simulated = simulation()
+        if simulated is not None and group is not None:
+            hosts = [f"host{simulated.host_of(r)}" for r in dist.get_process_group_ranks(group)]
+            return cls(tuple(hosts), tuple(hosts))
         if group is None or not is_registered(group) or is_simulated():
             size = 1 if group is None else group.size()
             return cls((machine_id(),) * size, (socket.gethostname(),) * size)
