@@ -6,7 +6,8 @@
                                                 ranks have sent, beside a copy
 
 The losses are means of the last fifth of the steps, over all ranks. Every wire starts from the same
-values and sees the same data, for each seed.
+values and sees the same data, for each seed. The ranks say that each is on a host of its own, so
+that gradients may travel in four bits.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.comm.topology import Topology
 from fullshard.testing import Rank, pool
-from fullshard.wire import Fp8, Int8, Plain, Wire
+from fullshard.wire import Fp8, Int4, Int8, Plain, Wire
 from measuring import Result, Table, parser_for, result_for
 from models import Llama, LlamaBlock
 
@@ -40,6 +44,11 @@ WIRES: dict[str, dict[str, Wire]] = {
         "reduce_wire": Int8(stochastic=True),
     },
     "both in fp8": {"gather_wire": Fp8(), "reduce_wire": Fp8()},
+    "parameters in int8, gradients in int4": {"gather_wire": Int8(), "reduce_wire": Int4()},
+    "parameters in int8, gradients in int4, rounded stochastically": {
+        "gather_wire": Int8(),
+        "reduce_wire": Int4(stochastic=True),
+    },
 }
 LENGTH, BATCH = 128, 8
 
@@ -51,13 +60,17 @@ def bytes_of_library() -> torch.Tensor:
 
 
 def trained(rank: Rank, name: str, seed: int, num_steps: int, width: int) -> float:
+    group = dist.new_group()
+    with patch("fullshard.comm.topology.machine_id", lambda: str(rank.rank)):
+        assert Topology.of(group).num_hosts == rank.size
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"{name}, {seed}",))
     torch.manual_seed(seed)
     model: Any = Llama(4, width, 257)
     policy = MixedPrecisionPolicy(**WIRES[name])
     for module in model.modules():
         if isinstance(module, LlamaBlock):
-            fully_shard(module, mesh=rank.mesh(), mp_policy=policy)
-    fully_shard(model, mesh=rank.mesh(), mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(1000 * seed + rank.rank)
     data, losses = bytes_of_library(), []
@@ -78,13 +91,12 @@ def trained(rank: Rank, name: str, seed: int, num_steps: int, width: int) -> flo
 def run_losses(options: argparse.Namespace, result: Result) -> None:
     ranks = pool(options.ranks, "gloo")
     given = options.steps, options.width
-    found = {
-        name: [
-            ranks.run(trained, name, seed, *given, timeout_s=TIMEOUT_S)[0]
-            for seed in range(options.seeds)
-        ]
-        for name in WIRES
-    }
+    names = options.only or list(WIRES)
+    found: dict[str, list[float]] = {name: [] for name in dict.fromkeys([NONE, *names])}
+    for seed in range(options.seeds):
+        for name, losses in found.items():
+            losses += [ranks.run(trained, name, seed, *given, timeout_s=TIMEOUT_S)[0]]
+            print(f"seed {seed}, {name}: {losses[-1]:.4f}", flush=True)
     rows: list[list[Any]] = []
     for name, losses in found.items():
         mean = sum(losses) / len(losses)
@@ -119,7 +131,7 @@ def kernel_rows(numel: int, dtype: torch.dtype) -> list[list[Any]]:
     total, other = torch.empty(numel // 4, device="cuda"), torch.empty_like(segments)
     copy = milliseconds(lambda: other.copy_(segments))
     rows: list[list[Any]] = [[f"copy, {dtype}", copy, copy, None]]
-    wires: list[Wire] = [Int8(), Int8(stochastic=True), Fp8()]
+    wires: list[Wire] = [Int8(), Int8(stochastic=True), Fp8(), Int4()]
     for wire in wires:
         shape = 4, wire.message_numel(numel // 4)
         messages = segments.new_empty(shape, dtype=wire.dtype)
@@ -142,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--only", action="append", choices=WIRES, help="wires beside none")
     options = parser.parse_args(arguments)
     device = torch.device("cuda", 0) if options.mode == "kernels" else torch.device("cpu")
     result = result_for("wires", arguments, device)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard._torch import BatchNormBase
 from fullshard.errors import ConfigError
-from fullshard.layout.wire import Plain, Wire, Wires
+from fullshard.layout.wire import Plain, Wire, Wires, require_for_params
 
 # These can also be imported from `fullshard`, and from the wrapper's module as in torch.
 __all__ = [
@@ -72,7 +72,8 @@ class MixedPrecisionPolicy:
     gradients travel: one of `fullshard.wire`, such as `Int8()`, for a quarter of the bytes of
     float32. Shards keep their values. Parameters with fewer than two dims, and those smaller than a
     block of the wire, travel as they are, except in a wrapper, which has one bucket for all. A
-    function of a parameter's name and shape chooses a wire for each, or None.
+    function of a parameter's name and shape chooses a wire for each, or None. `replica_wire` says
+    how replicas exchange their sums, if that is to be another wire than `reduce_wire`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -85,15 +86,16 @@ class MixedPrecisionPolicy:
     )
     gather_wire: Wires = field(default=None, kw_only=True)
     reduce_wire: Wires = field(default=None, kw_only=True)
+    replica_wire: Wires = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _require_wires("MixedPrecisionPolicy", self)
 
     @property
-    def wires(self) -> tuple[Wires, Wires]:
-        """How parameters and gradients travel; None for as they are computed and reduced."""
+    def wires(self) -> tuple[Wires, Wires, Wires]:
+        """How parameters, gradients, and sums of replicas travel; None for what is usual."""
         short = None if self.wire_dtype is None else Plain(self.wire_dtype)
-        return self.gather_wire, self.reduce_wire or short
+        return self.gather_wire, self.reduce_wire or short, self.replica_wire
 
 
 @dataclass
@@ -235,9 +237,9 @@ class BackwardPrefetch(Enum):
 class MixedPrecision:
     """The dtypes that a wrapper computes, reduces and keeps buffers in.
 
-    `param_dtype`, `reduce_dtype`, `wire_dtype`, `gather_wire` and `reduce_wire` are as in
-    `MixedPrecisionPolicy`. `buffer_dtype` is the dtype of floating-point buffers during training;
-    state dicts have the original dtype.
+    `param_dtype`, `reduce_dtype`, `wire_dtype`, `gather_wire`, `reduce_wire` and
+    `replica_wire` are as in `MixedPrecisionPolicy`. `buffer_dtype` is the dtype of floating-point
+    buffers during training; state dicts have the original dtype.
     `keep_low_precision_grads` leaves gradients in the compute dtype, or in the reduction dtype if
     nothing is sharded. `cast_forward_inputs` casts the inputs of every wrapper,
     `cast_root_forward_inputs` those of the outermost. With a wrapping policy, modules of
@@ -254,6 +256,7 @@ class MixedPrecision:
     wire_dtype: torch.dtype | None = None
     gather_wire: Wire | None = field(default=None, kw_only=True)
     reduce_wire: Wire | None = field(default=None, kw_only=True)
+    replica_wire: Wire | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _require_wires("MixedPrecision", self)
@@ -261,7 +264,7 @@ class MixedPrecision:
 
 def _require_wires(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> None:
     """Raise if parameters or gradients cannot travel as a policy says."""
-    for key in ("gather_wire", "reduce_wire"):
+    for key in ("gather_wire", "reduce_wire", "replica_wire"):
         given = getattr(policy, key)
         if callable(given) and isinstance(policy, MixedPrecision):
             raise ConfigError(
@@ -272,6 +275,8 @@ def _require_wires(name: str, policy: MixedPrecisionPolicy | MixedPrecision) -> 
             raise ConfigError(
                 f"{name}: {key} must be a wire, such as fullshard.wire.Int8(), not {given!r}."
             )
+    if isinstance(policy.gather_wire, Wire):
+        require_for_params(f"{name}: gather_wire", policy.gather_wire)
     if policy.wire_dtype is not None and policy.reduce_wire is not None:
         raise ConfigError(
             f"{name}: wire_dtype and reduce_wire both say how gradients travel; pass one of them."
@@ -309,8 +314,9 @@ def own_precision(kind: type[_Policy], given: Any) -> _Policy:
         return given
     names = [field.name for field in fields(kind)]
     found = {name: getattr(given, name) for name in names if hasattr(given, name)}
-    # Torch lacks the first three, and lacked the last before 2.15.
-    optional = ("wire_dtype", "gather_wire", "reduce_wire", "param_dtype_override_fn")
+    # Torch lacks the wires, and lacked the last before 2.15.
+    optional = ["wire_dtype", "gather_wire", "reduce_wire", "replica_wire"]
+    optional.append("param_dtype_override_fn")
     missing = [name for name in names if name not in found and name not in optional]
     if missing:
         raise ConfigError(

@@ -164,6 +164,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
                 wire_dtype=precision.wire_dtype,
                 gather_wire=precision.gather_wire,
                 reduce_wire=precision.reduce_wire,
+                replica_wire=precision.replica_wire,
             ),
             offload=CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy(),
             settings=UnitSettings(

@@ -327,6 +327,8 @@ def _roundings(machine: Machine, given: Collection[Place]) -> Iterator[dict[Plac
         return
     yield {gather: "int8", reduce: "bf16"}
     yield {gather: "int8", reduce: "int8"}
+    if machine.num_hosts > 1:
+        yield {gather: "int8", reduce: "int4"}
 
 
 def _refinements(config: TrainConfig, machine: Machine) -> Iterator[tuple[Place, int]]:

@@ -24,7 +24,7 @@ from fullshard import (
 )
 from fullshard.errors import ConfigError
 from fullshard.state import give_memory
-from fullshard.wire import Fp8, Int8, Plain, Wire
+from fullshard.wire import Fp8, Int4, Int8, Plain, Wire
 from fullshard.wrap import ModuleWrapPolicy
 from fullshard_train.config import ModelSection, ShardingSection, mesh_shape
 from fullshard_train.models import architecture_of
@@ -56,6 +56,7 @@ WIRES: dict[str, Wire | None] = {
     "bf16": Plain(torch.bfloat16),
     "int8": Int8(),
     "fp8": Fp8(),
+    "int4": Int4(),
 }
 
 
@@ -157,10 +158,14 @@ def _wrapped(
 
 def wires_of(section: ShardingSection) -> dict[str, Any]:
     """How parameters and gradients travel, as the precision policies of both APIs take it."""
-    return {
+    found: dict[str, Any] = {
         "gather_wire": WIRES[section.gather_wire],
         "reduce_wire": WIRES[section.reduce_wire],
     }
+    if section.replica_wire != "auto":
+        # Plain values travel in the dtype that they are summed in, or a narrower one.
+        found["replica_wire"] = WIRES[section.replica_wire] or Plain(torch.float32)
+    return found
 
 
 def mesh_for(section: ShardingSection, world: World) -> DeviceMesh:

@@ -3,6 +3,7 @@
 The ranks of a test are on one machine; here they say that each pair of them has its own.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import fully_shard
+from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import collectives, shm
-from fullshard.comm.collectives import GlooCollectives, ShmCollectives
+from fullshard.comm.collectives import (
+    Collectives,
+    GlooCollectives,
+    ShmCollectives,
+    all_reduce,
+)
+from fullshard.comm.heap import SWITCH
 from fullshard.comm.topology import Topology
-from fullshard.comm.two_level import TwoLevel, levels_of
-from fullshard.layout import Plain
+from fullshard.comm.two_level import TwoLevel, levels_of, packed_wire
+from fullshard.layout import Int4, Int8, Plain, Wire
 from fullshard.testing import Rank, on_ranks
 from fullshard.testing.parity import Training, assert_same_training
 
@@ -102,6 +109,114 @@ def test_sums_of_hosts_travel_in_the_wire(rank: Rank) -> None:
         GlooCollectives().reduce_scatter([flat], [full], group, average=False, wire=wire).wait()
         assert torch.allclose(found, flat, rtol=2**-7, atol=2**-7)
         assert found.dtype == torch.float32
+
+
+WIRE = Int4(block=16)
+
+
+def encoded(wire: Wire, segments: Tensor) -> Tensor:
+    shape = len(segments), wire.message_numel(segments.size(1))
+    messages = torch.empty(shape, dtype=wire.dtype)
+    wire.encode(segments, messages)
+    return messages
+
+
+def sum_of(wire: Wire, segments: Tensor) -> Tensor:
+    """Segments sent in a wire, and added up, in rows of the last dims."""
+    found = torch.zeros(segments.shape[1:])
+    for each in segments:
+        arrived = torch.empty_like(each)
+        wire.decode(encoded(wire, each), arrived)
+        found += arrived
+    return found
+
+
+@contextmanager
+def exchanged_bytes() -> Iterator[list[tuple[int, int]]]:
+    """The ranks of each exchange on this thread or another one, and the bytes it sends."""
+    sent: list[tuple[int, int]] = []
+    exchange = collectives.all_to_all_single
+
+    def counted(group: dist.ProcessGroup, out: Tensor, inp: Tensor, *rest: object) -> object:
+        sent.append((group.size(), inp.nbytes))
+        return exchange(group, out, inp, *rest)
+
+    with patch("fullshard.comm.collectives.all_to_all_single", counted):
+        yield sent
+
+
+@pytest.mark.parametrize("kind", [Collectives, ShmCollectives])
+@on_ranks(4)
+def test_ranks_of_one_host_send_eight_bits_and_their_sums_travel_in_four(
+    rank: Rank, kind: type[Collectives]
+) -> None:
+    """With `Collectives`, as NCCL does it; `tests/gpu/test_nccl_wires.py` is the same there."""
+    numel = 3 * WIRE.alignment_numel
+    full = torch.randn(4, 4, numel, generator=torch.Generator().manual_seed(1))
+    with (
+        patch.dict(os.environ, {SWITCH: "0"}),
+        group_on_hosts(rank, "one", "one", "two", "two") as group,
+    ):
+        assert packed_wire(WIRE, group) == WIRE.inside == Int8(block=16)
+        out, sent = torch.empty(numel), encoded(WIRE.inside, full[rank.rank])
+        with exchanged_bytes() as num_bytes:
+            kind().reduce_scatter([out], [sent.view(-1)], group, average=False, wire=WIRE).wait()
+        # By sender and receiver. Each host adds up what it sends to each rank of the other one.
+        by_host = [sum_of(WIRE.inside, full[first : first + 2]) for first in (0, 2)]
+        expected = sum_of(WIRE, torch.stack(by_host))[rank.rank]
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        ranks, sizes = zip(*num_bytes, strict=True)
+        assert set(ranks) == {2}
+        assert sum(sizes) == sent.nbytes + 2 * WIRE.message_numel(numel)
+
+
+@on_ranks(4)
+def test_what_ranks_pack_depends_on_who_is_on_their_host(rank: Rank) -> None:
+    numel = WIRE.alignment_numel
+    full = torch.randn(4, 4, numel, generator=torch.Generator().manual_seed(1))
+    # The last two are groups without levels: nobody adds up what a host sends.
+    cases = {"abcd": WIRE, "aaaa": WIRE.inside, "aaab": WIRE.inside, "abab": WIRE.inside}
+    for hosts, packed in cases.items():
+        with patch.dict(os.environ, {SWITCH: "0"}), group_on_hosts(rank, *hosts) as group:
+            assert packed_wire(WIRE, group) == packed
+            expected = sum_of(packed, full)[rank.rank]
+            for kind in (Collectives, GlooCollectives, ShmCollectives):
+                out, sent = torch.empty(numel), encoded(packed, full[rank.rank])
+                args = [out], [sent.view(-1)], group
+                kind().reduce_scatter(*args, average=False, wire=WIRE).wait()
+                torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_sums_of_replicas_travel_in_four_bits_once(rank: Rank) -> None:
+    both = torch.randn(2, 700, generator=torch.Generator().manual_seed(1))
+    for hosts, packed in (("ab", WIRE), ("aa", WIRE.inside)):
+        with group_on_hosts(rank, *hosts) as group:
+            found = both[rank.rank].clone()
+            all_reduce(found, group, average=False, wire=WIRE)
+            segments = torch.zeros(2, 768)
+            segments[:, :700] = both
+            rows = segments.view(2, 2, -1)
+            expected = sum_of(WIRE.inside, sum_of(packed, rows)[None]).view(-1)[:700]
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            others = [torch.empty_like(found) for _ in range(2)]
+            dist.all_gather(others, found)
+            assert torch.equal(*others)
+
+
+@on_ranks(4)
+def test_replicas_send_in_their_wire_and_shards_in_theirs(rank: Rank) -> None:
+    hosts = "one", "one", "two", "two"
+    with patch("fullshard.comm.topology.machine_id", lambda: hosts[rank.rank]):
+        mesh = rank.mesh((2, 2), ("hosts", "ranks"))
+        groups = mesh.get_all_groups()
+        assert [Topology.of(group).num_hosts for group in groups] == [2, 1]
+    model = nn.Linear(64, 64, bias=False)
+    policy = MixedPrecisionPolicy(reduce_wire=Plain(torch.bfloat16), replica_wire=Int4(block=16))
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    with exchanged_bytes() as num_bytes:
+        model(torch.randn(2, 64)).sum().backward()
+    assert num_bytes == [(2, Int4(block=16).message_numel(64 * 32))]
 
 
 @on_ranks(4)

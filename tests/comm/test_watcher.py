@@ -23,7 +23,12 @@ from click.testing import CliRunner
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import FullyShardedDataParallel, RankFailedError, fully_shard
+from fullshard import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    RankFailedError,
+    fully_shard,
+)
 from fullshard.cli.commands import fullshard
 from fullshard.comm import guard
 from fullshard.errors import DisagreementError
@@ -41,6 +46,7 @@ from fullshard.resilience.places import (
 from fullshard.state import save, save_async
 from fullshard.testing import Rank, RankPool
 from fullshard.testing.failures import RanksFailed
+from fullshard.wire import Int4, Int8
 from fullshard.wrap import ModuleWrapPolicy
 from tests.support.programs import free_port
 
@@ -179,6 +185,30 @@ def require_named(
         assert isinstance(error, dist.DistBackendError)
         with pytest.raises(RankFailedError, match=f"^rank {ODD}: .*{found}"):
             raise error
+
+
+def die_while_gradients_are_encoded(rank: Rank) -> None:
+    os.environ[watcher.SWITCH] = "1"
+    os.environ[guard.PATIENCE] = "4"
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    policy = MixedPrecisionPolicy(reduce_wire=Int4(block=16))
+    for module in (*model, model):
+        fully_shard(module, mesh=rank.mesh(), mp_policy=policy)
+    for step in range(3):
+        if rank.rank == ODD and step == 1:  # in eight bits, which ranks of one host send
+            Int8.encode = lambda *_: fail("is killed")  # type: ignore[method-assign]
+        model(torch.ones(2, 64)).sum().backward()
+
+
+def test_a_rank_that_dies_in_a_quantized_reduction_is_named_on_all_others(ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(die_while_gradients_are_encoded, expect_failure=True)
+    errors = errors_of(failed.value)
+    assert sorted(failed.value.silent) == [ODD]
+    assert set(errors) == {0, 2}
+    for error in errors.values():
+        assert isinstance(error, RankFailedError)
+        assert str(error).startswith(f"rank {ODD}: ")
 
 
 def test_a_call_on_one_rank_alone_is_an_error_on_all_with_the_places_of_all(

@@ -20,7 +20,7 @@ KNOWN: dict[str, str] = {}
 # Private, but called by programs.
 CALLED = {"FullyShardedDataParallel": ["__init__", "_unshard"]}
 # Fields that we have besides torch's.
-WIRES = ["wire_dtype", "gather_wire", "reduce_wire"]
+WIRES = ["wire_dtype", "gather_wire", "reduce_wire", "replica_wire"]
 BESIDES = {"MixedPrecision": WIRES, "MixedPrecisionPolicy": WIRES}
 # Fields and keyword arguments of a newer torch than some that we support.
 NEWER = {"MixedPrecisionPolicy": ["param_dtype_override_fn"], "fully_shard": ["dp_mesh_dims"]}

@@ -1,4 +1,4 @@
-"""Wires of eight bits on CUDA: one kernel each way, with the values of a CPU to the last bit."""
+"""Wires with blocks on CUDA: one kernel each way, with the values of a CPU to the last bit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.wire import Fp8, Int8
+from fullshard.wire import Fp8, Int4, Int8
 
-WIRES = [Int8(), Int8(block=16), Int8(block=64, stochastic=True), Fp8(), Fp8(block=32)]
+WIRES = [
+    *(Int8(), Int8(block=16), Int8(block=64, stochastic=True), Fp8(), Fp8(block=32)),
+    *(Int4(), Int4(block=16), Int4(block=64, stochastic=True)),
+]
 
 
 def segments_of(wire: Any, rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -51,6 +54,23 @@ def test_messages_and_sums_are_those_of_a_cpu(wire: Any, dtype: torch.dtype) -> 
         wire.add_up(messages.unbind(), expected[0])
         wire.add_up(on_gpu.unbind(), found[0])
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+def test_messages_of_several_segments_are_added_up_at_once(wire: Any) -> None:
+    """As what the ranks of a host send for each rank of a rail."""
+    messages = encoded(wire, segments_of(wire, 6, torch.float32)).view(3, 2, -1)
+    numel = 33 * wire.alignment_numel
+    expected, found = torch.empty(2, numel), torch.empty(2, numel, device="cuda")
+    wire.add_up(messages.unbind(), expected)
+    wire.add_up(messages.cuda().unbind(), found)
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("wire", [Int4(), Int4(block=16), Int4(block=64, stochastic=True)], ids=str)
+def test_four_bits_have_a_kernel_here(wire: Any) -> None:
+    """Where the kernel does not compute what a CPU does, or does not compile, views are used."""
+    assert wire._kernels(torch.empty(1, device="cuda")) is not None
 
 
 def test_a_captured_encoding_reads_what_is_there_when_it_is_replayed() -> None:

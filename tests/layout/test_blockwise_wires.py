@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import (
@@ -23,11 +24,14 @@ from fullshard import (
 )
 from fullshard.runtime.hooks import units_below
 from fullshard.testing import Rank, on_ranks
-from fullshard.wire import Fp8, Int8, Plain, Wire
+from fullshard.wire import Fp8, Int4, Int8, Plain, Wire
 from tests.layout.test_trial_values import WIDTH, Net
 from tests.layout.test_wire import new_group
 
-WIRES = [Int8(block=16), Int8(block=64), Int8(block=32, stochastic=True), Fp8(block=32)]
+WIRES = [
+    *(Int8(block=16), Int8(block=64), Int8(block=32, stochastic=True), Fp8(block=32)),
+    *(Int4(block=16), Int4(), Int4(block=32, stochastic=True)),
+]
 
 
 def sent(wire: Wire, segments: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -43,6 +47,17 @@ def sent(wire: Wire, segments: torch.Tensor, dtype: torch.dtype = torch.float32)
 
 def by_block(wire: Any, values: torch.Tensor) -> torch.Tensor:
     return values.unflatten(1, (-1, wire.block))
+
+
+def rounded_part(wire: Any, values: torch.Tensor) -> torch.Tensor:
+    """By block, what a wire rounds: of four bits, the Hadamard transform of the values."""
+    blocks = by_block(wire, values.double())
+    if not isinstance(wire, Int4):
+        return blocks
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < wire.block:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double(), matrix)
+    return blocks @ matrix / wire.block
 
 
 @st.composite
@@ -64,13 +79,14 @@ def segments(draw: st.DrawFn, wire: Any) -> torch.Tensor:
 def test_values_arrive_rounded_by_block(wire: Any, data: st.DataObject) -> None:
     values = data.draw(segments(wire))
     found = sent(wire, values)
-    largest = by_block(wire, values).abs().amax(-1, keepdim=True).double()
-    error = by_block(wire, (found.double() - values.double()).abs())
-    if isinstance(wire, Int8):
-        limit = largest / (127 if wire.stochastic else 254) * 1.0001
+    given = rounded_part(wire, values)
+    largest = given.abs().amax(-1, keepdim=True)
+    error = (rounded_part(wire, found) - given).abs()
+    if isinstance(wire, Int8 | Int4):
+        limit = largest / (wire.largest if wire.stochastic else 2 * wire.largest) * 1.0001
     else:
         # Three bits after the point; below 2**-6 of what a scale stands for, fixed steps.
-        limit = torch.maximum(by_block(wire, values).abs().double() / 15.9, largest / 448 * 2**-9)
+        limit = torch.maximum(given.abs() / 15.9, largest / 448 * 2**-9)
     # Scales that float32 has with few bits only are those of a block of zeros.
     limit = torch.where(largest < 448 * 1.2e-38, largest, limit)
     assert (error <= limit).all()
@@ -204,6 +220,26 @@ def test_a_function_chooses_the_wire_of_each_matrix(rank: Rank) -> None:
     policy = MixedPrecisionPolicy(gather_wire=lambda name, shape: "int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="gain: a function that chooses wires must"):
         fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
+    policy = MixedPrecisionPolicy(gather_wire=lambda name, shape: Int4())
+    with pytest.raises(ConfigError, match="weight: parameters cannot be gathered as"):
+        fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
+
+
+@on_ranks(2)
+def test_parameters_of_integers_travel_as_they_are(rank: Rank) -> None:
+    def whole() -> nn.Module:
+        model = nn.Linear(8, 4)
+        model.table = nn.Parameter(torch.arange(64).view(8, 8), requires_grad=False)
+        return model
+
+    wires = {"gather_wire": Int8(block=16), "reduce_wire": Int4(block=16)}
+    model: Any = fully_shard(whole(), mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(**wires))
+    model.unshard()
+    assert torch.equal(model.table, torch.arange(64).view(8, 8))
+    policy = MixedPrecisionPolicy(gather_wire=lambda name, shape: Int8(block=16))
+    words = "table: wires are for floating-point parameters, and this one is torch.int64"
+    with pytest.raises(ConfigError, match=words):
+        fully_shard(whole(), mesh=rank.mesh(), mp_policy=policy)
 
 
 def test_a_wire_that_cannot_be_is_refused() -> None:
@@ -211,6 +247,15 @@ def test_a_wire_that_cannot_be_is_refused() -> None:
         ConfigError, match="Int8: a block must have a multiple of 16 elements, not "
     ):
         Int8(block=24)
+    for block in (8, 48):
+        with pytest.raises(ConfigError, match=f"Int4: .* must be a power of two .*not {block}"):
+            Int4(block=block)
+    for kind in (MixedPrecisionPolicy, MixedPrecision):
+        words = rf"^{kind.__name__}: gather_wire: parameters cannot be gathered as Int4\("
+        with pytest.raises(ConfigError, match=words):
+            kind(gather_wire=Int4())
+        with pytest.raises(ConfigError, match="replica_wire must be a wire, such as"):
+            kind(replica_wire="int4")
     with pytest.raises(ConfigError, match=r"gather_wire must be a wire, such as .*Int8\(\), not"):
         MixedPrecisionPolicy(gather_wire=torch.int8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="gather_wire cannot be a function, because the param"):
@@ -225,15 +270,25 @@ def test_collectives_of_a_users_own_are_given_values_only(rank: Rank) -> None:
     model: Any = fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
     with pytest.raises(ConfigError, match=r"cannot be combined with gather_wire=Int8\(block=16, "):
         model.set_custom_all_gather(object())
+    policy = MixedPrecisionPolicy(reduce_wire=Int4(block=16))
+    model = fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
+    with pytest.raises(ConfigError, match=r"cannot be combined with reduce_wire=Int4\(block=16, "):
+        model.set_custom_reduce_scatter(object())
+    wrapper = FullyShardedDataParallel(
+        Net(), device_id=torch.device("cpu"), mixed_precision=MixedPrecision(reduce_wire=Int4())
+    )
+    with pytest.raises(ConfigError, match=r"register_comm_hook cannot be combined with reduce_wi"):
+        wrapper.register_comm_hook(None, lambda *_: None)
 
 
+@pytest.mark.parametrize("key", ["gather_wire", "reduce_wire", "replica_wire"])
 @on_ranks(2)
-def test_ranks_with_other_wires_are_told_both(rank: Rank) -> None:
+def test_ranks_with_other_wires_are_told_both(rank: Rank, key: str) -> None:
     wire: Wire = Int8(block=16) if rank.rank else Fp8(block=16)
-    model = fully_shard(Net(), mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(gather_wire=wire))
+    model = fully_shard(Net(), mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(**{key: wire}))
     with pytest.raises(
         DisagreementError,
-        match=r"gather_wire is Int8\(block=16, .*\) on rank 1 .* Fp8\(block=16\) on rank 0",
+        match=rf"{key} is Int8\(block=16, .*\) on rank 1 .* Fp8\(block=16\) on rank 0",
     ):
         model(torch.randn(2, WIDTH))
     dist.barrier()

@@ -33,6 +33,7 @@ from fullshard.unit.context import CommContext
 from fullshard.unit.copy_program import Packer, packer, unpacker
 
 many = settings(derandomize=True, deadline=None, max_examples=100)
+PLAN = DtypePlan.of(torch.float32)
 # Strided views on the one, a kernel on the other.
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -151,7 +152,7 @@ def context(device: str) -> CommContext:
 def packing(bucket: Bucket, device: str, columns: range | None = None) -> Packer:
     table = bucket.table if columns is None else bucket.piece(columns)
     num_ranks = bucket.slots[0].split.num_ranks
-    return packer(table, DtypePlan.of(torch.float32), num_ranks, context(device))
+    return packer(table, PLAN, PLAN.reduce_wire, num_ranks, context(device))
 
 
 @many

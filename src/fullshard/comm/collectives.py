@@ -40,7 +40,7 @@ from fullshard.comm import guard, shm
 from fullshard.comm.link import Link
 from fullshard.comm.mesh import Axis
 from fullshard.comm.order import enter_call
-from fullshard.comm.two_level import StagedWork, levels_of
+from fullshard.comm.two_level import StagedWork, levels_of, packed_wire
 from fullshard.device import simulation
 from fullshard.layout import Plain, Wire
 
@@ -170,8 +170,9 @@ class Collectives:
     ) -> CollectiveWork:
         """Fill each output with the sum (or mean) over ranks of this rank's segment.
 
-        If the inputs are messages of another `wire` than values in the outputs' dtype, ranks
-        exchange them and sum what they receive, in that dtype (rule 6: exchange and local sum).
+        If the `wire` is another than values in the outputs' dtype, the inputs are messages of its
+        `packed_wire`. Ranks exchange them and sum what they receive (rule 6: exchange and local
+        sum). Encoded sums of a host cross to another one once.
         """
         if wire is not None and wire != Plain(outs[0].dtype):
             for out, inp in zip(outs, ins, strict=True):
@@ -235,23 +236,39 @@ def _reduce_scatter_options(average: bool) -> Any:
 def _exchange_and_sum(
     out: torch.Tensor, inp: torch.Tensor, group: Group, wire: Wire, *, average: bool
 ) -> None:
-    """Reduce in the dtype of the output, on the calling stream (rule 6: exchange and local sum).
+    """Reduce in the dtype of the output, on the calling stream (rule 6: exchange and local sum)."""
+    is_direct = wire.is_plain or not devices_of(group)
+    levels = None if is_direct else levels_of(group, backend_name(group, inp.device))
+    if levels is None:
+        _sum_exchanged(out, inp, group, packed_wire(wire, group))
+    else:
+        sent = inp.view(levels.num_hosts, levels.host.size(), -1).transpose(0, 1).contiguous()
+        sums = torch.empty(levels.num_hosts, out.numel(), device=out.device)
+        _sum_exchanged(sums, sent, levels.host, wire.inside)
+        sent = sent.new_empty(levels.num_hosts, wire.message_numel(out.numel()))
+        wire.encode(sums, sent)
+        _sum_exchanged(out, sent, levels.rail, wire)
+    if average:
+        out.div_(group.size())
 
-    The received tensor is allocated and freed on that stream: the next bucket may use its memory.
+
+def _sum_exchanged(out: torch.Tensor, inp: torch.Tensor, group: Group, wire: Wire) -> None:
+    """Send each rank its part of the messages, and sum what arrives.
+
+    The received tensor is allocated and freed on the calling stream: what is next may use its
+    memory.
     """
     options = dist.AllToAllOptions()
     options.asyncOp = False
     received = torch.empty_like(inp)
     # As bytes: not every backend knows every dtype.
-    work = _issue(all_to_all_single, group, _bytes(received), _bytes(inp), [], [], options)
-    CollectiveWork([work]).wait()
-    messages = received.view(group.size(), -1)
+    sent = _bytes(received).view(-1), _bytes(inp).view(-1)
+    CollectiveWork([_issue(all_to_all_single, group, *sent, [], [], options)]).wait()
+    messages = received.view(group.size(), *([-1] if out.ndim == 1 else [len(out), -1]))
     if wire.is_plain:
         torch.sum(messages, 0, dtype=out.dtype, out=out)
     else:
         wire.add_up(messages.unbind(), out)
-    if average:
-        out.div_(group.size())
 
 
 class PythonCollectives(Collectives):
@@ -289,13 +306,18 @@ class GlooCollectives(Collectives):
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
     ) -> CollectiveWork:
+        wire = packed_wire(wire or Plain(ins[0].dtype), group)
+        return self._exchange(outs, ins, group, wire)
+
+    def _exchange(self, outs: Tensors, ins: Tensors, group: Group, wire: Wire) -> CollectiveWork:
+        """Exchange messages of a wire, and sum what arrives."""
         received = [torch.empty_like(inp) for inp in ins]
         sent, size = (map(_bytes, received), map(_bytes, ins)), group.size()
         works = _issue_each(all_to_all_single, group, *sent, [], [])
 
         def sum_received() -> None:
             for out, got in zip(outs, received, strict=True):
-                (wire or Plain(got.dtype)).add_up(got.view(size, -1).unbind(), out)
+                wire.add_up(got.view(size, -1).unbind(), out)
 
         return CollectiveWork(works, ins, sum_received, guard.wait_for)
 
@@ -323,8 +345,8 @@ class ShmCollectives(GlooCollectives):
             if levels_of(group) is not None:
                 work = _issue(self._reduce_by_levels, group, list(outs), list(ins), wire)
                 return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
-            return super().reduce_scatter(outs, ins, _channel_of(group), average=average, wire=wire)
-        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), wire)])
+            return self._exchange(outs, ins, _channel_of(group), packed_wire(wire, group))
+        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), wire.inside)])
 
     def _gather_by_levels(self, group: Group, outs: Tensors, ins: Tensors) -> StagedWork:
         """Gather the segments of a rail between hosts, then those of all rails inside the host."""
@@ -356,14 +378,14 @@ class ShmCollectives(GlooCollectives):
                 [part for each in ins for part in each.view(-1).chunk(levels.num_hosts)],
                 levels.host,
                 average=False,
-                wire=wire,
+                wire=wire.inside,
             ).wait()
-            sent = [inp.new_empty(levels.num_hosts, inp.numel() // group.size()) for inp in ins]
-            for message, each in zip(sent, sums, strict=True):
-                wire.encode(each, message)
-            GlooCollectives.reduce_scatter(
-                self, outs, [each.view(-1) for each in sent], levels.rail, average=False, wire=wire
-            ).wait()
+            sent = []
+            for each in sums:
+                shape = levels.num_hosts, wire.message_numel(each.size(1))
+                sent.append(each.new_empty(shape, dtype=wire.dtype))
+                wire.encode(each, sent[-1])
+            self._exchange(outs, [each.view(-1) for each in sent], levels.rail, wire).wait()
 
         return levels.start(stages)
 
@@ -487,13 +509,16 @@ def all_reduce(
     """Sum (or average) a tensor over the replicate axis, in place.
 
     With another `wire` than values in its dtype, messages of that are exchanged, summed in the
-    tensor's dtype, and the sums gathered in the same wire: all replicas have equal values.
+    tensor's dtype, and the sums gathered as messages, too: all replicas have equal values.
     """
     is_plain = wire is None or wire == Plain(tensor.dtype)
     simulated = simulation()
     if simulated is not None:
-        sent = 1.0 if is_plain or wire is None else wire.dtype.itemsize / tensor.dtype.itemsize
-        simulated.all_reduce(int(sent * tensor.nbytes), group)
+        sent = 2 * tensor.nbytes
+        if wire is not None and not is_plain:
+            wires = packed_wire(wire, group), wire.inside
+            sent = sum(w.message_numel(tensor.numel()) * w.dtype.itemsize for w in wires)
+        simulated.all_reduce(sent // 2, group)
         return
     if wire is not None and not is_plain:
         _all_reduce_messages(tensor.detach().view(-1), group, wire, average=average)
@@ -512,14 +537,22 @@ def _all_reduce_messages(tensor: torch.Tensor, group: Group, wire: Wire, *, aver
     segments[: tensor.numel()] = tensor
     segments = segments.view(size, -1)
     numel = segments.size(1)
-    messages = tensor.new_empty(size, wire.message_numel(numel), dtype=wire.dtype)
-    wire.encode(segments, messages)
-    own, said = tensor.new_empty(numel), torch.empty_like(messages[0])
-    collectives.reduce_scatter([own], [messages.view(-1)], group, average=average, wire=wire).wait()
-    wire.encode(own.view(1, -1), said.view(1, -1))
-    collectives.all_gather([messages.view(-1)], [said], group).wait()
-    wire.decode(messages, segments)
+    messages = _encoded(segments, packed_wire(wire, group))
+    own = tensor.new_empty(1, numel)
+    outs = [own.view(-1)]
+    collectives.reduce_scatter(outs, [messages.view(-1)], group, average=average, wire=wire).wait()
+    said = _encoded(own, wire.inside)
+    messages = said.new_empty(size, said.numel())
+    collectives.all_gather([messages.view(-1)], [said.view(-1)], group).wait()
+    wire.inside.decode(messages, segments)
     tensor.copy_(segments.view(-1)[: tensor.numel()])
+
+
+def _encoded(segments: torch.Tensor, wire: Wire) -> torch.Tensor:
+    shape = len(segments), wire.message_numel(segments.size(1))
+    messages = segments.new_empty(shape, dtype=wire.dtype)
+    wire.encode(segments, messages)
+    return messages
 
 
 def all_reduce_any(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> None:

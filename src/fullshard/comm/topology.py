@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fullshard._torch import is_registered, lifetime_of
 from fullshard.comm.agreement import exchanged_in_store
 from fullshard.comm.order import is_simulated
+from fullshard.device import simulation
 from fullshard.processes import machine_id
 
 _SHOWN_HOSTS = 4
@@ -30,6 +31,10 @@ class Topology:
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Topology:
         """That of a group; the first call is one that all its ranks make, through the store."""
+        simulated = simulation()
+        if simulated is not None and group is not None:
+            hosts = [f"host{simulated.host_of(r)}" for r in dist.get_process_group_ranks(group)]
+            return cls(tuple(hosts), tuple(hosts))
         if group is None or not is_registered(group) or is_simulated():
             size = 1 if group is None else group.size()
             return cls((machine_id(),) * size, (socket.gethostname(),) * size)
@@ -42,7 +47,11 @@ class Topology:
 
     @property
     def is_one_host(self) -> bool:
-        return len(set(self.machines)) == 1
+        return self.num_hosts == 1
+
+    @property
+    def num_hosts(self) -> int:
+        return len(set(self.machines))
 
     @property
     def by_host(self) -> list[list[int]]:

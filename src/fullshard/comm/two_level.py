@@ -2,7 +2,8 @@
 
 What goes to another host is first summed inside this one and then sent once. What arrives is
 received once and shared inside the host. So each rank is in two groups: the ranks of its host, and
-the ranks with the same place on the other hosts (its rail).
+the ranks with the same place on the other hosts (its rail). A wire says in which form ranks of one
+host send to each other (`Wire.inside`), and itself is for other hosts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from fullshard._torch import is_registered, lifetime_of, local_group, timeout_of
 from fullshard.comm import guard
 from fullshard.comm.topology import Topology
+from fullshard.layout import Wire
 
 _Stages = Callable[[], None]
 
@@ -58,24 +60,27 @@ class StagedWork:
 class TwoLevel:
     """The groups of this rank's host and of its rail.
 
-    A thread takes the stages of one collective after another, in the order in which the ranks
-    start them, while the program computes.
+    Without streams, a thread takes the stages of one collective after another, in the order in
+    which the ranks start them, while the program computes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, by_host: list[list[int]]) -> None:
+    def __init__(self, group: dist.ProcessGroup, by_host: list[list[int]], backend: str) -> None:
         self.num_hosts = len(by_host)
         ranks, own = dist.get_process_group_ranks(group), group.rank()
         host = next(each for each in by_host if own in each)
         rail = [each[host.index(own)] for each in by_host]
         timeout = timeout_of(group)
-        self.host = local_group([ranks[each] for each in host], timeout, "gloo")
-        self.rail = local_group([ranks[each] for each in rail], timeout, "gloo")
+        self.host = local_group([ranks[each] for each in host], timeout, backend)
+        self.rail = local_group([ranks[each] for each in rail], timeout, backend)
         self._queue: SimpleQueue[StagedWork | None] = SimpleQueue()
-        threading.Thread(
-            target=_take, args=(self._queue,), name="fullshard-hosts", daemon=True
-        ).start()
+        self._thread: threading.Thread | None = None
 
     def start(self, stages: _Stages) -> StagedWork:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_take, args=(self._queue,), name="fullshard-hosts", daemon=True
+            )
+            self._thread.start()
         work = StagedWork(stages)
         self._queue.put(work)
         return work
@@ -94,23 +99,35 @@ def _take(queue: SimpleQueue[StagedWork | None]) -> None:
         del work  # and its tensors
 
 
-_levels: weakref.WeakKeyDictionary[object, TwoLevel | None] = weakref.WeakKeyDictionary()
-
-
-def levels_of(group: dist.ProcessGroup) -> TwoLevel | None:
-    """The levels of a group, if its hosts have equally many of its ranks, more than one, in order.
+def packed_wire(wire: Wire, group: dist.ProcessGroup | None) -> Wire:
+    """The wire in which the ranks of a group send gradients first.
 
     The first call for a group is one that all its ranks make.
+    """
+    inside = wire.inside
+    if inside is wire or group is None:
+        return wire
+    return wire if Topology.of(group).num_hosts == group.size() else inside
+
+
+_levels: weakref.WeakKeyDictionary[object, dict[str, TwoLevel | None]] = weakref.WeakKeyDictionary()
+
+
+def levels_of(group: dist.ProcessGroup, backend: str = "gloo") -> TwoLevel | None:
+    """The levels of a group, if its hosts have equally many of its ranks, more than one, in order.
+
+    The first call for a group and backend is one that all its ranks make.
     """
     if not is_registered(group):
         return None
     lifetime = lifetime_of(group)
-    if lifetime not in _levels:
+    known = _levels.setdefault(lifetime, {})
+    if backend not in known:
         by_host, found = Topology.of(group).by_host, None
         size = len(by_host[0])
         in_order = [rank for host in by_host for rank in host] == list(range(group.size()))
         if len(by_host) > 1 and size > 1 and in_order and all(len(h) == size for h in by_host):
-            found = TwoLevel(group, by_host)
+            found = TwoLevel(group, by_host, backend)
             weakref.finalize(lifetime, found.close).atexit = False
-        _levels[lifetime] = found
-    return _levels[lifetime]
+        known[backend] = found
+    return known[backend]

@@ -12,11 +12,12 @@ from fullshard.layout.plan import (
     plan_unit,
 )
 from fullshard.layout.split import FlatSplit, RowSplit, Run, Split, Whole, split_rows
-from fullshard.layout.wire import Fp8, Int8, Plain, Wire
+from fullshard.layout.wire import Fp8, Int4, Int8, Plain, Wire
 
 __all__ = ["NO_TENSOR", "Bucket", "Copy", "CopyTable", "CostModel", "DtypePlan", "FlatSplit"]
 __all__ += [
     "Fp8",
+    "Int4",
     "Int8",
     "Lane",
     "ParamSpec",

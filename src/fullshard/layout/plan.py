@@ -33,7 +33,8 @@ from fullshard.layout.wire import Plain, Wire
 class DtypePlan:
     """The dtypes of a parameter: stored in, computed in, and its gradient reduced in.
 
-    `gather_wire` and `reduce_wire` say how it and its gradient travel. `grad` is the dtype of the
+    `gather_wire` and `reduce_wire` say how it and its gradient travel, and `replica_wire` how sums
+    of this travel between replicas. `grad` is the dtype of the
     shard's gradient: usually `stored`; None for whatever backward computes.
     """
 
@@ -42,6 +43,7 @@ class DtypePlan:
     reduced: torch.dtype
     gather_wire: Wire
     reduce_wire: Wire
+    replica_wire: Wire
     grad: torch.dtype | None
 
     @classmethod
@@ -52,18 +54,26 @@ class DtypePlan:
         reduce_dtype: torch.dtype | None = None,
         gather_wire: Wire | None = None,
         reduce_wire: Wire | None = None,
+        replica_wire: Wire | None = None,
     ) -> DtypePlan:
         """Apply a precision policy. Parameters that are not floating point keep their dtype.
 
-        A plain `reduce_wire` counts only where it is narrower than the dtype of the reduction.
+        A plain wire of gradients counts only where it is narrower than the dtype of the reduction.
+        Replicas use the same, unless they are given another or it is float16, which may not hold
+        sums.
         """
         if not stored.is_floating_point:
-            return cls(stored, stored, stored, Plain(stored), Plain(stored), stored)
+            plain = Plain(stored)
+            return cls(stored, stored, stored, plain, plain, plain, stored)
         computed = param_dtype or stored
         reduced = reduce_dtype or computed
         if reduce_wire is None or reduce_wire.dtype.itemsize >= reduced.itemsize:
             reduce_wire = Plain(reduced)
-        return cls(stored, computed, reduced, gather_wire or Plain(computed), reduce_wire, stored)
+        between = replica_wire or reduce_wire
+        if between.dtype is torch.float16 or between.dtype.itemsize >= reduced.itemsize:
+            between = Plain(reduced)
+        gather_wire = gather_wire or Plain(computed)
+        return cls(stored, computed, reduced, gather_wire, reduce_wire, between, stored)
 
     @staticmethod
     def unit_reduce_dtype(
@@ -78,12 +88,6 @@ class DtypePlan:
             return given
         floats = [dtype for dtype in trained if dtype.is_floating_point]
         return reduce(torch.promote_types, floats) if floats else None
-
-    @property
-    def replica_wire(self) -> Wire:
-        """How sums travel between replicas: they may not fit into float16."""
-        is_half = self.reduce_wire.dtype is torch.float16
-        return Plain(self.reduced) if is_half else self.reduce_wire
 
     @property
     def arrives_as_computed(self) -> bool:

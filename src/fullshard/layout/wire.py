@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from math import prod
 from types import ModuleType
@@ -34,10 +36,16 @@ class Wire(ABC):
 
     dtype: torch.dtype
     is_plain = False
+    suits_params = True
 
     @property
     def alignment_numel(self) -> int:
         return 1
+
+    @property
+    def inside(self) -> Wire:
+        """The wire between ranks of one host, and of sums that have travelled in this one."""
+        return self
 
     def suits(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape should travel so; otherwise it travels as it is."""
@@ -56,16 +64,26 @@ class Wire(ABC):
         """Write the values of messages, one in each row, in the dtype of `segments`."""
 
     def add_up(self, messages: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Sum messages in the order of ranks, in the dtype of `out`."""
+        """Sum messages in the order of ranks, in the dtype of `out`; all may have several rows."""
+        out = _in_rows(out)
         values = torch.empty_like(out)
         out.zero_()
         for message in messages:
-            self.decode(message.view(1, -1), values.view(1, -1))
+            self.decode(_in_rows(message), values)
             out.add_(values)
 
 
 # The wire of all parameters of a policy, or one for each by its name and shape.
 Wires: TypeAlias = Wire | Callable[[str, torch.Size], Wire | None] | None
+
+
+def require_for_params(what: str, wire: Wire) -> None:
+    """Raise if parameters cannot travel in a wire."""
+    if not wire.suits_params:
+        raise ConfigError(
+            f"{what}: parameters cannot be gathered as {wire}: models do not train with weights of "
+            "four bits; gather them as Int8(), and send gradients in four."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +133,19 @@ class Plain(Wire):
 
 
 class Blockwise(Wire):
-    """Values of eight bits, with one float32 scale for each block of consecutive elements.
+    """Values of eight or four bits, with one float32 scale for each block of elements.
 
-    A message has the values of its segment, and then the scales. The scale of a block is its
-    largest magnitude over the largest value, so that a block of zeros arrives as zeros. All of a
-    block that has a value which is not finite arrives as NaN. Values round to the nearest one, or
-    `stochastic`ally: up with a chance that makes them right on average.
+    A message has the values of its segment, and then the scales. The scale of a block of
+    consecutive elements is its largest magnitude over the largest value, so that a block of zeros
+    arrives as zeros. All of a block that has a value which is not finite arrives as NaN. Values
+    round to the nearest one, or `stochastic`ally: up with a chance that makes them right on
+    average.
     """
 
     dtype = torch.uint8
     block: int
     stochastic = False
+    bits = 8
     value_dtype: torch.dtype
     largest: float
 
@@ -145,7 +165,21 @@ class Blockwise(Wire):
         return len(shape) > 1 and prod(shape) >= self.block
 
     def message_numel(self, numel: int) -> int:
-        return numel + numel // self.block * 4
+        return numel * self.bits // 8 + numel // self.block * 4
+
+    def _spread(self, wide: torch.Tensor) -> torch.Tensor:
+        """What is rounded of blocks: their elements."""
+        return wide
+
+    def _collected(self, values: torch.Tensor) -> torch.Tensor:
+        """Blocks of which `_spread` would make these values."""
+        return values
+
+    def _packed(self, rounded: torch.Tensor) -> torch.Tensor:
+        return rounded
+
+    def _unpacked(self, values: torch.Tensor) -> torch.Tensor:
+        return values.float()
 
     def encode(self, segments: torch.Tensor, messages: torch.Tensor) -> None:
         if not segments.numel():
@@ -153,14 +187,13 @@ class Blockwise(Wire):
         kernels = self._kernels(segments)
         if kernels is not None:
             kernels.encode(
-                *(segments, messages, self.block, self.largest, _SMALLEST_SCALE),
-                is_int=self._is_int,
+                *(segments, messages, self._form, self.largest, _SMALLEST_SCALE),
                 is_stochastic=self.stochastic,
             )
             return
         start = 0
         for blocks, values, scales in self._chunks(segments, messages):
-            wide = blocks.float()
+            wide = self._spread(blocks.float())
             torch.div(wide.abs().amax(-1, keepdim=True), self.largest, out=scales)
             # What is not finite is in the scale: with it, any value is decoded as NaN.
             is_used = scales.isfinite() & (scales >= _SMALLEST_SCALE)
@@ -169,8 +202,8 @@ class Blockwise(Wire):
                 scaled.add_(_chances(wide, scales, start)).floor_().clamp_(max=self.largest)
             elif self._is_int:
                 scaled.round_()
-            scales.masked_fill_(scales.isinf(), torch.nan)
-            values.copy_(scaled)
+            scales.masked_fill_(~scales.isfinite(), torch.nan)
+            values.copy_(self._packed(scaled))
             start += wide[0].numel()
 
     def decode(self, messages: torch.Tensor, segments: torch.Tensor) -> None:
@@ -178,16 +211,16 @@ class Blockwise(Wire):
             return
         kernels = self._kernels(segments)
         if kernels is not None:
-            kernels.decode(messages, segments, self.block, is_int=self._is_int)
+            kernels.decode(messages, segments, self._form)
             return
         for blocks, values, scales in self._chunks(segments, messages):
-            blocks.copy_(values.float() * scales)
+            blocks.copy_(self._collected(self._unpacked(values) * scales))
 
     def add_up(self, messages: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Sum messages in the order of ranks, in float32."""
         kernels = self._kernels(out) if out.numel() else None
         if kernels is not None and _are_rows(messages):
-            kernels.add_up(messages, out, self.block, is_int=self._is_int)
+            kernels.add_up([*map(_in_rows, messages)], _in_rows(out), self._form)
         elif out.dtype is torch.float32:
             Wire.add_up(self, messages, out)
         else:
@@ -198,6 +231,11 @@ class Blockwise(Wire):
     @property
     def _is_int(self) -> bool:
         return not self.value_dtype.is_floating_point
+
+    @property
+    def _form(self) -> tuple[int, int, bool]:
+        """The elements of a block, the bits of a value, and whether values are integers."""
+        return self.block, self.bits, self._is_int
 
     def _kernels(self, segments: torch.Tensor) -> ModuleType | None:
         if not segments.is_cuda or type(segments) is not torch.Tensor:
@@ -211,8 +249,9 @@ class Blockwise(Wire):
         """Parts of all segments: elements and values, by block, and scales."""
         numel = segments.size(1)
         blocks = segments.unflatten(1, (-1, self.block))
-        values = messages[:, :numel].view(self.value_dtype).unflatten(1, (-1, self.block))
-        scales = messages[:, numel:].view(torch.float32).unsqueeze(-1)
+        num_bytes, block_bytes = numel * self.bits // 8, self.block * self.bits // 8
+        values = messages[:, :num_bytes].view(self.value_dtype).unflatten(1, (-1, block_bytes))
+        scales = messages[:, num_bytes:].view(torch.float32).unsqueeze(-1)
         num_blocks = numel // self.block
         if segments.device.type == "cpu":
             num_blocks = max(1, _CHUNK_NUMEL // self.block // max(1, segments.size(0)))
@@ -247,6 +286,94 @@ class Fp8(Blockwise):
 
     value_dtype = torch.float8_e4m3fn
     largest = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class Int4(Blockwise):
+    """Integers from -7 to 7, two in a byte, for gradients that go to another host.
+
+    What is rounded is the Hadamard transform of a block, in which no element is much larger than
+    the others: one that was, is spread over all. The error of a transformed value is at most 1/14
+    of the largest of its block, with `stochastic` twice that, and zero on average. Ranks of one
+    host send eight bits to each other, and only their sum travels in four.
+    """
+
+    block: int = 128
+    stochastic: bool = False
+
+    bits = 4
+    suits_params = False
+    value_dtype = torch.int8
+    largest = 7.0
+
+    def __post_init__(self) -> None:
+        if self.block < 16 or self.block & (self.block - 1):
+            raise ConfigError(
+                "Int4: the elements of a block, which are transformed together, must be a power of "
+                f"two from 16 on, not {self.block}."
+            )
+
+    @property
+    def inside(self) -> Wire:
+        return Int8(self.block, self.stochastic)
+
+    def _spread(self, wide: torch.Tensor) -> torch.Tensor:
+        # Divided first: no sum of finite values is infinite, and dividing by 2**n loses nothing.
+        return _hadamard(wide / self.block)
+
+    def _collected(self, values: torch.Tensor) -> torch.Tensor:
+        return _hadamard(values)
+
+    def _packed(self, rounded: torch.Tensor) -> torch.Tensor:
+        """The first half of a block in the low bits of its bytes, the second in the high bits."""
+        low, high = rounded.to(torch.int8).chunk(2, -1)
+        return (low & 15) | (high << 4)
+
+    def _unpacked(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.cat(((values << 4) >> 4, values >> 4), -1).float()
+
+    def _kernels(self, segments: torch.Tensor) -> ModuleType | None:
+        kernels = Blockwise._kernels(self, segments)
+        return kernels if kernels and _are_alike(self, kernels, segments.device) else None
+
+
+@cache
+def _are_alike(wire: Blockwise, kernels: ModuleType, device: torch.device) -> bool:
+    """Whether kernels that not every compiler may know compute what a CPU does; tried once."""
+    segments = torch.randn(2, 5 * wire.alignment_numel, generator=torch.Generator().manual_seed(0))
+    shape = len(segments), wire.message_numel(segments.size(1))
+    expected, values = torch.empty(shape, dtype=wire.dtype), torch.empty_like(segments)
+    wire.encode(segments, expected)
+    wire.decode(expected, values)
+    form, given = wire._form, segments.to(device)
+    with suppress(Exception):  # views do the same, only slower
+        messages, found = expected.to(device).zero_(), torch.empty_like(given)
+        limits = wire.largest, _SMALLEST_SCALE
+        kernels.encode(given, messages, form, *limits, is_stochastic=wire.stochastic)
+        kernels.decode(messages, found, form)
+        return torch.equal(messages.cpu(), expected) and torch.equal(found.cpu(), values)
+    return False
+
+
+def _hadamard(blocks: torch.Tensor) -> torch.Tensor:
+    """The Hadamard transform of the last dim, which is its own inverse but for its size.
+
+    Sums and differences of halves, then of halves of these, to the last pairs.
+    """
+    # Blocks side by side, so that all halves are consecutive.
+    given = blocks.mT.contiguous()
+    made, half = torch.empty_like(given), blocks.size(-1) // 2
+    while half:
+        one, other = given.unflatten(-2, (-1, 2, half)).unbind(-3)
+        sums, differences = made.unflatten(-2, (-1, 2, half)).unbind(-3)
+        torch.add(one, other, out=sums)
+        torch.sub(one, other, out=differences)
+        given, made, half = made, given, half // 2
+    return given.mT
+
+
+def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.ndim == 2 else tensor.view(1, -1)
 
 
 def _are_rows(messages: Sequence[torch.Tensor]) -> bool:

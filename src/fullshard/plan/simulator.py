@@ -28,6 +28,7 @@ from fullshard._torch import (
 )
 from fullshard.comm.collectives import Collectives, CollectiveWork
 from fullshard.device import Device, Streams
+from fullshard.layout import Wire
 from fullshard.plan.device_profile import DeviceProfile
 from fullshard.plan.ledger import Kind, Ledger
 from fullshard.plan.operations import (
@@ -126,9 +127,18 @@ class SimulatedCollectives(Collectives):
             return simulator.collective("reduce-scatter", num_bytes, group)
         for out, inp in zip(outs, ins, strict=True):
             received = torch.empty_like(inp)
-            simulator.collective("reduce-scatter", inp.nbytes, group).wait()
+            crossing = self._crossing_bytes(out, inp, group, wire)
+            simulator.collective("reduce-scatter", inp.nbytes, group, crossing).wait()
             torch.sum(received.view(group.size(), -1), 0, dtype=out.dtype, out=out)
         return CollectiveWork()
+
+    def _crossing_bytes(self, out: Any, inp: Any, group: Any, wire: Wire) -> int:
+        """What an exchange would send in all if everything crossed to another host once."""
+        num_local = self._simulator.fabric.shape_of(group)[1]
+        if not wire.is_plain and num_local > 1:
+            return group.size() * wire.message_numel(out.numel())  # sums of hosts
+        # With streams, ranks of one host do not add up plain values for another one.
+        return inp.nbytes * (num_local if self._simulator.device.has_streams else 1)
 
     def all_to_all(
         self, out: Any, inp: Any, out_numel: Any, in_numel: Any, group: Any
@@ -152,9 +162,14 @@ class Fabric:
         self.ranks_per_host = ranks_per_host
         self._shapes: dict[Any, tuple[int, int]] = {}
 
-    def seconds(self, name: str, num_bytes: int, group: Any) -> float:
+    def seconds(self, name: str, num_bytes: int, crossing_bytes: int, group: Any) -> float:
         """The time of a collective over `num_bytes` in all; an all-reduce moves them twice."""
-        return self.seconds_of(num_bytes * (1 + (name == "all-reduce")), *self.shape_of(group))
+        times = 1 + (name == "all-reduce")
+        shape = self.shape_of(group)
+        return self.seconds_of(times * num_bytes, *shape, times * crossing_bytes)
+
+    def host_of(self, rank: int) -> int:
+        return rank // self.ranks_per_host
 
     def shape_of(self, group: Any) -> tuple[int, int]:
         if group not in self._shapes:
@@ -163,10 +178,14 @@ class Fabric:
 
     def shape(self, ranks: Sequence[int]) -> tuple[int, int]:
         """The number of hosts of these ranks, and how many are on each."""
-        by_host = Counter(rank // self.ranks_per_host for rank in ranks)
+        by_host = Counter(map(self.host_of, ranks))
         return len(by_host), max(by_host.values())
 
-    def seconds_of(self, num_bytes: int, num_hosts: int, num_local: int) -> float:
+    def seconds_of(
+        self, num_bytes: int, num_hosts: int, num_local: int, crossing_bytes: int | None = None
+    ) -> float:
+        """`crossing_bytes` is as much as `num_bytes` unless hosts send each other another form."""
+        crossing_bytes = num_bytes if crossing_bytes is None else crossing_bytes
         profile, size = self._profile, num_hosts * num_local
         if size == 1:
             return 0.0
@@ -180,7 +199,7 @@ class Fabric:
             # The other ranks of the host use the rest: they take the same step in other groups.
             adapters = profile.adapters_per_host or self.ranks_per_host
             rate = profile.network_gbs * share * adapters * num_local / self.ranks_per_host
-            across_s = num_bytes * (num_hosts - 1) / num_hosts / rate
+            across_s = crossing_bytes * (num_hosts - 1) / num_hosts / rate
         # CPU ranks gather from other hosts first and then share it; GPUs do both at once.
         is_staged = profile.device_type == "cpu"
         sending_s = inside_s + across_s if is_staged else max(inside_s, across_s)
@@ -229,7 +248,7 @@ class Simulator(TorchDispatchMode):
         self.flops = 0
         self.sent: Counter[str] = Counter()
         self.num_collectives: Counter[str] = Counter()
-        self._fabric = fabric
+        self.fabric = fabric
         self._units: list[str] = []
         self._is_first = False
         self._issuing: tuple[Activity, str, float] | None = None
@@ -240,7 +259,7 @@ class Simulator(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        hosts = hosts_of_meta_devices(self._fabric.ranks_per_host)
+        hosts = hosts_of_meta_devices(self.fabric.ranks_per_host)
         with fused_optimizers_on("meta"), hosts, fused_kernels(self.played), self:
             yield
 
@@ -268,15 +287,18 @@ class Simulator(TorchDispatchMode):
         is_recomputed = self.phase == "backward" and torch.is_grad_enabled()
         self.host_s += self.profile.launch_s * (_RECOMPUTED if is_recomputed else 1)
 
-    def collective(self, name: str, num_bytes: int, group: Any) -> CollectiveWork:
+    def collective(
+        self, name: str, num_bytes: int, group: Any, crossing_bytes: int | None = None
+    ) -> CollectiveWork:
         self.host_s += self.profile.launch_s * _COLLECTIVE * self._is_first
         self._is_first = False
-        seconds = self._fabric.seconds(name, num_bytes, group)
+        crossing_bytes = num_bytes if crossing_bytes is None else crossing_bytes
+        seconds = self.fabric.seconds(name, num_bytes, crossing_bytes, group)
         self.sent[name] += num_bytes * (group.size() - 1) // group.size()
         self.num_collectives[name] += 1
         if self.device.has_streams:
             self._issue()
-            transfers = self._transfers[self._fabric.shape_of(group)[0] > 1]
+            transfers = self._transfers[self.fabric.shape_of(group)[0] > 1]
             start_s = _free_from(transfers, self.now_s, seconds)
             self.current.time_s = start_s + seconds
             return CollectiveWork()
@@ -288,6 +310,9 @@ class Simulator(TorchDispatchMode):
             self._spans.append(Span(activity, unit, start_s, end_s))
         done = VirtualEvent(network.time_s, self)
         return CollectiveWork([done], wait=VirtualEvent.synchronize)
+
+    def host_of(self, rank: int) -> int:
+        return self.fabric.host_of(rank)
 
     def all_reduce(self, num_bytes: int, group: Any) -> None:
         self.collective("all-reduce", num_bytes, group).wait()

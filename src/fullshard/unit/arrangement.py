@@ -12,7 +12,7 @@ from fullshard.comm.mesh import MeshInfo
 from fullshard.device import has_no_memory, type_of
 from fullshard.errors import ConfigError
 from fullshard.layout import CostModel, DtypePlan, ParamSpec, UnitLayout, Wire, plan_unit
-from fullshard.layout.wire import Wires
+from fullshard.layout.wire import Wires, require_for_params
 from fullshard.unit.all_gather import ExtensionAllGather, UnitAllGather
 from fullshard.unit.context import CommContext
 from fullshard.unit.extensions import Extension
@@ -88,23 +88,36 @@ class Arrangement:
         cost = CostModel.of_device(type_of(self._device))
         return plan_unit(specs, self._axis.size, cost, is_flat=is_flat)
 
-    def _wires_of(self, param: ShardedParam) -> tuple[Wire | None, Wire | None]:
-        """How a parameter and its gradient travel; those of a flat layout travel together."""
+    def _wires_of(self, param: ShardedParam) -> list[Wire | None]:
+        """How a parameter, its gradient and sums of it travel; one rank sends nothing.
+
+        Those of a flat layout travel together.
+        """
+        gather, reduce, between = self._policy.wires
         if self._axis.is_single:
-            return None, None  # one rank sends nothing
-        gather, reduce = self._policy.wires
-        return self._wire_of(param, gather), self._wire_of(param, reduce)
+            gather = reduce = None
+        found = [self._wire_of(param, given) for given in (gather, reduce, between)]
+        if found[0] is not None:
+            require_for_params(param.name, found[0])
+        return found
 
     def _wire_of(self, param: ShardedParam, given: Wires) -> Wire | None:
         shape = torch.Size(param.split.shape)
         wire = given if given is None or isinstance(given, Wire) else given(param.name, shape)
-        if wire is not None and not isinstance(wire, Wire):
+        if wire is None:
+            return None
+        if not isinstance(wire, Wire):
             raise ConfigError(
                 f"{param.name}: a function that chooses wires must return one, such as "
                 f"fullshard.wire.Int8(), or None, not {wire!r}."
             )
-        is_flat = self._flat is not None
-        return wire if wire is not None and (is_flat or wire.suits(shape)) else None
+        if wire is not given and not param.dtype.is_floating_point:
+            raise ConfigError(
+                f"{param.name}: wires are for floating-point parameters, and this one is "
+                f"{param.dtype}; let the function that chooses wires return None for it, not "
+                f"{wire}."
+            )
+        return wire if self._flat is not None or wire.suits(shape) else None
 
     def _param_dtype(self, param: ShardedParam) -> torch.dtype | None:
         return None if param.keeps_dtype else self._policy.param_dtype
@@ -149,9 +162,9 @@ class Arrangement:
 
     def grad_lanes(self) -> Iterator[GradLane]:
         """How gradients are reduced, lane by lane."""
-        rank = self._axis.rank
+        axis = self._axis
         flat = {} if self._flat is None else dict(enumerate(self._flat.holders))
         for index, lane in enumerate(self.layout.lanes):
-            yield GradLane(self.layout, lane, self.plain, rank, flat.get(index))
+            yield GradLane(lane, self.plain, axis, flat.get(index))
         for lane in self.extension_layout.lanes:
-            yield GradLane(self.extension_layout, lane, self.extended, rank)
+            yield GradLane(lane, self.extended, axis)

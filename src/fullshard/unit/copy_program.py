@@ -48,7 +48,9 @@ def unpacker(full: ResizableBuffer, comm_ctx: CommContext) -> Unpacker:
     return views if kernel is None else kernel.UnpackKernel(full, comm_ctx, views)
 
 
-def packer(table: CopyTable, dtypes: DtypePlan, num_ranks: int, comm_ctx: CommContext) -> Packer:
+def packer(
+    table: CopyTable, dtypes: DtypePlan, wire: Wire, num_ranks: int, comm_ctx: CommContext
+) -> Packer:
     """A program from tensors to what is sent of a bucket."""
     kernel, simulated = _kernel(comm_ctx), simulation()
     if simulated is not None:
@@ -56,8 +58,11 @@ def packer(table: CopyTable, dtypes: DtypePlan, num_ranks: int, comm_ctx: CommCo
     program: Packer = PackViews(table, num_ranks)
     if kernel is not None:
         program = kernel.PackKernel(table, comm_ctx, program)
-    is_plain = dtypes.reduce_wire.is_plain
-    return program if is_plain else PackEncoded(program, table, dtypes, num_ranks)
+    if wire.is_plain:
+        return program
+    # In the dtype of the reduction, or a wider one: what a wire rounds was not rounded before.
+    dtype = torch.promote_types(dtypes.reduced, torch.float32)
+    return PackEncoded(program, table, dtype, wire, num_ranks)
 
 
 def _kernel(comm_ctx: CommContext) -> ModuleType | None:
@@ -144,10 +149,9 @@ class PackEncoded:
     """Copies tensors into segments of their own, and encodes these."""
 
     def __init__(
-        self, program: Packer, table: CopyTable, dtypes: DtypePlan, num_ranks: int
+        self, program: Packer, table: CopyTable, dtype: torch.dtype, wire: Wire, num_ranks: int
     ) -> None:
-        self._program, self._wire, self._num_ranks = program, dtypes.reduce_wire, num_ranks
-        self._dtype = torch.promote_types(dtypes.reduced, torch.float32)
+        self._program, self._dtype, self._wire, self._num_ranks = program, dtype, wire, num_ranks
         self._numel = sum(copy.numel for copy in table.copies)
 
     def pack(

@@ -10,9 +10,11 @@ from itertools import pairwise
 import torch
 
 from fullshard._torch import disable_torch_function
+from fullshard.comm.mesh import Axis
+from fullshard.comm.two_level import packed_wire
 from fullshard.device import ResizableBuffer
 from fullshard.errors import ConfigError
-from fullshard.layout import Bucket, FlatSplit, Lane, Plain, UnitLayout
+from fullshard.layout import Bucket, FlatSplit, Lane, Plain, UnitLayout, Wire
 from fullshard.unit.context import CommContext
 from fullshard.unit.copy_program import Packer, packer
 from fullshard.unit.grad_buffer import GradBuffer, GradSlot, GradTarget, has_hooks
@@ -43,14 +45,14 @@ class GradPieces:
         step = -(-bucket.segment_numel // (plan.num_pieces * alignment)) * alignment
         bounds = [*range(0, bucket.segment_numel, step), bucket.segment_numel]
         columns = [range(*each) for each in pairwise(bounds)]
-        wire, num_ranks = plan.dtypes.reduce_wire, plan.num_ranks
+        wire, num_ranks = plan.wire, plan.num_ranks
         numels = [num_ranks * wire.message_numel(len(each)) for each in columns]
         num_bytes = numels[0] * wire.dtype.itemsize
         self._memory = ResizableBuffer(num_bytes, comm_ctx.device.torch_device, "full gradients")
         self._pieces = [
             (
                 slice(each.start, each.stop),
-                packer(bucket.piece(each), plan.dtypes, num_ranks, comm_ctx),
+                packer(bucket.piece(each), plan.dtypes, wire, num_ranks, comm_ctx),
                 self._memory.view(0, (numel,), wire.dtype),
             )
             for each, numel in zip(columns, numels, strict=True)
@@ -79,13 +81,13 @@ class GradBucket:
         lane: Lane,
         bucket: Bucket,
         slots: Sequence[tuple[ShardedParam, int]],
-        num_ranks: int,
+        axis: Axis,
     ) -> None:
         self.params = [param for param, _ in slots]
         self.slots = slots
         self.targets: list[GradSlot] = [slot for slot in slots if slot[0].takes_gradient]
         self.dtypes = lane.dtypes
-        self.numel = num_ranks * bucket.segment_numel
+        self.numel = axis.size * bucket.segment_numel
         self.in_shards = slice(bucket.buffer_offset, bucket.buffer_offset + bucket.segment_numel)
         # A flat bucket is always reduced: this rank may hold a part of parameters that other ranks
         # have used, without knowing that they have.
@@ -93,7 +95,7 @@ class GradBucket:
         self.is_always_reduced = is_flat and lane.is_trainable
         self._bucket = bucket
         self._is_one = len(slots) == 1 and not bucket.is_copied
-        self.num_ranks = num_ranks
+        self.num_ranks, self._axis = axis.size, axis
         self._packer: Packer | None = None
         self._pieces: GradPieces | None = None
 
@@ -110,14 +112,18 @@ class GradBucket:
         return max(1, self.num_bytes // smallest)
 
     @property
+    def wire(self) -> Wire:
+        """What gradients are packed as; all ranks ask for it in their first reduction."""
+        return packed_wire(self.dtypes.reduce_wire, self._axis.group)
+
+    @property
     def message_numel(self) -> int:
         """The elements of what is sent of all segments."""
-        segment_numel = self._bucket.segment_numel
-        return self.num_ranks * self.dtypes.reduce_wire.message_numel(segment_numel)
+        return self.num_ranks * self.wire.message_numel(self._bucket.segment_numel)
 
     @property
     def num_bytes(self) -> int:
-        return self.message_numel * self.dtypes.reduce_wire.dtype.itemsize
+        return self.message_numel * self.wire.dtype.itemsize
 
     def pieces(self, comm_ctx: CommContext) -> GradPieces:
         """The memory of the pieces that a bucket is reduced in, with their programs."""
@@ -142,7 +148,9 @@ class GradBucket:
     ) -> None:
         """Copy and cast gradients into memory of all ranks' segments."""
         if self._packer is None:
-            self._packer = packer(self._bucket.table, self.dtypes, self.num_ranks, comm_ctx)
+            self._packer = packer(
+                self._bucket.table, self.dtypes, self.wire, self.num_ranks, comm_ctx
+            )
         self._packer.pack(grads, bucket, divisor)
 
 
@@ -154,18 +162,17 @@ class GradLane:
 
     def __init__(
         self,
-        layout: UnitLayout,
         lane: Lane,
         params: Sequence[ShardedParam],
-        rank: int,
+        axis: Axis,
         target: GradTarget | None = None,
     ) -> None:
         self.dtypes = lane.dtypes
         self.shard_numel = lane.shard_numel
         self.buckets: list[GradBucket] = []
         for bucket in lane.buckets:
-            slots = [(params[s.param_index], s.in_segment(rank)) for s in bucket.slots]
-            self.buckets.append(GradBucket(lane, bucket, slots, layout.num_ranks))
+            slots = [(params[s.param_index], s.in_segment(axis.rank)) for s in bucket.slots]
+            self.buckets.append(GradBucket(lane, bucket, slots, axis))
         if target is not None:
             self.buckets[0].targets = [(target, 0)]
         self.buffer: GradBuffer | None = None
@@ -187,7 +194,12 @@ class GradLane:
         found = {grad.dtype for grad in grads if grad is not None}
         widest = reduce(torch.promote_types, found, self.dtypes.reduced)
         if widest != self.dtypes.reduced:
-            self.dtypes = replace(self.dtypes, reduced=widest, reduce_wire=Plain(widest))
+            self.dtypes = replace(
+                self.dtypes,
+                reduced=widest,
+                reduce_wire=Plain(widest),
+                replica_wire=Plain(widest),
+            )
             self.buffer = None
             for bucket in self.buckets:
                 bucket.dtypes = self.dtypes
