@@ -355,7 +355,7 @@ class Scheduler:
     def abort(self) -> None:
         """Leave everything sharded, nothing in flight, and no gradient of the failed step.
 
-        Never raises (rule 11): every unit is reset, whatever failed, even a collective.
+        Never raises (rule 11: abort cannot raise): every unit is reset, whatever failed.
         """
         self.owner = None
         self.is_in_backward = False

@@ -162,7 +162,8 @@ class _Launch:
         ]
 
 
-# A compiled kernel takes half the host time of a call that looks it up by its arguments (rule 7).
+# Calling a compiled kernel takes half the host time (rule 7: host time) of looking it up by its
+# arguments.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
