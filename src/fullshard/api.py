@@ -320,7 +320,7 @@ def own_precision(kind: type[_Policy], given: Any) -> _Policy:
     missing = [name for name in names if name not in found and name not in optional]
     if missing:
         raise ConfigError(
-            f"precision: this {type(given).__name__} is no {kind.__name__}: it has no "
+            f"precision: this {type(given).__name__} is not a {kind.__name__}: it has no "
             f"{', '.join(missing)}. Import {kind.__name__} from fullshard."
         )
     return kind(**found)

@@ -104,9 +104,10 @@ class StreamDevice(Device):
 
 
 class CudaDevice(StreamDevice):
-    """CUDA with less host time: a unit changes streams and records events 30 times a step (rule 7).
+    """CUDA with less host time (rule 7: host time).
 
-    torch.cuda's own functions look up devices and make objects on each call.
+    A unit changes streams and records events 30 times a step, and torch.cuda's own functions look
+    up devices and make objects on each call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -245,7 +246,8 @@ class ResizableBuffer:
         return start, start + self.num_bytes
 
     def allocate(self) -> None:
-        # resize_ to the same size would move memory that is waited for by its address (rule 2).
+        # Rule 2, memory by stream: all-gathers wait for memory by its address, and resize_ to the
+        # same size would move it.
         if not self.is_allocated:
             self._resize(self.num_bytes)
 

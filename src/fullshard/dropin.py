@@ -140,8 +140,8 @@ def install() -> None:
     redirected.tell()
     num_modules = len({id(module) for module, *_ in _installed.replaced})
     _log.info(
-        "fullshard replaces %d names of torch.distributed.fsdp in %d modules; these are torch's "
-        "own still, since fullshard does not have them: %s",
+        "fullshard replaces %d names of torch.distributed.fsdp in %d modules; these stay "
+        "torch's, because fullshard does not have them: %s",
         len(_installed.theirs),
         num_modules,
         ", ".join(_installed.unknown) or "none",

@@ -210,7 +210,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
     if _wrapping.get() is not None:
         raise UnsupportedError(
             "enable_wrap: You are already within an autowrap context; end that one first, or "
-            " pass the options that differ to wrap()."
+            "pass the options that differ to wrap()."
         )
     token = _wrapping.set(functools.partial(wrapper_cls, **wrapper_kwargs))
     try:

@@ -70,7 +70,7 @@ class ModelSection:
 
     name: str = _key(
         "10m",
-        "A built-in size, or a folder in Hugging Face's layout.",
+        "A built-in size, such as tiny, 150m or 8b, or a folder in Hugging Face's layout.",
         _text("a built-in size or a folder"),
         option="model",
     )
@@ -78,7 +78,7 @@ class ModelSection:
     lora_rank: int = _key(
         0, "Rank of the low-rank adapters to train; 0 trains all weights.", _NATURAL
     )
-    lora_alpha: float = _key(32.0, "Scale of the adapters.", _POSITIVE)
+    lora_alpha: float = _key(32.0, "Scale of the adapters, as peft's lora_alpha.", _POSITIVE)
     lora_targets: tuple[str, ...] = _key(
         (),
         "Modules that get adapters, by the end of their names.",
@@ -99,7 +99,8 @@ class DataSection:
         option="data",
     )
     mask_documents: bool = _key(
-        False, "Documents that share a sequence do not attend to each other, as conversations."
+        False,
+        "Documents that share a sequence do not attend to each other; conversations never do.",
     )
     strict_data: bool = _key(False, "Refuse files that are damaged, instead of skipping them.")
     eval_paths: tuple[str, ...] = _key(
@@ -140,7 +141,7 @@ class ShardingSection:
         "auto", "Ranks as replicas x shards, as in 2x4; by default one replica.", _MESH_SHAPE
     )
     elastic_replicas: bool = _key(
-        False, "Go on without a replica of the mesh that dies, and start it again meanwhile."
+        False, "Continue without a replica of the mesh that dies, and restart it meanwhile."
     )
     units: tuple[str, ...] = _key(
         (),
@@ -150,17 +151,19 @@ class ShardingSection:
     )
     precision: str = _key(
         "auto",
-        "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; fp8 and fp8-rowwise have "
-        "the products of blocks in float8, and the rest in bf16; auto is bf16 on a GPU.",
+        "The compute dtype: bf16 reduces in float32, bf16-reduce in bf16; fp8 and fp8-rowwise "
+        "multiply in float8 in the linear layers of blocks, and compute the rest in bf16; auto is "
+        "bf16 on a GPU.",
         choices=("auto", "float32", "bf16", "bf16-reduce", "fp16", "fp8", "fp8-rowwise"),
     )
     gather_wire: str = _key(
         "plain",
-        "How parameters travel between ranks: as they are computed with, or in eight bits.",
+        "How parameters travel between ranks: in the dtype that computes, or in eight bits.",
         choices=("plain", "int8", "fp8"),
     )
     reduce_wire: str = _key(
         "plain",
+<<<<<<< HEAD
         "How gradients travel between ranks: as they are reduced, in bf16, in eight bits, or "
         "between hosts in four.",
         choices=("plain", "bf16", "int8", "fp8", "int4"),
@@ -169,18 +172,23 @@ class ShardingSection:
         "auto",
         "How replicas of the mesh exchange sums of gradients; auto is as reduce-wire.",
         choices=("auto", "plain", "bf16", "int8", "fp8", "int4"),
+=======
+        "How gradients travel between ranks: in the dtype that they are summed in, in bf16, or in "
+        "eight bits.",
+        choices=("plain", "bf16", "int8", "fp8"),
+>>>>>>> words
     )
     offload: bool = _key(False, "Keep shards, gradients and optimizer state in host memory.")
     reshard_to: int = _key(
         0,
-        "Neighboring ranks that hold a unit's parameters between forward and backward; 0: as the "
-        "strategy says.",
+        "How many neighboring ranks share a unit's parameters between forward and backward; 0: as "
+        "the strategy says.",
         _NATURAL,
     )
     prefetch: int = _key(1, "Units that are gathered ahead of the one that computes.", _COUNT)
     activation_checkpointing: bool = _key(False, "Recompute each block's activations in backward.")
     selective_checkpointing: bool = _key(
-        False, "Recompute all of each block but matrix products and attention in backward."
+        False, "Recompute each block in backward, except its matrix products and attention."
     )
     compile: bool = _key(False, "Compile each block.")
 
@@ -207,7 +215,9 @@ class OptimizerSection:
     )
     decay: float = _key(0.2, "The share of steps in which wsd decays.", _UNIT_INTERVAL)
     warmup: int = _key(20, "Steps of the warmup.", _NATURAL)
-    weight_decay: float = _key(0.1, "Weight decay of matrices but embeddings.", _NOT_NEGATIVE)
+    weight_decay: float = _key(
+        0.1, "Weight decay of matrices other than embeddings.", _NOT_NEGATIVE
+    )
     beta1: float = _key(0.9, "Decay of the running mean of gradients.", _FRACTION)
     beta2: float = _key(0.95, "Decay of the running mean of squared gradients.", _FRACTION)
     clip: float = _key(1.0, "Largest gradient norm; 0 disables clipping.", _NOT_NEGATIVE)
@@ -243,7 +253,9 @@ class RunSection:
     save_every: int = _key(50, "Steps between checkpoints; 0: only at the end.", _NATURAL)
     keep: int = _key(2, "Checkpoints to keep, beside the one of the best validation.", _COUNT)
     eval_every: int = _key(0, "Steps between validations; 0: only at the end.", _NATURAL)
-    eval_batches: int = _key(16, "Most micro-batches of a rank in a validation.", _COUNT)
+    eval_batches: int = _key(
+        16, "The most micro-batches that a rank evaluates in a validation.", _COUNT
+    )
     on_nan: str = _key(
         "stop",
         "When steps in a row have a loss or gradient that is not finite: stop, skip them, or roll "
@@ -255,13 +267,15 @@ class RunSection:
         "When a rank runs out of memory: stop, retry the step once, or split micro-batches.",
         choices=("stop", "retry", "split"),
     )
-    nan_limit: int = _key(3, "How many such steps in a row; none of them is applied.", _COUNT)
+    nan_limit: int = _key(
+        3, "How many steps in a row that are not finite make --on-nan act; none is applied.", _COUNT
+    )
     report: bool = _key(True, "Write report.html.")
     trace_step: int = _key(0, "Step that the report shows in detail; 0: an early one.", _NATURAL)
     profile: int = _key(0, "Step to profile with torch's profiler; 0: none.", _NATURAL)
-    tensorboard: bool = _key(False, "Write metrics for TensorBoard, as --log tensorboard.")
+    tensorboard: bool = _key(False, "The same as --log tensorboard.")
     loggers: tuple[str, ...] = _key(
-        (), "Where metrics go, too: tensorboard, wandb or mlflow.", _LOGGER, option="log"
+        (), "Give metrics to tensorboard, wandb or mlflow, too.", _LOGGER, option="log"
     )
     prompt: str = _key("def ", "Prompt of the text sampled at the end.")
     sample_tokens: int = _key(160, "Tokens to sample at the end; 0: none.", _NATURAL)

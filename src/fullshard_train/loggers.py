@@ -143,7 +143,9 @@ class Loggers:
             except Exception as error:
                 self._made.remove(logger)
                 name = type(logger).__name__
-                print(f"{name} failed ({first_line(error)}); the run goes on without", flush=True)
+                print(
+                    f"{name} failed ({first_line(error)}); the run continues without it", flush=True
+                )
 
 
 def _kept_name(folder: Path, key: str, make: Callable[[], str]) -> str:

@@ -486,9 +486,10 @@ def require_fit(own: Candidate, architecture: Architecture, capacity_bytes: int)
         for words, other in _remedies(own, architecture, capacity_bytes)
     ]
     number = own.machine.num_ranks
+    who = f"each of {number} ranks" if number > 1 else "the rank"
     raise ConfigError(
-        f"{architecture.name}: training on {number} rank{'s' * (number > 1)} needs "
-        f"{readable(own.peak_bytes)} on each, which has {readable(capacity_bytes)}; "
+        f"{architecture.name} does not fit into memory: {who} needs "
+        f"{readable(own.peak_bytes)} and has {readable(capacity_bytes)}; "
         f"{', '.join(offers) or 'choose a smaller model or a shorter --sequence'}."
     )
 

@@ -23,6 +23,7 @@ from fullshard import RankFailedError
 from fullshard.cli import wants_tracebacks
 from fullshard.doctor import environment, measure_network
 from fullshard.errors import CheckpointError, FullshardError, OtherRankError, TopologyError
+from fullshard.formatting import readable
 from fullshard.processes import machine_id, start_of
 from fullshard.ranks import RankGroup
 from fullshard.resilience import report_failure
@@ -248,9 +249,9 @@ class Run:
         expected, free = num_bytes * num_more, shutil.disk_usage(self._folder.path).free
         if free < expected:
             raise CheckpointError(
-                f"{self._folder.checkpoints}: the disk is too full for the checkpoints of the "
-                f"run, which take {expected:,} bytes: {free:,} are free, {expected - free:,} "
-                "bytes are missing. Make room, or pass a smaller --keep or another --out."
+                f"{self._folder.checkpoints}: the disk has {readable(free)} free, but the "
+                f"checkpoints of this run need {readable(expected)}; make room, or pass a smaller "
+                "--keep or another --out."
             )
 
     def _build(self, inputs: Inputs) -> Parts:

@@ -63,8 +63,8 @@ def tokenizer_for(
     )
     if own.vocabulary < vocabulary:
         say(
-            f"tokenizer: this text repeats enough for {own.vocabulary:,} tokens only; the others "
-            "of the vocabulary are not used"
+            f"tokenizer: this text has enough repetition for {own.vocabulary:,} tokens only; the "
+            "rest of the vocabulary is not used"
         )
     return own
 
@@ -97,7 +97,7 @@ def keep_tokenizer(tokenizer: Tokenizer, kind: str, folder: RunFolder) -> None:
     if found.get("fingerprint", tokenizer.fingerprint) != tokenizer.fingerprint:
         if folder.complete():
             raise ConfigError(
-                f"--tokenizer: {folder.path} was trained with another tokenizer "
+                f"--tokenizer: the run in {folder.path} was trained with another tokenizer "
                 f"({found.get('kind')}, fingerprint {found['fingerprint']}) than this one ({kind}, "
                 f"{tokenizer.fingerprint}); pass the same --tokenizer and --data, or another --out."
             )

@@ -505,7 +505,7 @@ def _of_fields(subject: str, value: Mapping[str, Any], text_field: str) -> Docum
     text = value[text_field]
     if not isinstance(text, str):
         raise ConfigError(
-            f"{subject}: the field {text_field!r} is no text but {type(text).__name__}; select "
+            f"{subject}: the field {text_field!r} is not text but {type(text).__name__}; select "
             "another field with --text-field."
         )
     return text

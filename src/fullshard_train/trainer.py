@@ -475,7 +475,7 @@ class Trainer:
         self.num_nonfinite = 0
         if log is not None:
             log.go_back(self.step)
-        display.say(f"rolled back to step {self.step}; going on with the data that follows")
+        display.say(f"rolled back to step {self.step}; continuing with the data that follows")
 
     def _stop(self, remedy: str) -> NoReturn:
         if self._saving is not None:

@@ -43,7 +43,7 @@ def best_device(asked: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():
         raise TopologyError(
-            "--device: torch finds no GPU for cuda; pass --device cpu, or run `fullshard "
+            "--device cuda: torch finds no GPU; pass --device cpu, or run `fullshard "
             "doctor` to see why."
         )
     return asked

@@ -435,7 +435,8 @@ def test_torchs_policies_mean_for_fully_shard_what_ours_do(rank: Rank) -> None:
         model = fully_shard(nn.Linear(4, 3), mesh=rank.mesh(), offload_policy=given)
         assert hooks_of(model).request.offload == expected
     with pytest.raises(
-        ConfigError, match="this MixedPrecision is no MixedPrecisionPolicy: it has no output_dtype"
+        ConfigError,
+        match="this MixedPrecision is not a MixedPrecisionPolicy: it has no output_dtype",
     ):
         fully_shard(nn.Linear(4, 3), mesh=rank.mesh(), mp_policy=torch_fsdp.MixedPrecision())
 
@@ -469,7 +470,7 @@ def test_torchs_policies_mean_for_the_wrapper_what_ours_do(rank: Rank) -> None:
     assert hooks_of(trained.sharded.module[1]).request.policy == MixedPrecisionPolicy(
         cast_forward_inputs=False
     )
-    with pytest.raises(ConfigError, match="this dict is no MixedPrecision: it has no"):
+    with pytest.raises(ConfigError, match="this dict is not a MixedPrecision: it has no"):
         FullyShardedDataParallel(nn.Linear(4, 3), mixed_precision=settings)
 
 

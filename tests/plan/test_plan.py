@@ -117,8 +117,7 @@ def test_a_mesh_of_other_ranks_is_refused():
 
 def test_a_refusal_says_what_is_needed_and_what_would_fit():
     words = refusal(config_of(), 0.8, H100, width=256)
-    assert words.startswith("small: training on 2 ranks needs ")
-    assert " on each, which has " in words
+    assert words.startswith("small does not fit into memory: each of 2 ranks needs ")
     offloaded = needed(config_of(offload=True), width=256)
     assert f"--offload would need {readable(offloaded.peak_bytes)} and" in words
     assert f" and {readable(offloaded.host_bytes)} of host memory" in words

@@ -634,7 +634,7 @@ def test_train_chooses_settings_for_this_machine(capsys, monkeypatch):
     assert words.startswith("This run was predicted to need ")
     assert ", with --batch 1 " in words
     monkeypatch.setattr(planning, "capacity_of", lambda *_: own_bytes - 1)
-    with pytest.raises(ConfigError, match="tiny: training on 2 ranks needs"):
+    with pytest.raises(ConfigError, match="tiny does not fit into memory: each of 2 ranks needs"):
         predicted(config, 2, 2)
 
 
@@ -650,7 +650,7 @@ def test_under_torchrun_the_first_rank_refuses_what_does_not_fit(capsys, monkeyp
     config = config_of(batch=1, activation_checkpointing=True)
     config = replace(config, model=ModelSection(name="405b"), run=RunSection(device="cpu"))
     assert run_rank(config) == 2
-    assert "fullshard: 405b: training on 1 rank needs " in capsys.readouterr().err
+    assert "fullshard: 405b does not fit into memory: the rank needs " in capsys.readouterr().err
     assert not dist.is_initialized()
 
 

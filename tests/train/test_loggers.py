@@ -39,7 +39,7 @@ def test_a_logger_that_fails_is_left_out_and_the_others_go_on(
         loggers.log(step, {"loss": 1.0})
     loggers.close()
     assert (failing.steps, other.steps, other.is_closed) == ([1], [1, 2, 3], True)
-    assert capsys.readouterr().out == "Kept failed (no network); the run goes on without\n"
+    assert capsys.readouterr().out == "Kept failed (no network); the run continues without it\n"
 
 
 def trains(rank: Rank, folder: Path, **run: Any) -> None:

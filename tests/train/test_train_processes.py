@@ -265,7 +265,7 @@ def followed(
         (["--resume"], "contains no checkpoint; leave out --resume"),
         (
             ["--model", "405b", "--batch", "1", "--activation-checkpointing"],
-            "405b: training on 2 ranks needs ",
+            "405b does not fit into memory: each of 2 ranks needs ",
         ),
     ],
 )

@@ -359,7 +359,7 @@ def test_a_folder_without_room_or_permission_is_refused_before_the_first_step(
     rank: Rank, folder: Path, tmp_path: Path
 ) -> None:
     endless = {"save_every": 1, "keep": 10**9, "out": str(tmp_path / "endless")}
-    with pytest.raises(CheckpointError, match="bytes are missing"):
+    with pytest.raises(CheckpointError, match="but the checkpoints of this run need"):
         run_of(rank, configured(folder, "", optimizer={"steps": 10**9}, run=endless)).run(
             StopRequest()
         )

@@ -103,7 +103,7 @@ def test_a_broken_line_of_a_later_piece_is_counted_from_the_beginning(
     path.write_text(LINES + '{"text": 3}\n')
     documents = Documents.of([str(path)], "text")
     assert len(documents.pieces) > 3
-    with pytest.raises(ConfigError, match="line 6: the field 'text' is no text but int"):
+    with pytest.raises(ConfigError, match="line 6: the field 'text' is not text but int"):
         list(documents)
 
 
@@ -285,7 +285,7 @@ def test_an_error_of_a_process_reaches_the_rank(in_pieces: Path, tmp_path: Path)
             for n, each in enumerate(corpus.windows)
             if len(corpus.folder.documents.pieces) - 1 in each
         )
-        with pytest.raises(ConfigError, match="line 1001: the field 'text' is no text"):
+        with pytest.raises(ConfigError, match="line 1001: the field 'text' is not text"):
             corpus.window(last, 10)
     finally:
         stop_worker([corpus])

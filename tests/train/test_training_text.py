@@ -174,7 +174,7 @@ def test_a_path_without_text_is_an_error_that_names_what_is_there(tmp_path):
         ('["text"]', "is a list, not a JSON object"),
         ('{"body": "x", "id": 3}', "has the fields 'body', 'id'"),
         ("{}", "has the fields none"),
-        ('{"text": 3}', "is no text but int"),
+        ('{"text": 3}', "is not text but int"),
         (b'{"text": "\xe9"}', "is not valid JSON"),
     ],
 )

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     is_flag=False,
     flag_value=Path("-"),
     type=click.Path(path_type=Path),
-    help="Write the speeds as a device profile for `fullshard plan`, or print it without a file.",
+    help="Write the speeds as a device profile for `fullshard plan --device-profile`; without a "
+    "file, print it.",
 )
 @click.option(
     "--attach",

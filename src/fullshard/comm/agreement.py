@@ -158,9 +158,9 @@ def exchanged_in_store(values: Sequence[_T], group: dist.ProcessGroup) -> list[l
     if not have_all_come and not _withdraw(store, said, count, size):
         missing = [ranks[each] for each in range(size) if each not in rows]
         raise DisagreementError(
-            f"process group {group.group_name}: of {size} ranks, {missing} have not come to "
-            f"compare what they run for {limit_s:g} s, the timeout of the group; look at their "
-            "output, and make the program take the same path on every rank."
+            f"process group {group.group_name}: ranks {missing} of {size} did not come to compare "
+            f"what they run within {limit_s:g} s, the timeout of the group; look at their output, "
+            "and make the program take the same path on every rank."
         )
     _num_exchanges[store] = number + 1
     if store.add(count, 1) == 2 * size:

@@ -97,11 +97,12 @@ def _zeros(form: Any) -> Any:
 
 
 class CollectiveWork:
-    """A collective in flight. It holds its works and buffers until `wait` (rules 5 and 10).
+    """A collective in flight. It holds its works and buffers until `wait` (rule 10: wait first).
 
-    Works have the methods of `dist.Work` that are used: `wait` and `get_future`. An iterator may
-    start them one by one: if one cannot be started, those before it are waited for. `then` is
-    called once all have succeeded. `wait` waits for one of them.
+    A work is a `dist.Work`, or has its methods `wait` and `get_future`. `works` may be an iterator
+    that starts them one by one: if one cannot be started, those before it are waited for. The
+    argument `wait` says how to wait for a single work, and `then` is called once all have
+    succeeded.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class Collectives:
         return torch.empty(numel, dtype=dtype, device=device)
 
 
-# Made once (rule 7). Collectives run on the calling stream, so that what is enqueued next there
-# follows without an event.
+# Made once (rule 7: host time). Collectives run on the calling stream, so that what is enqueued
+# there next follows without an event.
 
 
 @functools.cache
@@ -290,7 +291,7 @@ class PythonCollectives(Collectives):
 
 
 class GlooCollectives(Collectives):
-    """Collectives on gloo: gloo moves the bytes, sums are done here (rule 6).
+    """Collectives on gloo: gloo moves the bytes, sums are done here (rule 6: local sum).
 
     Each bucket is a collective of its own: gloo's two threads assign the name of the last operation
     to one string without a lock, and free each other's memory if the name has more than 15

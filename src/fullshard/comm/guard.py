@@ -240,7 +240,7 @@ def may_ask() -> bool:
 
 
 def note_issued(collective: Callable[[], Any]) -> None:
-    """Describe a collective that was issued, if somebody asks; stages of one are none."""
+    """Describe a collective that was issued, if somebody asks. The stages of one do not count."""
     if _step is not None and not _is_in_background():
         _step.issued(collective())
 

@@ -183,7 +183,7 @@ class PassOrder:
             num_here = self._withdraw(said, arrived)
             raise DisagreementError(
                 f"{found}: rank {own} is about to do this where it did '{expected}' before, but "
-                f"only {num_here} of {self._num_ranks} ranks have come to do it in "
+                f"only {num_here} of {self._num_ranks} ranks have come to do it within "
                 f"{guard.patience_s():g} s; all ranks must do the same in the same order. Make the "
                 "program take the same path on every rank."
             )

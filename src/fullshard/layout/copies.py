@@ -81,7 +81,7 @@ class CopyTable:
 
     @property
     def filling(self) -> tuple[Copy, ...]:
-        """The copies that fill the tensors: no padding, and of equal values on all ranks one."""
+        """The copies that fill the tensors: no padding, and one of those that all ranks hold."""
         return tuple(
             copy._replace(dims=tuple(dim for dim in copy.dims if dim.in_tensor))
             for copy in self.copies

@@ -96,7 +96,7 @@ class DtypePlan:
 
     @property
     def sums_on_arrival(self) -> bool:
-        """Whether ranks sum what they receive, instead of the backend (rule 6)."""
+        """Whether ranks sum what they receive, instead of the backend (rule 6: local sum)."""
         return self.reduce_wire != Plain(self.reduced)
 
     @property
@@ -118,7 +118,7 @@ class CostModel:
     A parameter that shares its bucket is copied out of it after the all-gather. A parameter with
     its own bucket is not, but costs one more collective, whose latency grows with the number of
     ranks. So the parameter has to be large, and each rank's part of it too. A parameter as large
-    as an embedding is also gathered and freed by itself (rule 15: large parameters alone).
+    as an embedding is also gathered and freed by itself (rule 15: large ones alone).
     """
 
     own_bucket_bytes: float

@@ -458,7 +458,12 @@ class Watcher:
             stuck_since = (stuck_since or now) if self.own.is_beyond_reach() else None
             if stuck_since is not None and now - stuck_since > SHORT_PATIENCE_S:
                 at = self.own.look()
-                _log.error("fullshard: rank %d ends, as it waits for others at %s", self.rank, at)
+                _log.error(
+                    "fullshard: rank %d ends its process, because it cannot be told of a failure "
+                    "while it waits for others at %s",
+                    self.rank,
+                    at,
+                )
                 _end()
 
     def _abort(self, group: dist.ProcessGroup) -> None:

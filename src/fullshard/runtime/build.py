@@ -178,7 +178,7 @@ def _offload_policies(request: ShardRequest, names: Collection[str]) -> Mapping[
 def _is_large(
     param: ShardedParam, mesh_info: MeshInfo, policy: MixedPrecisionPolicy, comm_ctx: CommContext
 ) -> bool:
-    """Whether a parameter is gathered, freed and reduced by itself (rule 15: large units)."""
+    """Whether a parameter is gathered, freed and reduced by itself (rule 15: large ones alone)."""
     dtype = policy.param_dtype if param.dtype.is_floating_point else None
     num_bytes = param.split.numel * (dtype or param.dtype).itemsize
     cost = CostModel.of_device(type_of(comm_ctx.device.torch_device))

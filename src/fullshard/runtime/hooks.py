@@ -71,10 +71,10 @@ class ModuleHooks:
     calls in backward, `_open` those in forward, `_awaited` those of a list of modules that backward
     has not reached yet (weakly: a graph that is dropped takes its calls with it), `_ran` the
     modules that ran in the current forward. `handles` are those of the forward hooks, in pairs.
-    `readers` says what reads each large unit (rule 15). `_num_lookups` is how many nodes had read
-    it when the first module inside began, in the forward that determines `readers`. `turnstile`
-    says how ranks come to the collectives of these units; `is_uneven` that a user said that ranks
-    may run different units inside.
+    `readers` says what reads each large unit (rule 15: large ones alone). `_num_lookups` is how
+    many nodes had read it when the first module inside began, in the forward that determines
+    `readers`. `turnstile` says how ranks come to the collectives of these units, and `is_uneven`
+    that the user allowed ranks to run different units inside.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What reads a full parameter, according to the graph of a forward (rule 15: large units).
+"""What reads a full parameter, according to the graph of a forward (rule 15: large ones alone).
 
 The backward of an embedding needs its indices and not its weight, and that of a linear
 cross-entropy (`losses`) only gradients: a weight that nothing else uses is not needed in backward.

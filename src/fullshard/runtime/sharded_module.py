@@ -44,8 +44,8 @@ class ShardedModule:
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise MisuseError(
             f"{type(self).__name__}: FSDP does not support deepcopy of a sharded module; copy "
-            " before sharding, or build a second model, shard it alike and load the "
-            "state dict of this one."
+            "it before sharding, or build a second model, shard it alike and load the state dict "
+            "of this one."
         )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

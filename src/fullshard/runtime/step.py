@@ -273,7 +273,7 @@ class Scheduler:
         self.is_in_backward = False
 
     def _end_members(self) -> None:
-        """Reduce and reshard what backwards have left open."""
+        """Reduce and reshard what the backward, or several, left open."""
         for scope in self._scopes:
             scope.end_backward()
         for member in reversed(self.members):
@@ -303,7 +303,7 @@ class Scheduler:
         self.finalizes_manually = enabled
 
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None:
-        """Reduce and reshard what backwards have left open, by the current settings of units."""
+        """Reduce and reshard what the backwards before it left open, by the units' settings."""
         self._require_waited("finalize_backward")
         if self.is_in_backward or not self.finalizes_manually:
             found = "one is running" if self.is_in_backward else "finalization is automatic"
@@ -355,7 +355,7 @@ class Scheduler:
     def abort(self) -> None:
         """Leave everything sharded, nothing in flight, and no gradient of the failed step.
 
-        Never raises (rule 11): every unit is reset, whatever failed, even a collective.
+        Never raises (rule 11: abort cannot raise): every unit is reset, whatever failed.
         """
         self.owner = None
         self.is_in_backward = False

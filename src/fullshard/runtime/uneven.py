@@ -139,10 +139,11 @@ class UnevenScope(Turnstile):
         self._entered: list[torch.Tensor | None] = []
         meshes = list(dict.fromkeys(unit.mesh_info for unit in self._units))
         if not groups or len(meshes) != 1:
+            found = f"they are on {len(meshes)} meshes" if groups else "there are none"
             raise ConfigError(
-                f"{member.name}: set_uneven needs units inside of the module, on the same mesh, "
-                f"but there are {len(groups)} on {len(meshes)}; shard what ranks may skip as the "
-                "module itself."
+                f"{member.name}: set_uneven needs units inside of this module, all on its mesh, "
+                f"but {found}; call fully_shard on each module that ranks may skip, with the same "
+                "mesh."
             )
         member.turnstile = self
         for each in member.inner:

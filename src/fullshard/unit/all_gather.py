@@ -32,7 +32,7 @@ from fullshard.unit.store import Store
 
 @dataclass(slots=True)
 class InFlightAllGather:
-    """An all-gather under way. Holds its works and buffers until they are done (rules 5, 10)."""
+    """An all-gather under way. Holds works and buffers until they are done (rule 5: an object)."""
 
     works: list[CollectiveWork] = field(default_factory=list)
     staged: list[torch.Tensor] = field(default_factory=list)
@@ -44,7 +44,7 @@ class InFlightAllGather:
         wait_all(works)
 
     def abort(self) -> None:
-        """Wait for what is under way; never raises (rule 11)."""
+        """Wait for what is under way; never raises (rule 11: abort cannot raise)."""
         with suppress(Exception):  # the caller already knows of a failure
             self.wait_works()
 

@@ -1,9 +1,8 @@
 """The comm context: streams, collectives in flight, and memory to free.
 
-The units of one scheduler share a `CommContext`. It alone frees the memory of collectives, for
-all-gathers and reduce-scatters alike (rule 12): full buffers when a further all-gather has been
-issued, inputs of a reduce-scatter when compute waits for it, its results when the reduce-scatter
-stream does.
+The units of one scheduler share a `CommContext`. It alone frees the memory of collectives (rule
+12: one owner of memory): full buffers when a further all-gather has been issued, the inputs of a
+reduce-scatter when compute waits for it, and its results when the reduce-scatter stream does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fullshard.device import Device, ResizableBuffer, Streams
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 
-# How many bytes of gradients may be in flight when a large unit adds its own (rule 15).
+# How many bytes of gradients may be in flight when a large unit adds its own (rule 15: alone).
 MAX_EARLY_BYTES = 256 << 20
 
 AddressRanges = list[tuple[int, int]]
@@ -67,14 +66,14 @@ class LeavingMemory(Protocol):
 class CommContext:
     """What is in flight on the streams of one scheduler, in the order of issue.
 
-    `_leaving` are the units whose full buffers are freed once another all-gather is issued (rule
-    3). `_freed` has the address ranges that were freed, and the events of the compute that used
-    them: the allocator may give such a range to the next all-gather at once, which must wait for
-    the compute that used it last, and for no other (rule 2). `_unused_all_gathers` are the owners
-    of all-gathers that nothing has waited for yet. `_is_capturing` says that what is issued now
-    becomes part of a CUDA graph. `num_collectives` counts issued collectives: it says where a rank
-    is. `forward` stands for the forward under way, or the last one. `_made` has what units share in
-    device memory.
+    `_leaving` are the units whose full buffers are freed once another all-gather is issued (rule 3:
+    freed one step late). `_freed` has the address ranges that were freed, and the events of the
+    compute that used them: the allocator may give such a range to the next all-gather at once,
+    which must wait for the compute that used it last, and for no other (rule 2: memory by stream).
+    `_unused_all_gathers` are the owners of all-gathers that nothing has waited for yet.
+    `_is_capturing` says that what is issued now becomes part of a CUDA graph. `num_collectives`
+    counts issued collectives: it says where a rank is. `forward` stands for the forward under way,
+    or the last one. `_made` has what units share in device memory.
     """
 
     def __init__(self, device: Device) -> None:
@@ -157,7 +156,7 @@ class CommContext:
         self._held = None
         self._is_capturing = False
 
-    # Full buffers to free (rule 3)
+    # Full buffers to free (rule 3: freed one step late)
 
     def leave(self, unit: LeavingMemory) -> None:
         """Free memory once another all-gather is issued, or at once if one is under way."""
@@ -231,7 +230,7 @@ class CommContext:
         self._held = None
 
     def abort_reduce_scatters(self) -> None:
-        """Wait for what is in flight and drop it; never raises (rule 11)."""
+        """Wait for what is in flight and drop it; never raises (rule 11: abort cannot raise)."""
         while self._reduce_scatters:
             self._reduce_scatters.popleft().abort()
         if self._held is not None:

@@ -162,7 +162,8 @@ class _Launch:
         ]
 
 
-# A compiled kernel takes half the host time of a call that looks it up by its arguments (rule 7).
+# Calling a compiled kernel takes half the host time (rule 7: host time) of looking it up by its
+# arguments.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -186,7 +187,8 @@ def _launch(
 class UnpackKernel:
     """Copies gathered buckets into the full buffer, each with one launch.
 
-    `otherwise` copies what a capture is the first to ask for, and dtypes without a word.
+    `otherwise` copies what a capture is the first to ask for (`CommContext.once`), and dtypes whose
+    size no word has.
     """
 
     def __init__(self, full: ResizableBuffer, comm_ctx: CommContext, otherwise: Any) -> None:

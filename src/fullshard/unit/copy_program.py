@@ -211,7 +211,7 @@ class SimulatedCopies:
 
 
 def _stacked(copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Copies, with those that are alike and equally far apart made one: fewer calls (rule 7)."""
+    """Copies, with equal and equally spaced ones made one (rule 7: host time)."""
     group: list[Copy] = []
     for copy in copies:
         if len(group) > 1:

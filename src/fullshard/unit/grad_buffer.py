@@ -25,10 +25,10 @@ GradSlot = tuple[GradTarget, int]
 class GradBuffer:
     """The gradients of a lane, arranged like its shard buffer, and the tensors that become `.grad`.
 
-    They are made once: a step fills `result` and assigns `grads` to their targets (rule 8). If
-    anything from the previous step is still held, another buffer is made. Memory is freed between
-    steps if the gradients were dropped. `num_reserved` counts the reductions that have not assigned
-    their gradients yet.
+    They are made once: a step fills `result` and assigns `grads` to their targets (rule 8: one
+    buffer for a lane). If anything from the previous step is still held, another buffer is made.
+    Memory is freed between steps if the gradients were dropped. `num_reserved` counts the
+    reductions that have not assigned their gradients yet.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from fullshard.unit.settings import UnitComm, UnitSettings
 
 Grad = torch.Tensor | None
 
-# Buckets are cast and reduced in as many pieces of this size as they fill (rule 9).
+# Buckets are cast and reduced in as many pieces of this size as they fill (rule 9: copied late).
 PIECE_BYTES = 64 << 20
 # With fewer ranks, each holds so much that pieces save little, and every piece costs time: on 4
 # NCCL ranks, a step with 2 or 3 pieces for each block took 4 % longer (benchmarks/bench_gpu.py
@@ -35,7 +35,7 @@ SMALLEST_PIECE_PART_BYTES = 1 << 20
 
 
 class GradPieces:
-    """The pieces of a bucket, one after another in the same memory (rule 9).
+    """The pieces of a bucket, one after another in the same memory (rule 9: copied late).
 
     A piece has some columns of every rank's segment.
     """
@@ -73,7 +73,7 @@ class GradBucket:
 
     `slots` says where in a segment the shard of each parameter begins, `targets` what receives a
     part of the sums, and `in_shards` where these belong in the shard buffer. `num_pieces` says in
-    how many pieces it is reduced, on a device with streams (rule 9).
+    how many pieces it is reduced, on a device with streams (rule 9: copied late).
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class GradBucket:
         self._packer = self._pieces = None
 
     def in_place(self, grads: Sequence[Grad]) -> Grad:
-        """The tensor that autograd produced, if it can be the bucket as it is (rule 4)."""
+        """The tensor that autograd made, if it can be the bucket as it is (rule 4: in place)."""
         grad = grads[0]
         if grad is None or not self._is_one:
             return None

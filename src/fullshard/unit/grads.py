@@ -141,7 +141,7 @@ class UnitGrads:
     def assign_made(
         self, targets: Sequence[GradSlot], made: Mapping[GradTarget, torch.Tensor]
     ) -> None:
-        """Assign the gradients that were made for targets that have none (rules 7, 8)."""
+        """Assign the gradients that were made for targets that have none (rule 8: one buffer)."""
         with disable_torch_function():
             for target, _ in targets:
                 target.param.grad = made[target]

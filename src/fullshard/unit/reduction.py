@@ -7,8 +7,9 @@
 - **deliver** the sums as gradients of the shards: assigned, added, kept, or on the host
   (`Reduction._deliver`).
 
-The first two run on the compute stream, the others on the reduce-scatter stream. Large buckets are
-packed there, too, piece by piece (rule 9).
+The first two run on the compute stream, the others on the reduce-scatter stream, where large
+buckets are also packed, piece by piece (rule 9: copied late). Once the sums are scattered, hybrid
+sharding and users' hooks go on on a third stream, which reduces over the replicas.
 """
 
 from __future__ import annotations
@@ -21,28 +22,18 @@ from typing import Any
 
 import torch
 
-from fullshard._torch import (
-    foreach_copy_,
-)
+from fullshard._torch import foreach_copy_
 from fullshard.comm.collectives import CollectiveWork, all_reduce
 from fullshard.device import Device
 from fullshard.errors import LifecycleError
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
 from fullshard.unit.context import CommContext, HeldResults, wait_all
-from fullshard.unit.grad_buffer import (
-    GradBuffer,
-    GradSlot,
-    GradTarget,
-    part_of,
-)
+from fullshard.unit.grad_buffer import GradBuffer, GradSlot, GradTarget, part_of
 from fullshard.unit.grad_lane import Grad, GradBucket, GradLane, Scaling
 from fullshard.unit.grads import UnitGrads, sum_of
 from fullshard.unit.param import ShardedParam
 from fullshard.unit.settings import UnitComm, UnitSettings
-
-# One reduction
-
 
 _NO_WORK = CollectiveWork()
 
@@ -51,9 +42,10 @@ _NO_WORK = CollectiveWork()
 class BucketReduction:
     """One bucket's part of a reduction.
 
-    `grads` has one per slot, and is emptied when they are in the bucket. `targets` receive a part
-    of the sums, to which `partials` are added: what earlier steps summed over the shard axis. A
-    bucket without `inp` is packed and reduced by pieces.
+    `inp` is the bucket, and `grads` the gradients that go into it, one for each slot; the list is
+    emptied once they are there. If there is no `inp`, the bucket is packed and reduced piece by
+    piece. Each of `targets` receives a part of the sums, plus what earlier steps summed over the
+    shard axis only (`partials`).
     """
 
     plan: GradBucket
@@ -67,9 +59,9 @@ class BucketReduction:
 class LaneReduction:
     """One lane's part of a reduction.
 
-    `outs` are the sums of its buckets, and `results` the same in as few tensors as possible: for
-    hooks, all-reduces and scaling. `buffer` is what gradients are assigned from, if they can be,
-    and `grads` the buckets' parts of it.
+    `outs` are the sums of its buckets, and `results` the same memory in as few tensors as possible:
+    for hooks, all-reduces and scaling. `buffer` has the tensors that become `.grad`, and `grads`
+    are the buckets' parts of it. There is none if gradients have to be assigned one by one.
     """
 
     plan: GradLane
@@ -84,7 +76,7 @@ class LaneReduction:
 
 @dataclass(slots=True, eq=False)
 class Reduction:
-    """One unit's gradients under way. Holds all that the streams still read (rules 5, 10).
+    """One unit's gradients under way. Holds all that streams still read (rule 5: an object).
 
     Once `_scattered` has passed, the inputs are read; once `_event` has, the results are complete.
     `_has_followed` says whether anything was enqueued in between.
@@ -182,7 +174,7 @@ class Reduction:
             device.wait(event)
 
     def _wait_works(self) -> None:
-        """Wait for the collectives; never raises (rule 11)."""
+        """Wait for the collectives; never raises (rule 11: abort cannot raise)."""
         with suppress(Exception):  # the caller already knows of a failure
             wait_all(lane.work for lane in self.lanes)
 
@@ -209,7 +201,7 @@ class Reduction:
         return HeldResults(self.unit, self._event, held)
 
     def abort(self) -> None:
-        """Wait for what is under way and drop it; never raises (rule 11)."""
+        """Wait for what is under way and drop it; never raises (rule 11: abort cannot raise)."""
         self._wait_works()
         self.device.wait(self._event)
         self._release()
@@ -217,7 +209,7 @@ class Reduction:
     # Pack: on the stream that computes
 
     def _is_copied_late(self, bucket: BucketReduction) -> bool:
-        """Whether gradients are copied piece by piece, on the stream that reduces them (rule 9).
+        """Whether gradients are copied piece by piece, on the reduce stream (rule 9: copied late).
 
         Then only the gradients that autograd made and one piece are in flight.
         """
@@ -385,7 +377,7 @@ class Reduction:
             seam.end(Activity.REDUCE, self.unit)
 
 
-# What a unit knows of its gradients
+# Take: on the stream that computes
 
 
 def _taken(

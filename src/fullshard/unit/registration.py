@@ -26,10 +26,11 @@ class Shown(Enum):
 class Registration:
     """Registers the shards of a unit at their modules, or its full parameters.
 
-    Everything that does not change from step to step is looked up once (rule 7): code that changes
-    where parameters are registered, or as what, makes a new `Registration`. `is_followed` says that
-    full parameters, of which `num_trainable` do, require gradients as the shards do. A large unit
-    has `references`, and a `stand_in` while it is released, also while its shards are shown.
+    Everything that does not change from step to step is looked up once (rule 7: host time): code
+    that changes where parameters are registered, or as what, makes a new `Registration`.
+    `num_trainable` is how many full parameters require a gradient, and `is_followed` says that
+    these are the ones whose shards do. A large unit has `references`, and a `stand_in` while it is
+    released, also while its shards are shown.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, is_large: bool) -> None:

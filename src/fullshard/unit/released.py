@@ -1,4 +1,7 @@
-"""A full parameter that is freed while its module still computes (rule 15), and its stand-in."""
+"""The stand-in for a full parameter that is freed while its module computes.
+
+Only a large parameter, which is a unit by itself, is freed so early (rule 15: large ones alone).
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class UnitSettings:
 
     `reshard_after_forward` None means True, except for the root when a backward may follow. An
     int is the number of ranks that the unit is sharded over between forward and backward. A unit
-    that `stands_alone` was made for a single large parameter (rule 15: large parameters alone).
+    that `stands_alone` was made for a single large parameter (rule 15: large ones alone).
     """
 
     reshard_after_forward: bool | int | None = None
@@ -40,7 +40,7 @@ class UnitSettings:
 class UnitComm:
     """The collectives of a unit, and the user's functions in them.
 
-    `reduce_axis` is the shard axis, perhaps on a process group of its own. `all_reduce_hook` is
+    `reduce_axis` is the shard axis, perhaps with a process group of its own. `all_reduce_hook` is
     called on reduced gradients, on `all_reduce_stream` if there is one. `comm_hook` replaces our
     reduction of gradients, scaling included: it is called with the gradients and the shard, or
     without the shard if nothing is sharded.

@@ -1,12 +1,14 @@
-"""What the memory of a unit holds, with the version of the shards that it came from (rule 17).
+"""What the memory of a unit holds, and which version of the shards it came from.
 
     Absent -> Arriving -> Present -> Leaving -> Absent, or Kept
                  ^           ^          |                  |
                  |           +----------+                  |
                  +-----------------------------------------+
 
-Memory that leaves is freed by the comm context once another all-gather has been issued (rule 3).
-Until then, it may be taken back. What modules see meanwhile is another matter (`registration.py`).
+A state carries the version of the shards that its memory came from (rule 17: memory says its
+version). Memory that leaves is freed by the comm context once another all-gather has been issued
+(rule 3: freed one step late); until then, the unit may take it back. What modules see meanwhile is
+another matter (`registration.py`).
 """
 
 from __future__ import annotations

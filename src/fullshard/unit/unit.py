@@ -136,7 +136,7 @@ class Unit:
 
     @property
     def is_large(self) -> bool:
-        """Whether it is a single large parameter (rule 15), also after ties were settled."""
+        """Whether it is one large parameter (rule 15: large ones alone), also after ties."""
         return self.settings.stands_alone and len(self.params) == 1
 
     @property
@@ -392,7 +392,7 @@ class Unit:
             self.comm_ctx.free_now(self)
 
     def reshard(self, subgroup: Axis | None = None) -> None:
-        """Register the shards; memory is freed once another all-gather is issued (rule 3)."""
+        """Register the shards; memory is freed with the next all-gather (rule 3: freed late)."""
         self.wait()
         self.keep()
         if self.registration is not None:
@@ -443,7 +443,7 @@ class Unit:
         self.grads.forget_buffers()
 
     def abort(self) -> None:
-        """Shard the unit and drop what a failed step left; never raises (rule 11)."""
+        """Drop what a failed step left, and shard; never raises (rule 11: abort cannot raise)."""
         state = self.state
         if isinstance(state, Arriving):
             state.all_gather.abort()

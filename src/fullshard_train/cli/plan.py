@@ -39,16 +39,21 @@ class _PlanCommand(KeyCommand):
 @click.option("--nodes", default=1, show_default=True, type=click.IntRange(1), help="Machines.")
 @click.option(
     "--fabric",
-    help="Network per GPU between machines, in Gb/s; by default that of the profile, or 400Gb.",
+    help="Speed of the network between machines for each GPU, as in 400Gb; by default that of the "
+    "device profile, or 400Gb.",
 )
-@click.option("--budget", help="Choose the fastest settings that need no more, as in 70GiB.")
+@click.option(
+    "--budget", help="Choose the fastest settings that fit into this memory of a GPU, as in 70GiB."
+)
 @click.option(
     "--device-profile",
     "profile",
     type=click.Path(path_type=Path),
     help="A profile that `fullshard doctor --profile FILE` wrote, instead of the GPU's name.",
 )
-@click.option("--html", type=click.Path(path_type=Path), help="Draw the step into this file.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), help="Draw the step as a report, in this file."
+)
 @click.pass_context
 def plan(
     ctx: click.Context,

@@ -60,7 +60,7 @@ def summary(record: RunRecord) -> list[Fact]:
             DASH if memory is None else shown_bytes(memory),
             f"most on any rank{peak_note}",
         ),
-        Fact("Exposed communication", shown_share(exposed), "of the step, median"),
+        Fact("Exposed communication", shown_share(exposed), "of a step waits for it, median"),
         *_slowest(record),
         *_computed(record),
     ]
