@@ -163,20 +163,14 @@ class ShardingSection:
     )
     reduce_wire: str = _key(
         "plain",
-<<<<<<< HEAD
-        "How gradients travel between ranks: as they are reduced, in bf16, in eight bits, or "
-        "between hosts in four.",
+        "How gradients travel between ranks: in the dtype that they are summed in, in bf16, in "
+        "eight bits, or between hosts in four.",
         choices=("plain", "bf16", "int8", "fp8", "int4"),
     )
     replica_wire: str = _key(
         "auto",
         "How replicas of the mesh exchange sums of gradients; auto is as reduce-wire.",
         choices=("auto", "plain", "bf16", "int8", "fp8", "int4"),
-=======
-        "How gradients travel between ranks: in the dtype that they are summed in, in bf16, or in "
-        "eight bits.",
-        choices=("plain", "bf16", "int8", "fp8"),
->>>>>>> words
     )
     offload: bool = _key(False, "Keep shards, gradients and optimizer state in host memory.")
     reshard_to: int = _key(
