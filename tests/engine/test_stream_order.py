@@ -45,6 +45,7 @@ from fullshard.layout import CostModel
 from fullshard.runtime.uneven import UnevenScope
 from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather
 from fullshard.unit.context import CommContext
+from fullshard.unit.grads import UnitGrads
 from fullshard.unit.reduction import Reduction
 from fullshard.unit.released import ReleasedParam
 from fullshard.wrap import ModuleWrapPolicy
@@ -558,6 +559,23 @@ def failure_in_backward(order: StreamOrder) -> None:
     fail_between_steps(sharded(policy=BF16_REDUCE), 1, lambda m, args, x: Fails.apply(x))
 
 
+@scenario(2, 1)
+def failure_in_backward_that_adds_to_gradients(order: StreamOrder) -> None:
+    """What the user drops after it is still being added to."""
+    model = sharded(policy=BF16_REDUCE)
+    train(model, 1)
+    for _ in range(2):
+        loss_of(model).backward()
+        for param in model.parameters():
+            param.grad = param.grad * 0.5
+        handle = model.blocks[0].register_forward_hook(lambda m, args, x: Fails.apply(x))
+        with pytest.raises(ArithmeticError):
+            loss_of(model).backward()
+        handle.remove()
+        model.zero_grad()
+        train(model, 1)
+
+
 @scenario(4)
 def failure_in_backward_with_replicas(order: StreamOrder) -> None:
     model = sharded(mesh=mesh_of(2, 2), policy=BF16_REDUCE)
@@ -1032,15 +1050,12 @@ def test_nothing_races(name: str) -> None:
 
 NEEDED_WAITS = {
     "CommContext._finish_oldest": "replicas reduced in bfloat16",
-    "CommContext.abort_reduce_scatters": (
-        "failure in backward with all reduce hooks on a stream each"
-    ),
+    "CommContext._drop_held": "reduce in bfloat16",
     "CommContext.all_gathers_follow_compute": "float32",
-    "CommContext.finish_reduce_scatters": "reduce in bfloat16",
     "CommContext.wait_until_unused": "float32",
     "Reduction._complete": "replicas",
     "Reduction._wait_for_enqueued": "failure in an all reduce hook",
-    "Reduction.abort": "failure in backward",
+    "Reduction.abort": "failure in backward with replicas",
     "Reduction.finish": "float32",
     "Reduction.start": "float32",
     "Scheduler.begin_forward": "step left out on a stream of its own, alone",
@@ -1051,7 +1066,7 @@ NEEDED_WAITS = {
 }
 NEEDED_EVENTS = {
     "CommContext.all_gathers_follow_compute": "float32",
-    "CommContext.finish_reduce_scatters": "all reduce hooks on a stream each",
+    "CommContext._drop_held": "all reduce hooks on a stream each",
     "CommContext.free_after_compute": "cut along columns and unevenly",
     "Reduction._complete": "float32",
     "Reduction._end": "replicas reduced in bfloat16",
@@ -1170,6 +1185,20 @@ def thinned_parameters_dropped_once_they_are_sent() -> Iterator[None]:
         yield
 
 
+def gradients_forgotten_while_they_are_added_to() -> AbstractContextManager[object]:
+    class Forgetful(list[Tensor]):
+        def __iadd__(self, other: Any) -> Any:
+            return self
+
+    begin = UnitGrads.begin_taking
+
+    def beginning(grads: UnitGrads) -> None:
+        grads._added_to = Forgetful()
+        begin(grads)
+
+    return patch.object(UnitGrads, "begin_taking", beginning)
+
+
 def users_code_before_releases() -> AbstractContextManager[object]:
     wait = CommContext.wait_until_unused
 
@@ -1201,6 +1230,10 @@ FAULTS: list[tuple[Callable[[], AbstractContextManager[object]], str]] = [
     (inputs_dropped_once_they_are_sent, "large gradients"),
     (results_dropped_once_concluded, "replicas reduced in bfloat16"),
     (thinned_parameters_dropped_once_they_are_sent, "thinned after forward"),
+    (
+        gradients_forgotten_while_they_are_added_to,
+        "failure in backward that adds to gradients",
+    ),
     (users_code_before_releases, "extensions"),
     (users_code_before_releases, "custom collectives"),
     (unawaited_transfers, "custom collectives"),

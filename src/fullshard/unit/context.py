@@ -220,19 +220,22 @@ class CommContext:
             return
         if seam.observers:
             seam.begin(Activity.AWAIT_REDUCE, held.unit)
-        self.device.wait(held.event)
-        # The reduce-scatter stream has waited for all results before these, on whichever stream.
+        self._drop_held()
+        if seam.observers:
+            seam.end(Activity.AWAIT_REDUCE, held.unit)
+
+    def _drop_held(self) -> None:
+        """Wait for the last results, and for all before these, which the stream has waited for."""
+        if self._held is None:
+            return
+        self.device.wait(self._held.event)
         with self.device.on(self.streams.reduce_scatter):
             reduced = self.device.record()
         self.device.wait(reduced)
-        if seam.observers:
-            seam.end(Activity.AWAIT_REDUCE, held.unit)
         self._held = None
 
     def abort_reduce_scatters(self) -> None:
         """Wait for what is in flight and drop it; never raises (rule 11: abort cannot raise)."""
         while self._reduce_scatters:
             self._reduce_scatters.popleft().abort()
-        if self._held is not None:
-            self.device.wait(self._held.event)
-            self._held = None
+        self._drop_held()

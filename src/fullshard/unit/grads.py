@@ -34,8 +34,8 @@ class UnitGrads:
     """The full gradients of a unit's parameters, and what became of them.
 
     `was_reduced` says whether the backward under way has taken some gradients already. `_created`
-    are the targets that it gave a `.grad`; `_host_events` are copies of gradients to the host that
-    nothing has waited for. `_shown` has the gradients that a wrapper's parameters show while more
+    are the targets that it gave a `.grad`, and `_added_to` the gradients from before that it adds
+    to; `_host_events` are copies of gradients to the host that nothing has waited for. `_shown` has the gradients that a wrapper's parameters show while more
     is kept unreduced, with their versions, and whether they are mere placeholders.
     """
 
@@ -46,6 +46,7 @@ class UnitGrads:
         self.device = device
         self._host_events: list[Any] = []
         self._created: list[GradTarget] = []
+        self._added_to: list[torch.Tensor] = []
         self._shown: dict[torch.Tensor, tuple[torch.Tensor, int, bool]] = {}
         self.lanes: list[GradLane] = []
 
@@ -177,6 +178,10 @@ class UnitGrads:
                         param.grad = grad
                     self._created.append(target)
         if before:
+            # Compute may have allocated these, and waits for this at the end of backward. Until
+            # then nobody else may get their memory, also if a failed backward is followed by
+            # `zero_grad` (rule 5: in flight).
+            self._added_to += before
             foreach_add_(before, added)
         for target, grad in hooked:
             self._assign_with_hooks(target, grad)
@@ -188,7 +193,8 @@ class UnitGrads:
             changed = hook(grad)
             grad = grad if changed is None else changed
         if param.grad is not None:
-            to_local(param.grad).add_(to_local(grad))
+            self._added_to.append(to_local(param.grad))
+            self._added_to[-1].add_(to_local(grad))
         else:
             set_grad(param, grad)
             self._created.append(target)
@@ -225,11 +231,15 @@ class UnitGrads:
                 bucket.forget_programs()
 
     def synchronize_host(self) -> None:
-        """Make the host wait for gradients that are still being copied to it."""
+        """Make the host wait for gradients that are still being copied to it.
+
+        Compute has waited for all of them.
+        """
         for event in self._host_events:
             self.device.synchronize(event)
         self._host_events.clear()
         self._created.clear()
+        self._added_to.clear()
 
     def reset(self, params: Sequence[ShardedParam]) -> None:
         """Drop everything that a failed step left behind, also gradients that it created."""
@@ -244,3 +254,4 @@ class UnitGrads:
         for target in self._created:
             target.param.grad = None
         self._created.clear()
+        self._added_to.clear()
