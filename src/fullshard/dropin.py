@@ -183,9 +183,9 @@ def run(arguments: Sequence[str]) -> None:
     is_module = bool(arguments) and arguments[0] == "-m"
     program = [*arguments[is_module:]]
     if not program or (not is_module and not Path(program[0]).is_file()):
-        found = " ".join(arguments) or "nothing"
+        found = f"there is no file {program[0]}; " if program else ""
         raise SystemExit(
-            f"fullshard.dropin: pass a program, as in train.py or -m package.train, not {found}."
+            f"fullshard.dropin: {found}pass a program, as in train.py or -m package.train."
         )
     install()
     _install_in_children()

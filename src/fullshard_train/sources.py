@@ -226,11 +226,13 @@ def require_files(paths: Sequence[str]) -> None:
 
 def _require_file(path: Path) -> None:
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; {_hint(path)}")
+        raise ConfigError(f"data: {path} does not exist; {_hint(path)}")
     if not path.is_file():
-        raise ConfigError(f"{path} is neither a file nor a folder; write the text into a file.")
+        raise ConfigError(
+            f"data: {path} is neither a file nor a folder; write the text into a file."
+        )
     if path.stat().st_size == 0:
-        raise ConfigError(f"{path} is empty; leave it out.")
+        raise ConfigError(f"data: {path} is empty; leave it out.")
 
 
 def _single_file(path: Path) -> TextFile:

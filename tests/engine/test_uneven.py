@@ -463,7 +463,7 @@ def test_what_set_uneven_cannot_do_is_refused(rank: Rank) -> None:
 
     alone = sharded(nn.Linear(WIDTH, WIDTH))
     alone.set_uneven()
-    with pytest.raises(ConfigError, match="needs units inside of the module"):
+    with pytest.raises(ConfigError, match="needs units inside of this module"):
         alone(torch.ones(2, WIDTH))
     tied = Tied()
     sharded(tied, tied.a, tied.b).set_uneven()

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from fullshard.doctor.machine import MachineFacts
     from fullshard.plan import DeviceProfile
 
+# Places are written every second; older ones are of a run that nobody watches any more.
+_OLD_S = 60
+
 
 @click.command(short_help="Show facts, speeds and problems of this machine.")
 @click.option("--quick", is_flag=True, help="Do not measure speeds.")
@@ -140,7 +143,8 @@ def _say_places(place: Path) -> None:
             "the run has as --out, or the file of FULLSHARD_WATCH_FILE."
         )
     places, age_s = read_places(path)
-    say(f"where its ranks were {age_s:.0f} s ago:")
+    has_ended = "; the run has probably ended since" if age_s > _OLD_S else ""
+    say(f"where its ranks were {age_s:.0f} s ago{has_ended}:")
     for line in table(places).splitlines():
         say(line)
     metrics = place / "metrics.jsonl"

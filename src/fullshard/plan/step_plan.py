@@ -124,13 +124,17 @@ class StepPlan:
             lines.append(f"{name}: {readable(num_bytes)} per step{calls}")
         lines.append(
             f"step {_shown_s(self.step_s)}, of which {_shown_s(self.exposed_s)} wait for "
-            f"communication; {self.tflop / self.step_s:,.0f} TFLOP/s"
+            f"communication; {_shown_rate(self.tflop / self.step_s)} TFLOP/s"
         )
         return "\n".join(lines)
 
 
 def _shown_s(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _shown_rate(tflops: float) -> str:
+    return f"{tflops:,.0f}" if tflops >= 10 else f"{tflops:.2g}"
 
 
 def plan(
