@@ -112,8 +112,9 @@ class RunFolder:
         """What this launch has predicted for a world of these sizes; empty if it has not."""
         if not self.is_of_this_launch or not self._predicted.exists():
             return ""
-        found = json.loads(self._predicted.read_text(encoding="utf-8"))
-        return str(found["predicted"]) if found["sizes"] == [*sizes] else ""
+        names = ("predicted", "sizes")
+        found = _parsed(self._predicted.read_text(encoding="utf-8"), names)
+        return str(found["predicted"]) if found.get("sizes") == [*sizes] else ""
 
     def begin(self, config: str, predicted: str, sizes: Sequence[int]) -> None:
         """Write the configuration of the run, what it predicts, and its launch."""
@@ -205,7 +206,7 @@ _NUM_RECENT = 4  # metrics of steps that another replica may have had no time to
 
 
 def _parsed(text: str, names: Iterable[str]) -> dict[str, Any]:
-    """Return the contents of a lock; empty if its writer died while it wrote."""
+    """Return the contents of a file; empty if its writer died while it wrote."""
     try:
         found: dict[str, Any] = json.loads(text)
         return {name: found[name] for name in names}
