@@ -9,7 +9,7 @@ import os
 import re
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -43,6 +43,7 @@ class RunFolder:
         self.places = path / "places.json"
         self._lock = path / "lock.json"
         self._launch = path / "launch.txt"
+        self._predicted = path / "predicted.json"
         self._is_locked = False
 
     @classmethod
@@ -107,9 +108,19 @@ class RunFolder:
         launch = _launch()
         return bool(launch) and self._launch.exists() and self._launch.read_text() == launch
 
-    def begin(self, config: str) -> None:
-        """Write the configuration of the run, and its launch."""
+    def predicted_for(self, sizes: Sequence[int]) -> str:
+        """What this launch has predicted for a world of these sizes; empty if it has not."""
+        if not self.is_of_this_launch or not self._predicted.exists():
+            return ""
+        names = ("predicted", "sizes")
+        found = _parsed(self._predicted.read_text(encoding="utf-8"), names)
+        return str(found["predicted"]) if found.get("sizes") == [*sizes] else ""
+
+    def begin(self, config: str, predicted: str, sizes: Sequence[int]) -> None:
+        """Write the configuration of the run, what it predicts, and its launch."""
         self.config.write_text(config, encoding="utf-8")
+        known = {"predicted": predicted, "sizes": [*sizes]}
+        self._predicted.write_text(json.dumps(known), encoding="utf-8")
         self._launch.write_text(_launch(), encoding="utf-8")
 
     def checkpoint(self, step: int) -> Path:
@@ -195,7 +206,7 @@ _NUM_RECENT = 4  # metrics of steps that another replica may have had no time to
 
 
 def _parsed(text: str, names: Iterable[str]) -> dict[str, Any]:
-    """Return the contents of a lock; empty if its writer died while it wrote."""
+    """Return the contents of a file; empty if its writer died while it wrote."""
     try:
         found: dict[str, Any] = json.loads(text)
         return {name: found[name] for name in names}

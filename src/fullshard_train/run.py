@@ -194,7 +194,7 @@ class Run:
 
         Returns the checkpoints to resume from, newest first, if there are any.
         """
-        probe = self._ranks.run_first("train", self._claim_folder)
+        probe, world = self._ranks.run_first("train", self._claim_folder), self._world
         try:
             self._ranks.require_seen("--out", probe)
         finally:
@@ -203,7 +203,8 @@ class Run:
 
         def begin() -> list[Path]:
             if self._replica is None or (self._replica.replica == 0 and not self._is_late):
-                self._folder.begin(config_as_toml(self._written))
+                config, sizes = config_as_toml(self._written), (world.size, world.local_size)
+                self._folder.begin(config, os.environ[PREDICTED], sizes)
             return self._folder.complete()
 
         return self._ranks.run_first("train", begin)
@@ -426,12 +427,19 @@ def run_rank(config: TrainConfig) -> int:
 def _predict(config: TrainConfig) -> Exception | None:
     """Predict a step on the first rank of each host, and return why the run cannot be.
 
-    The other ranks wait in `joined`, where other hosts hear of the reason, too.
+    The other ranks wait in `joined`, where other hosts hear of the reason, too. Ranks that torchrun
+    has started again do not measure and predict again, which takes seconds.
     """
     size, local_size = (int(os.environ.get(name, "1")) for name in _SIZES)
     network = None
     if size > local_size:
         with joined(config.run.device, "fullshard/network") as world:
+            known = RankGroup.world().run_first(
+                "train", lambda: RunFolder.of(config).predicted_for((size, local_size))
+            )
+            if known:
+                os.environ[PREDICTED] = known
+                return None
             network = measure_network(world.device)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
