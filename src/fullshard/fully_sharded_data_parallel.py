@@ -157,15 +157,7 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
             modules=(self,),
             mesh_info=mesh_info,
             device=device,
-            policy=MixedPrecisionPolicy(
-                param_dtype=precision.param_dtype,
-                reduce_dtype=precision.reduce_dtype,
-                cast_forward_inputs=precision.cast_forward_inputs,
-                wire_dtype=precision.wire_dtype,
-                gather_wire=precision.gather_wire,
-                reduce_wire=precision.reduce_wire,
-                replica_wire=precision.replica_wire,
-            ),
+            policy=_policy_of(precision),
             offload=CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy(),
             settings=UnitSettings(
                 reshard_after_forward=False if strategy in _KEEPS_FULL else None,
@@ -404,6 +396,19 @@ def _checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> Sha
                 f"{kind.__name__} from fullshard."
             )
     return cast(ShardingStrategy, strategy)
+
+
+def _policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
+    """What units take of a wrapper's precision; the wrapper does the rest."""
+    return MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        cast_forward_inputs=precision.cast_forward_inputs,
+        wire_dtype=precision.wire_dtype,
+        gather_wire=precision.gather_wire,
+        reduce_wire=precision.reduce_wire,
+        replica_wire=precision.replica_wire,
+    )
 
 
 def _ignored(
