@@ -165,6 +165,9 @@ def test_ranks_of_one_host_send_eight_bits_and_their_sums_travel_in_four(
         by_host = [sum_of(WIRE.inside, full[first : first + 2]) for first in (0, 2)]
         expected = sum_of(WIRE, torch.stack(by_host))[rank.rank]
         torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        low = torch.empty(numel, dtype=torch.bfloat16)  # what hosts add up is rounded once
+        kind().reduce_scatter([low], [sent.view(-1)], group, average=False, wire=WIRE).wait()
+        assert torch.equal(low, out.bfloat16())
         ranks, sizes = zip(*num_bytes, strict=True)
         assert set(ranks) == {2}
         assert sum(sizes) == sent.nbytes + 2 * WIRE.message_numel(numel)
