@@ -61,7 +61,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("fullshard.losses",),
     ),
     "fullshard.wire": (
-        "How values travel: [wires of eight bits](precision.md#wires-of-eight-bits).",
+        "How values travel: [quantized wires](precision.md#quantized-wires).",
         ("fullshard.wire",),
     ),
     "fullshard.wrap": ("Policies: [choosing units](choosing_units.md).", ("fullshard.wrap",)),

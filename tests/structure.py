@@ -70,15 +70,15 @@ NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
 # are lowered with every cut; the aim is 17,500, and 19,500 with what is new. There may be some
 # more lines than the limit, so that not every change has to raise it.
-MAX_CORE_LINES = 28_550
+MAX_CORE_LINES = 28_850
 MAX_LINES = {
     "fullshard": 4_400,
     "fullshard.cli": 950,
-    "fullshard.comm": 3_300,
+    "fullshard.comm": 3_360,
     "fullshard.compat": 400,
     "fullshard.doctor": 900,
     "fullshard.dropin_site": 100,
-    "fullshard.layout": 1_250,
+    "fullshard.layout": 1_420,
     "fullshard.losses": 400,
     "fullshard.optim": 2_350,
     "fullshard.plan": 1_450,

@@ -399,7 +399,7 @@ def _checked_strategy(module: Any, strategy: Any, backward_prefetch: Any) -> Sha
 
 
 def _policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """What the units of a wrapper are told."""
+    """What units take of a wrapper's precision; the wrapper does the rest."""
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype,

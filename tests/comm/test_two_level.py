@@ -165,6 +165,9 @@ def test_ranks_of_one_host_send_eight_bits_and_their_sums_travel_in_four(
         by_host = [sum_of(WIRE.inside, full[first : first + 2]) for first in (0, 2)]
         expected = sum_of(WIRE, torch.stack(by_host))[rank.rank]
         torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        low = torch.empty(numel, dtype=torch.bfloat16)  # what hosts add up is rounded once
+        kind().reduce_scatter([low], [sent.view(-1)], group, average=False, wire=WIRE).wait()
+        assert torch.equal(low, out.bfloat16())
         ranks, sizes = zip(*num_bytes, strict=True)
         assert set(ranks) == {2}
         assert sum(sizes) == sent.nbytes + 2 * WIRE.message_numel(numel)
@@ -217,6 +220,35 @@ def test_replicas_send_in_their_wire_and_shards_in_theirs(rank: Rank) -> None:
     with exchanged_bytes() as num_bytes:
         model(torch.randn(2, 64)).sum().backward()
     assert num_bytes == [(2, Int4(block=16).message_numel(64 * 32))]
+
+
+def losses(rank: Rank, mesh: DeviceMesh, **wires: Wire) -> list[float]:
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False)
+    model = nn.Sequential(*layers).to(rank.device)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**wires))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank.rank)).to(rank.device)
+    found = []
+    for _ in range(12):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@on_ranks(4)
+def test_training_with_sums_in_four_bits_is_nearly_the_same(rank: Rank) -> None:
+    with group_on_hosts(rank, "one", "one", "two", "two") as group:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("four_bits",))
+        expected = torch.tensor(losses(rank, mesh))
+        for kind in (ShmCollectives, Collectives):
+            with patch("fullshard.unit.unit.collectives_for", lambda *_, kind=kind: kind()):
+                found = losses(rank, mesh, gather_wire=Int8(block=16), reduce_wire=WIRE)
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=0.02, atol=0)
+            assert not torch.equal(torch.tensor(found), expected)
 
 
 @on_ranks(4)

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.two_level import levels_of, packed_wire
 from fullshard.testing import Rank, on_ranks
 from fullshard.wire import Int4, Int8
-from tests.comm.test_two_level import encoded, group_on_hosts, sum_of
+from tests.comm.test_two_level import encoded, group_on_hosts, losses, sum_of
 
 
 @pytest.mark.parametrize("wire", [Int4(), Int8()], ids=str)
@@ -39,25 +37,8 @@ def test_sums_of_hosts_travel_in_the_wire_over_nccl(rank: Rank, wire: Any) -> No
 
 @on_ranks(4, backend="nccl")
 def test_a_model_trains_with_gradients_of_four_bits_between_hosts(rank: Rank) -> None:
-    def losses(mesh: DeviceMesh, **wires: Any) -> list[float]:
-        torch.manual_seed(0)
-        layers = [nn.Linear(256, 256, device=rank.device) for _ in range(3)]
-        model: Any = nn.Sequential(*layers)
-        for layer in (*layers, model):
-            fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(**wires))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        x = torch.randn(16, 256, generator=torch.Generator().manual_seed(rank.rank)).cuda()
-        found = []
-        for _ in range(12):
-            loss = (model(x) - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
-
     with group_on_hosts(rank, "one", "one", "two", "two") as group:
         mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("hosts",))
-        expected = losses(mesh)
-        found = losses(mesh, gather_wire=Int8(), reduce_wire=Int4())
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.05, atol=0)
+        expected = losses(rank, mesh)
+        found = losses(rank, mesh, gather_wire=Int8(block=16), reduce_wire=Int4(block=16))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=0)

@@ -250,6 +250,25 @@ def test_faster_links_are_never_slower_and_more_ranks_hold_less():
     assert hybrid.sent_bytes["all-reduce"] > 0
 
 
+def test_quantized_gradients_cross_a_slow_network_as_sums_of_hosts():
+    hosts = Machine(profile=replace(H100, network_gbs=0.01), ranks_per_host=4, num_hosts=2)
+    wires = "plain", "bf16", "int8", "int4"
+    times = {wire: planned(hosts, reduce_wire=wire, gather_wire="int8").step_s for wire in wires}
+    assert times["int4"] < 0.9 * times["int8"] < 0.9 * times["plain"]
+    # Each rank sends plain values for itself.
+    assert times["bf16"] > times["plain"]
+    alone = Machine(profile=hosts.profile, ranks_per_host=1, num_hosts=4)
+    times = {wire: planned(alone, reduce_wire=wire).step_s for wire in wires}
+    assert times["int4"] < times["int8"] < times["bf16"] < times["plain"]
+    # Sums between replicas come back in eight bits.
+    hybrid = {
+        wire: planned(hosts, mesh="2x4", replica_wire=wire).sent_bytes["all-reduce"]
+        for wire in ("plain", "int8", "int4")
+    }
+    assert hybrid["int8"] == pytest.approx(0.26 * hybrid["plain"], rel=0.1)
+    assert hybrid["int4"] == pytest.approx(0.2 * hybrid["plain"], rel=0.1)
+
+
 def test_recomputation_and_offload_save_what_they_should():
     usual = planned(batch=8)
     recomputed = planned(batch=8, activation_checkpointing=True)

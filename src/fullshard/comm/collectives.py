@@ -244,13 +244,19 @@ def _exchange_and_sum(
         _sum_exchanged(out, inp, group, packed_wire(wire, group))
     else:
         sent = inp.view(levels.num_hosts, levels.host.size(), -1).transpose(0, 1).contiguous()
-        sums = torch.empty(levels.num_hosts, out.numel(), device=out.device)
+        sums = _sums_of_hosts(out, levels.num_hosts, wire)
         _sum_exchanged(sums, sent, levels.host, wire.inside)
         sent = sent.new_empty(levels.num_hosts, wire.message_numel(out.numel()))
         wire.encode(sums, sent)
         _sum_exchanged(out, sent, levels.rail, wire)
     if average:
         out.div_(group.size())
+
+
+def _sums_of_hosts(out: torch.Tensor, num_hosts: int, wire: Wire) -> torch.Tensor:
+    """Memory for sums that a wire is going to round: nothing rounds them before."""
+    dtype = out.dtype if wire.is_plain else torch.promote_types(out.dtype, torch.float32)
+    return out.new_empty(num_hosts, out.numel(), dtype=dtype)
 
 
 def _sum_exchanged(out: torch.Tensor, inp: torch.Tensor, group: Group, wire: Wire) -> None:
@@ -373,7 +379,7 @@ class ShmCollectives(GlooCollectives):
         assert levels is not None
 
         def stages() -> None:
-            sums = [out.new_empty(levels.num_hosts, out.numel()) for out in outs]
+            sums = [_sums_of_hosts(out, levels.num_hosts, wire) for out in outs]
             self.reduce_scatter(
                 [part for each in sums for part in each.unbind()],
                 [part for each in ins for part in each.view(-1).chunk(levels.num_hosts)],

@@ -33,8 +33,9 @@ class Topology:
         """That of a group; the first call is one that all its ranks make, through the store."""
         simulated = simulation()
         if simulated is not None and group is not None:
-            hosts = [f"host{simulated.host_of(r)}" for r in dist.get_process_group_ranks(group)]
-            return cls(tuple(hosts), tuple(hosts))
+            ranks = dist.get_process_group_ranks(group)
+            played = tuple(f"host{simulated.host_of(rank)}" for rank in ranks)
+            return cls(played, played)
         if group is None or not is_registered(group) or is_simulated():
             size = 1 if group is None else group.size()
             return cls((machine_id(),) * size, (socket.gethostname(),) * size)

@@ -134,11 +134,12 @@ class SimulatedCollectives(Collectives):
 
     def _crossing_bytes(self, out: Any, inp: Any, group: Any, wire: Wire) -> int:
         """What an exchange would send in all if everything crossed to another host once."""
-        num_local = self._simulator.fabric.shape_of(group)[1]
-        if not wire.is_plain and num_local > 1:
-            return group.size() * wire.message_numel(out.numel())  # sums of hosts
+        num_hosts, num_local = self._simulator.fabric.shape_of(group)
+        if not wire.is_plain and num_local > 1:  # sums of hosts
+            return num_hosts * num_local * wire.message_numel(out.numel())
         # With streams, ranks of one host do not add up plain values for another one.
-        return inp.nbytes * (num_local if self._simulator.device.has_streams else 1)
+        num_bytes: int = inp.nbytes
+        return num_bytes * (num_local if self._simulator.device.has_streams else 1)
 
     def all_to_all(
         self, out: Any, inp: Any, out_numel: Any, in_numel: Any, group: Any
