@@ -21,11 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collectives import (
-    Collectives,
-    GlooCollectives,
-    ShmCollectives,
-)
+from fullshard.comm.collectives import Collectives, GlooCollectives, ShmCollectives
 from fullshard.testing import Rank, pool
 from measuring import (
     Table,

@@ -27,11 +27,11 @@ from fullshard import DisagreementError, FullyShardedDataParallel, LifecycleErro
 from fullshard._torch import StridedShard, default_store, local_group, timeout_of
 from fullshard.comm import heap
 from fullshard.comm.agreement import Agreement, UnitPlan
-from fullshard.comm.collectives import CollectiveWork
 from fullshard.comm.guard import PATIENCE
 from fullshard.comm.mesh import _mesh_infos, mesh_info_of
 from fullshard.comm.order import PassOrder, order_of
 from fullshard.comm.placement import full_tensor
+from fullshard.comm.work import CollectiveWork
 from fullshard.state import save, save_async
 from fullshard.testing import Rank, RankPool, on_ranks
 from tests.support.wrapped import OURS, TORCH, Package

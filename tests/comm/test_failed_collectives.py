@@ -18,7 +18,8 @@ from fullshard import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from fullshard.comm.collectives import Collectives, CollectiveWork
+from fullshard.comm.collectives import Collectives
+from fullshard.comm.work import CollectiveWork
 from fullshard.layout import Wire
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks

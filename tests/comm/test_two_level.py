@@ -17,12 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import collectives, shm
-from fullshard.comm.collectives import (
-    Collectives,
-    GlooCollectives,
-    ShmCollectives,
-    all_reduce,
-)
+from fullshard.comm.collectives import Collectives, GlooCollectives, ShmCollectives, all_reduce
 from fullshard.comm.heap import SWITCH
 from fullshard.comm.topology import Topology
 from fullshard.comm.two_level import TwoLevel, levels_of, packed_wire

@@ -20,7 +20,8 @@ from fullshard import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from fullshard.comm.collectives import CollectiveWork, ShmCollectives
+from fullshard.comm.collectives import ShmCollectives
+from fullshard.comm.work import CollectiveWork
 from fullshard.device import Device
 from fullshard.layout import CostModel
 from fullshard.testing import Rank, Training, assert_same_training, on_ranks

@@ -35,8 +35,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fullshard import DataParallelMeshDims, ShardPlacementResult, fully_shard
-from fullshard.comm.collectives import CollectiveWork, ShmCollectives
+from fullshard.comm.collectives import ShmCollectives
 from fullshard.comm.placement import full_tensor
+from fullshard.comm.work import CollectiveWork
 from fullshard.errors import TopologyError
 from fullshard.layout import CostModel
 from fullshard.runtime.hooks import hooks_of

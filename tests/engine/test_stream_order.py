@@ -40,7 +40,7 @@ from fullshard import (
     fully_shard,
     share_comm_ctx,
 )
-from fullshard.comm.collectives import CollectiveWork
+from fullshard.comm.work import CollectiveWork
 from fullshard.layout import CostModel
 from fullshard.runtime.uneven import UnevenScope
 from fullshard.unit.all_gather import InFlightAllGather, UnitAllGather

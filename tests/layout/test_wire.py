@@ -23,16 +23,11 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.comm.collectives import (
-    Collectives,
-    CollectiveWork,
-    GlooCollectives,
-    ShmCollectives,
-    collectives_for,
-)
+from fullshard.comm.collectives import Collectives, GlooCollectives, ShmCollectives, collectives_for
 from fullshard.comm.heap import SWITCH
 from fullshard.comm.placement import full_tensor
 from fullshard.comm.shm import link_of
+from fullshard.comm.work import CollectiveWork
 from fullshard.layout import CostModel, Plain
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks

@@ -11,10 +11,7 @@ import atexit
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from operator import methodcaller
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,115 +34,14 @@ from fullshard._torch import (
 )
 from fullshard.api import AllGather, ReduceScatter
 from fullshard.comm import guard, shm
-from fullshard.comm.link import Link
 from fullshard.comm.mesh import Axis
 from fullshard.comm.order import enter_call
 from fullshard.comm.two_level import StagedWork, levels_of, packed_wire
+from fullshard.comm.work import CollectiveWork, Group, Tensors, is_gloo, issue, issue_each, wait_of
 from fullshard.device import simulation
 from fullshard.layout import Plain, Wire
 
-Tensors = Sequence[torch.Tensor]
-Group = dist.ProcessGroup
-
 _SMALLEST_SCATTER_BYTES = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """A collective that was issued, with the shapes, dtypes and devices of its tensors."""
-
-    call: Callable[..., Any]
-    group: Any
-    outs: Any
-    ins: Any
-    options: tuple[Any, ...] = field(compare=False)
-
-    def issue_again(self) -> None:
-        """Issue it with zeros, and wait for it."""
-        outs, ins = _zeros(self.outs), _zeros(self.ins)
-        work = self.call(self.group, outs, ins, *self.options)
-        is_on_host = isinstance(self.group, Link)
-        one = outs[0] if isinstance(outs, list) else outs
-        wait = methodcaller("wait") if is_on_host else wait_of(self.group, one.device)
-        CollectiveWork([work], wait=wait).wait()
-
-
-def _issue(call: Callable[..., Any], group: Any, outs: Any, ins: Any, *options: Any) -> Any:
-    """Issue one collective on tensors or lists of them: as a whole, or it raises."""
-    work = call(group, outs, ins, *options)
-    guard.note_issued(lambda: Issued(call, group, _form(outs), _form(ins), options))
-    return work
-
-
-def _issue_each(
-    call: Callable[..., Any], group: Any, outs: Iterable[Any], ins: Iterable[Any], *options: Any
-) -> Iterator[Any]:
-    """Issue a collective for each output and input, each when its work is asked for."""
-    return (_issue(call, group, *pair, *options) for pair in zip(outs, ins, strict=True))
-
-
-def _form(given: Any) -> Any:
-    if isinstance(given, list):
-        return [_form(each) for each in given]
-    return given.shape, given.dtype, given.device
-
-
-def _zeros(form: Any) -> Any:
-    if isinstance(form, list):
-        return [_zeros(each) for each in form]
-    return torch.zeros(form[0], dtype=form[1], device=form[2])
-
-
-class CollectiveWork:
-    """A collective in flight. It holds its works and buffers until `wait` (rule 10: wait first).
-
-    A work is a `dist.Work`, or has its methods `wait` and `get_future`. `works` may be an iterator
-    that starts them one by one: if one cannot be started, those before it are waited for. The
-    argument `wait` says how to wait for a single work, and `then` is called once all have
-    succeeded.
-    """
-
-    def __init__(
-        self,
-        works: Iterable[Any] = (),
-        buffers: Tensors = (),
-        then: Callable[[], None] | None = None,
-        wait: Callable[[Any], None] = methodcaller("wait"),
-    ) -> None:
-        self._works: list[Any] = []
-        self._buffers = list(buffers)
-        self._then = then
-        self._wait = wait
-        try:
-            for work in works:
-                if work is not None:
-                    self._works.append(work)
-        except BaseException:
-            self._then = None
-            with suppress(Exception):
-                self.wait()
-            raise
-
-    @property
-    def futures(self) -> list[torch.futures.Future[Any]]:
-        """Done when the bytes have arrived; on a backend with streams, when that is enqueued."""
-        return [work.get_future() for work in self._works]
-
-    def wait(self) -> None:
-        """Wait for all works, then raise the first error. A second call does nothing."""
-        works, self._works = self._works, []
-        then, self._then = self._then, None
-        first: BaseException | None = None
-        for work in works:
-            try:
-                self._wait(work)
-            except BaseException as error:
-                first = first or error
-        self._buffers.clear()
-        if first is not None:
-            raise first
-        if then is not None:
-            then()
 
 
 class Collectives:
@@ -162,9 +58,9 @@ class Collectives:
         """Fill each output with the inputs of all ranks, in the order of ranks."""
         options = _all_gather_options()
         if len(outs) == 1:
-            return CollectiveWork([_issue(all_gather_single, group, outs[0], ins[0], options)])
+            return CollectiveWork([issue(all_gather_single, group, outs[0], ins[0], options)])
         lists = list(outs), list(ins)
-        return CollectiveWork([_issue(all_gather_coalesced, group, *lists, options)])
+        return CollectiveWork([issue(all_gather_coalesced, group, *lists, options)])
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
@@ -181,9 +77,9 @@ class Collectives:
             return CollectiveWork()
         options = _reduce_scatter_options(average)
         if len(outs) == 1:
-            return CollectiveWork([_issue(reduce_scatter_single, group, outs[0], ins[0], options)])
+            return CollectiveWork([issue(reduce_scatter_single, group, outs[0], ins[0], options)])
         lists = list(outs), list(ins)
-        return CollectiveWork([_issue(reduce_scatter_coalesced, group, *lists, options)])
+        return CollectiveWork([issue(reduce_scatter_coalesced, group, *lists, options)])
 
     def all_to_all(
         self,
@@ -200,7 +96,7 @@ class Collectives:
         """
         # As bytes: not every backend knows every dtype.
         sizes = _in_bytes(out, out_numel), _in_bytes(inp, in_numel)
-        work = _issue(
+        work = issue(
             all_to_all_single, group, _bytes(out), _bytes(inp), *sizes, dist.AllToAllOptions()
         )
         return CollectiveWork([work], [out, inp], wait=wait_of(group, out.device))
@@ -270,7 +166,7 @@ def _sum_exchanged(out: torch.Tensor, inp: torch.Tensor, group: Group, wire: Wir
     received = torch.empty_like(inp)
     # As bytes: not every backend knows every dtype.
     sent = _bytes(received).view(-1), _bytes(inp).view(-1)
-    CollectiveWork([_issue(all_to_all_single, group, *sent, [], [], options)]).wait()
+    CollectiveWork([issue(all_to_all_single, group, *sent, [], [], options)]).wait()
     messages = received.view(group.size(), *([-1] if out.ndim == 1 else [len(out), -1]))
     if wire.is_plain:
         torch.sum(messages, 0, dtype=out.dtype, out=out)
@@ -284,7 +180,7 @@ class PythonCollectives(Collectives):
     averages = False
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
-        works = _issue_each(all_gather_single, group, outs, ins, AllgatherOptions())
+        works = issue_each(all_gather_single, group, outs, ins, AllgatherOptions())
         return CollectiveWork(works, buffers=[*outs, *ins])
 
     def reduce_scatter(
@@ -292,7 +188,7 @@ class PythonCollectives(Collectives):
     ) -> CollectiveWork:
         if wire is not None and wire != Plain(outs[0].dtype):
             return super().reduce_scatter(outs, ins, group, average=average, wire=wire)
-        works = _issue_each(reduce_scatter_single, group, outs, ins, dist.ReduceScatterOptions())
+        works = issue_each(reduce_scatter_single, group, outs, ins, dist.ReduceScatterOptions())
         return CollectiveWork(works, buffers=[*outs, *ins])
 
 
@@ -307,7 +203,7 @@ class GlooCollectives(Collectives):
     averages = False
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
-        works = _issue_each(all_gather_single, group, map(_bytes, outs), map(_bytes, ins))
+        works = issue_each(all_gather_single, group, map(_bytes, outs), map(_bytes, ins))
         return CollectiveWork(works, [*outs, *ins], wait=guard.wait_for)
 
     def reduce_scatter(
@@ -320,7 +216,7 @@ class GlooCollectives(Collectives):
         """Exchange messages of a wire, and sum what arrives."""
         received = [torch.empty_like(inp) for inp in ins]
         sent, size = (map(_bytes, received), map(_bytes, ins)), group.size()
-        works = _issue_each(all_to_all_single, group, *sent, [], [])
+        works = issue_each(all_to_all_single, group, *sent, [], [])
 
         def sum_received() -> None:
             for out, got in zip(outs, received, strict=True):
@@ -339,10 +235,10 @@ class ShmCollectives(GlooCollectives):
         link = shm.link_of(group)
         if link is None:
             if levels_of(group) is not None:
-                work = _issue(self._gather_by_levels, group, list(outs), list(ins))
+                work = issue(self._gather_by_levels, group, list(outs), list(ins))
                 return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
             return super().all_gather(outs, ins, _channel_of(group))
-        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), None)])
+        return CollectiveWork([issue(shm.HostWork, link, list(outs), list(ins), None)])
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
@@ -350,10 +246,10 @@ class ShmCollectives(GlooCollectives):
         link, wire = shm.link_of(group), wire or Plain(ins[0].dtype)
         if link is None:
             if levels_of(group) is not None:
-                work = _issue(self._reduce_by_levels, group, list(outs), list(ins), wire)
+                work = issue(self._reduce_by_levels, group, list(outs), list(ins), wire)
                 return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
             return self._exchange(outs, ins, _channel_of(group), packed_wire(wire, group))
-        return CollectiveWork([_issue(shm.HostWork, link, list(outs), list(ins), wire.inside)])
+        return CollectiveWork([issue(shm.HostWork, link, list(outs), list(ins), wire.inside)])
 
     def _gather_by_levels(self, group: Group, outs: Tensors, ins: Tensors) -> StagedWork:
         """Gather the segments of a rail between hosts, then those of all rails inside the host."""
@@ -408,7 +304,7 @@ class ShmCollectives(GlooCollectives):
         if link is None:
             return super().all_to_all(out, inp, out_numel, in_numel, _channel_of(group))
         sizes = _in_bytes(out, out_numel), _in_bytes(inp, in_numel)
-        return CollectiveWork([_issue(shm.HostExchange, link, out, inp, *sizes)])
+        return CollectiveWork([issue(shm.HostExchange, link, out, inp, *sizes)])
 
     def allocate_bucket(
         self, numel: int, dtype: torch.dtype, device: torch.device, group: Group | None = None
@@ -460,15 +356,10 @@ def collectives_for(group: Group | None, device: torch.device) -> Collectives:
     if simulated is not None:
         collectives: Collectives = simulated.collectives
         return collectives
-    if group is not None and _is_gloo(group, device):
+    if group is not None and is_gloo(group, device):
         pause_at_exit()
         return ShmCollectives() if device.type == "cpu" else GlooCollectives()
     return Collectives() if group is None or devices_of(group) else PythonCollectives()
-
-
-def _is_gloo(group: Group, device: torch.device) -> bool:
-    has_backend = any(each.type == device.type for each in devices_of(group))
-    return has_backend and backend_name(group, device) == "gloo"
 
 
 # gloo ends a process that receives more than it expects. So groups of our own stand in for gloo
@@ -490,11 +381,6 @@ def _destroy(group: weakref.ref[Group]) -> None:
     found = group()
     if found is not None and is_registered(found):
         dist.destroy_process_group(found)
-
-
-def wait_of(group: Group, device: torch.device) -> Callable[[Any], None]:
-    """How to wait for a work of a group: on gloo the program waits, elsewhere the device does."""
-    return guard.wait_for if _is_gloo(group, device) else methodcaller("wait")
 
 
 def all_gather_flat(segment: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -530,7 +416,7 @@ def all_reduce(
     if wire is not None and not is_plain:
         _all_reduce_messages(tensor.detach().view(-1), group, wire, average=average)
         return
-    is_on_host = tensor.device.type == "cpu" and _is_gloo(group, tensor.device)
+    is_on_host = tensor.device.type == "cpu" and is_gloo(group, tensor.device)
     if is_on_host and not average and shm.link_of(group) is not None:
         _all_reduce_on_host(tensor.detach().view(-1), group)
         return
@@ -568,7 +454,7 @@ def all_reduce_any(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Gro
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     options.asyncOp = False
-    work = _issue(_all_reduce, group, [tensor], [], options)
+    work = issue(_all_reduce, group, [tensor], [], options)
     CollectiveWork([work], wait=wait_of(group, tensor.device)).wait()
 
 

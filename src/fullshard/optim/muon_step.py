@@ -35,8 +35,9 @@ from fullshard._torch import (
     to_local,
 )
 from fullshard.comm.agreement import Agreement
-from fullshard.comm.collectives import Collectives, CollectiveWork, collectives_for
+from fullshard.comm.collectives import Collectives, collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.comm.work import CollectiveWork
 from fullshard.device import simulation
 from fullshard.errors import ConfigError, DisagreementError
 from fullshard.layout.split import Box, slices

@@ -26,7 +26,8 @@ from fullshard._torch import (
     has_own_dispatch,
     hosts_of_meta_devices,
 )
-from fullshard.comm.collectives import Collectives, CollectiveWork
+from fullshard.comm.collectives import Collectives
+from fullshard.comm.work import CollectiveWork
 from fullshard.device import Device, Streams
 from fullshard.layout import Wire
 from fullshard.plan.device_profile import DeviceProfile

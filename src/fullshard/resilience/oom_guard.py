@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from fullshard._torch import post_accumulate_grad_hooks
 from fullshard.comm import guard
 from fullshard.comm.agreement import Agreement
-from fullshard.comm.collectives import CustomCollectives, Issued, all_reduce
+from fullshard.comm.collectives import CustomCollectives, all_reduce
+from fullshard.comm.work import Issued
 from fullshard.errors import FullshardError, LifecycleError
 from fullshard.facts import memory_by_kind
 from fullshard.formatting import readable

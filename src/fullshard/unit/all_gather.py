@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard._torch import foreach_copy_
 from fullshard.api import MixedPrecisionPolicy
 from fullshard.comm.agreement import Agreement
-from fullshard.comm.collectives import Collectives, CollectiveWork
+from fullshard.comm.collectives import Collectives
 from fullshard.comm.mesh import Axis, MeshInfo
+from fullshard.comm.work import CollectiveWork
 from fullshard.device import ResizableBuffer, address_of
 from fullshard.errors import ConfigError
 from fullshard.layout import Bucket, Lane, Plain, UnitLayout

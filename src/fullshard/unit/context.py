@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from fullshard.comm.collectives import CollectiveWork
+from fullshard.comm.work import CollectiveWork
 from fullshard.device import Device, ResizableBuffer, Streams
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity

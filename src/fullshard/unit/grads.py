@@ -35,8 +35,9 @@ class UnitGrads:
 
     `was_reduced` says whether the backward under way has taken some gradients already. `_created`
     are the targets that it gave a `.grad`, and `_added_to` the gradients from before that it adds
-    to; `_host_events` are copies of gradients to the host that nothing has waited for. `_shown` has the gradients that a wrapper's parameters show while more
-    is kept unreduced, with their versions, and whether they are mere placeholders.
+    to. `_host_events` are copies of gradients to the host that nothing has waited for. `_shown` has
+    the gradients that a wrapper's parameters show while more is kept unreduced, with their
+    versions, and whether they are mere placeholders.
     """
 
     def __init__(self, mesh_info: MeshInfo, store: Store, device: Device) -> None:

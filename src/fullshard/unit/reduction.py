@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from fullshard._torch import foreach_copy_
-from fullshard.comm.collectives import CollectiveWork, all_reduce
+from fullshard.comm.collectives import all_reduce
+from fullshard.comm.work import CollectiveWork
 from fullshard.device import Device
 from fullshard.errors import LifecycleError
 from fullshard.trace import seam
