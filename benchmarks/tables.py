@@ -51,6 +51,7 @@ TITLES = {
     "step_torch215": "Steps of CPU ranks on one host beside torch 2.15",
     "hosts": "Steps of CPU ranks on two hosts",
     "hosts_8_ranks": "Steps of CPU ranks on two hosts of eight ranks",
+    "wires": "Losses with quantized wires",
     "memory": "Copies and transient memory on a CPU",
     "memory_cuda": "Copies and transient memory on a GPU",
     "collectives": "Collectives of CPU ranks",
