@@ -84,7 +84,7 @@ MAX_LINES = {
     "fullshard.plan": 1_450,
     "fullshard.resilience": 2_150,
     "fullshard.runtime": 2_550,
-    "fullshard.state": 5_700,
+    "fullshard.state": 5_650,
     "fullshard.testing": 1_450,
     "fullshard.trace": 550,
     "fullshard.unit": 4_100,

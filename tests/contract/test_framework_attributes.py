@@ -23,7 +23,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 import fullshard
 from fullshard.errors import ConfigError
-from fullshard.state.shards import full_tensor_of
+from fullshard.state.values import full_tensor_of
 from fullshard.testing import Rank, on_ranks
 from tests.support.wrapped import (
     APIS,

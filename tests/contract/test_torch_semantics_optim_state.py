@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from fullshard.state.shards import full_tensor_of, is_sharded
+from fullshard.state.values import full_tensor_of, is_sharded
 from fullshard.testing import Rank, on_ranks
 from tests.support.sharded_states import (
     BOTH,

@@ -254,9 +254,7 @@ def test_quantized_gradients_cross_a_slow_network_as_sums_of_hosts():
     hosts = Machine(profile=replace(H100, network_gbs=0.01), ranks_per_host=4, num_hosts=2)
     wires = "plain", "bf16", "int8", "int4"
     times = {wire: planned(hosts, reduce_wire=wire, gather_wire="int8").step_s for wire in wires}
-    assert times["int4"] < 0.9 * times["int8"] < 0.9 * times["plain"]
-    # Each rank sends plain values for itself.
-    assert times["bf16"] > times["plain"]
+    assert times["int4"] < 0.9 * times["int8"] < 0.9 * times["bf16"] < 0.9 * times["plain"]
     alone = Machine(profile=hosts.profile, ranks_per_host=1, num_hosts=4)
     times = {wire: planned(alone, reduce_wire=wire).step_s for wire in wires}
     assert times["int4"] < times["int8"] < times["bf16"] < times["plain"]

@@ -31,8 +31,7 @@ from fullshard.state.checkpoint.folder import (
     write_synced,
 )
 from fullshard.state.checkpoint.reader import latest, open_checkpoint, verify
-from fullshard.state.checkpoint.save import save
-from fullshard.state.checkpoint.writer import write_checkpoint
+from fullshard.state.checkpoint.save import save, write_checkpoint
 from fullshard.state.stored import TensorSource
 from fullshard.testing import Rank, RankPool, RanksFailed
 from tests.support.stored import damage, holds, write
@@ -156,7 +155,7 @@ def test_a_checkpoint_that_has_no_room_is_refused_before_it_is_written(tmp_path:
     def read(box: Any) -> torch.Tensor:
         raise AssertionError("nothing is to be written")
 
-    huge = TensorSource((2**50,), torch.float32, read)
+    huge = TensorSource((2**50,), torch.float32, (), read)
     with pytest.raises(CheckpointError, match="too full for 4,503,599,627,370,496 bytes") as raised:
         write_checkpoint(tmp_path / "step_1", {"model.huge": huge})
     found, missing = (int(each.replace(",", "")) for each in re.findall(

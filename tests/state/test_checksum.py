@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.layout.split import Box, boxes_of_range
-from fullshard.state.checkpoint.checksum import MASK, as_text, checksum, joined
+from fullshard.state.checkpoint.index import MASK, as_text, checksum, joined
 
 many = settings(derandomize=True, deadline=None, max_examples=50)
 

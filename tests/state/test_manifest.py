@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fullshard.errors import CheckpointError
 from fullshard.layout.split import boxes_of_range
-from fullshard.state.checkpoint.checksum import as_text, joined
+from fullshard.state.checkpoint.index import as_text, joined
 from fullshard.state.checkpoint.manifest import (
     Manifest,
     StoredBlock,

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from fullshard.layout.split import Box
-from fullshard.state.checkpoint.manifest import Manifest
+from fullshard.state.checkpoint.manifest import Manifest, read_manifest
 from fullshard.state.checkpoint.reader import open_checkpoint
-from fullshard.state.checkpoint.writer import write_checkpoint
+from fullshard.state.checkpoint.save import write_checkpoint
 from fullshard.state.shards import LocalPart
 from fullshard.state.stored import TensorSource
 
@@ -46,7 +46,8 @@ def write(
         for rank in range(num_files)
     ]
     like = Manifest(step=step, optimizer=OPTIMIZER, selection="all" + "-" * padding)
-    return write_checkpoint(path, tensors, like, num_files=num_files, rank_states=states)
+    write_checkpoint(path, tensors, like, num_files=num_files, rank_states=states)
+    return read_manifest(path)
 
 
 def holds(path: Path, seed: int) -> bool:

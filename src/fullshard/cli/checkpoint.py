@@ -101,7 +101,7 @@ def verify(path: Path) -> None:
         say(f"{path}: damaged, {counted(len(problems), 'problem')}")
         raise click.exceptions.Exit(1)
     found = contents_of(path)
-    if found.manifest is None:
+    if not found.manifest.is_ours:
         say(f"{path}: readable, {found.counts}; there is no manifest to compare them with")
     else:
         say(f"{path}: complete, {found.counts}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ class Contents:
     """The contents of a checkpoint. `others` are entries of torch that are not tensors."""
 
     path: Path
-    manifest: Manifest | None
+    manifest: Manifest
     tensors: tuple[TensorLine, ...]
     others: tuple[str, ...]
     files: Mapping[str, int]
@@ -49,7 +48,7 @@ class Contents:
         """Yield the lines below the tables."""
         yield "checkpoint", str(self.path)
         manifest = self.manifest
-        if manifest is None:
+        if not manifest.is_ours:
             yield "written by", "torch.distributed.checkpoint itself: no manifest, no checksums"
         else:
             versions = ", ".join(f"{name} {text}" for name, text in manifest.versions.items())
@@ -70,18 +69,18 @@ class Contents:
             sum(tensor.num_bytes for tensor in self.tensors if tensor.name.startswith(prefix))
             for prefix in (MODEL, OPTIMIZER)
         )
-        if self.manifest is None or not optimizer:
+        if not (self.manifest.is_ours and optimizer):
             return words
         return f"{words} (model {readable(model)}, optimizer {readable(optimizer)})"
 
     def as_json(self) -> dict[str, Any]:
         names = ("id", "created", "step", "num_ranks", "versions", "selection", "extra", "aliases")
         about: dict[str, Any] = dict.fromkeys(names) | {"versions": {}, "extra": [], "aliases": {}}
-        if self.manifest is not None:
+        if self.manifest.is_ours:
             about = {name: getattr(self.manifest, name) for name in names}
         return {
             "path": str(self.path),
-            "written_by": "torch" if self.manifest is None else "fullshard",
+            "written_by": "fullshard" if self.manifest.is_ours else "torch",
             **about,
             "num_bytes": self.num_bytes,
             "tensors": [asdict(tensor) for tensor in self.tensors],
@@ -96,18 +95,18 @@ def contents_of(path: Path) -> Contents:
     manifest = opened.manifest
     tensors = []
     for key in opened.keys:
-        info, stored = opened.info(key), manifest.tensors.get(key) if manifest else None
+        info, stored = opened.info(key), manifest.tensors.get(key)
         tensors.append(
             TensorLine(
                 name=key,
                 shape=info.shape,
-                dtype=str(info.dtype).removeprefix("torch."),
-                num_bytes=prod(info.shape) * info.dtype.itemsize,
+                dtype=info.dtype_name,
+                num_bytes=info.num_bytes,
                 num_blocks=len(info.boxes),
                 checksum=stored.checksum if stored else None,
             )
         )
     # The checkpoint's own files; the folder may contain others.
-    names = {MANIFEST, *manifest.files} if manifest else opened.file_names
+    names = {MANIFEST, *manifest.files} if manifest.is_ours else opened.file_names
     files = {name: (opened.path / name).stat().st_size for name in sorted(names)}
     return Contents(path, manifest, tuple(tensors), tuple(opened.object_keys), files)

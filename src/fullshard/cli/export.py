@@ -13,12 +13,12 @@ import torch
 
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.formatting import listed
-from fullshard.state.checkpoint.folder import discard
+from fullshard.ranks import RankGroup
 from fullshard.state.checkpoint.index import MODEL
 from fullshard.state.checkpoint.load import load
 from fullshard.state.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from fullshard.state.materialize import give_memory
-from fullshard.state.safetensors.export import exported_dtype, install, new_staging, require_export
+from fullshard.state.safetensors.export import exported_dtype, require_export, staged
 from fullshard.state.safetensors.files import FilePlan, FileWriter, plan_files
 from fullshard.state.shards import tensor_shards
 from fullshard.state.stored import TensorSource
@@ -91,29 +91,23 @@ def _write(
 ) -> list[FilePlan]:
     """Write tensors, and what `describe` adds, to a staging folder, then install all in `out`."""
     dtypes = {name: exported_dtype(each.dtype, asked.dtype) for name, each in tensors.items()}
-    specs = {name: (dtypes[name], each.shape) for name, each in tensors.items()}
+    infos = {name: replace(each, dtype=dtypes[name]) for name, each in tensors.items()}
     is_adapter = any(name.startswith(_peft_name("")) for name in tensors)
     plans = (
-        [FilePlan.of(_ADAPTER_FILE, specs)] if is_adapter else plan_files(specs, asked.max_bytes)
+        [FilePlan.of(_ADAPTER_FILE, infos)] if is_adapter else plan_files(infos, asked.max_bytes)
     )
-    staging = new_staging(out)
-    staging.mkdir(parents=True)
-    try:
-        num_done = 0
+    num_done = 0
+    with staged(out, plans, RankGroup()) as staging:
         for plan in plans:
             with closing(FileWriter(staging, plan)) as writer:
                 for name in plan.entries:
-                    for box in tensors[name].boxes or ():
+                    for box in tensors[name].boxes:
                         values = tensors[name].read(box).detach().to(dtypes[name])
                         writer.write(name, box, values.contiguous())
                     num_done += 1
                     progress(num_done, len(tensors))
                 writer.finish()
         describe(staging)
-        install(staging, out, plans)
-    except BaseException:
-        discard(staging)
-        raise
     return plans
 
 
@@ -132,15 +126,14 @@ def _stored(opened: StoredCheckpoint, prefix: str | None) -> dict[str, TensorSou
     found = {}
     for name, key in keys.items():
         opened.require_tiled(key)
-        boxes = tuple(opened.info(key).boxes)
-        found[name] = replace(TensorSource.of_stored(opened, key), boxes=boxes)
+        found[name] = TensorSource.of_stored(opened, key)
     return found
 
 
 def _named(opened: StoredCheckpoint, architecture: Architecture) -> dict[str, TensorSource]:
     """Return the model's tensors by the names that transformers looks for."""
     others: dict[str, list[str]] = {}
-    for alias, name in (opened.manifest.aliases if opened.manifest else {}).items():
+    for alias, name in opened.manifest.aliases.items():
         others.setdefault(name, []).append(alias)
     # A tied tensor gets the name that the model lists first.
     places = {name: place for place, name in enumerate(architecture.build().state_dict())}
@@ -192,7 +185,7 @@ def _model_prefix(opened: StoredCheckpoint) -> str:
     A dot in a key may come from nested dicts or from the name of a parameter. The index of a
     checkpoint that torch wrote tells which.
     """
-    if opened.manifest is not None:
+    if opened.manifest.is_ours:
         return MODEL
     levels = [opened.nesting.get(key) for key in opened.keys]
     if any(isinstance(p, tuple) and len(p) > 1 and p[0] == _MODEL_PART for p in levels):

@@ -69,7 +69,7 @@ class Collectives:
 
         If the `wire` is another than values in the outputs' dtype, the inputs are messages of its
         `packed_wire`. Ranks exchange them and sum what they receive (rule 6: exchange and local
-        sum). Encoded sums of a host cross to another one once.
+        sum). Sums of a host cross to another one once, if the wire holds sums.
         """
         if wire is not None and wire != Plain(outs[0].dtype):
             for out, inp in zip(outs, ins, strict=True):
@@ -134,7 +134,7 @@ def _exchange_and_sum(
     out: torch.Tensor, inp: torch.Tensor, group: Group, wire: Wire, *, average: bool
 ) -> None:
     """Reduce in the dtype of the output, on the calling stream (rule 6: exchange and local sum)."""
-    is_direct = wire.is_plain or not devices_of(group)
+    is_direct = not (wire.holds_sums and devices_of(group))
     levels = None if is_direct else levels_of(group, backend_name(group, inp.device))
     if levels is None:
         _sum_exchanged(out, inp, group, packed_wire(wire, group))
@@ -245,7 +245,7 @@ class ShmCollectives(GlooCollectives):
     ) -> CollectiveWork:
         link, wire = shm.link_of(group), wire or Plain(ins[0].dtype)
         if link is None:
-            if levels_of(group) is not None:
+            if wire.holds_sums and levels_of(group) is not None:
                 work = issue(self._reduce_by_levels, group, list(outs), list(ins), wire)
                 return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
             return self._exchange(outs, ins, _channel_of(group), packed_wire(wire, group))

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from fullshard._torch import STAGER, STAGER_COPY, ShardedTensor
-from fullshard.state.shards import copied_sharded_tensor
+from fullshard.state.values import copied_sharded_tensor
 
 
 def follow_import(ours: type[nn.Module]) -> None:

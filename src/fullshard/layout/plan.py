@@ -70,7 +70,7 @@ class DtypePlan:
         if reduce_wire is None or reduce_wire.dtype.itemsize >= reduced.itemsize:
             reduce_wire = Plain(reduced)
         between = replica_wire or reduce_wire
-        if between.dtype is torch.float16 or between.dtype.itemsize >= reduced.itemsize:
+        if not between.holds_sums or between.dtype.itemsize >= reduced.itemsize:
             between = Plain(reduced)
         gather_wire = gather_wire or Plain(computed)
         return cls(stored, computed, reduced, gather_wire, reduce_wire, between, stored)

@@ -39,6 +39,11 @@ class Wire(ABC):
     suits_params = True
 
     @property
+    def holds_sums(self) -> bool:
+        """Whether sums of some ranks can travel so on their way to the others."""
+        return True
+
+    @property
     def alignment_numel(self) -> int:
         return 1
 
@@ -93,6 +98,10 @@ class Plain(Wire):
     dtype: torch.dtype
 
     is_plain = True
+
+    @property
+    def holds_sums(self) -> bool:
+        return self.dtype is not torch.float16  # whose range is small
 
     @property
     def alignment_numel(self) -> int:

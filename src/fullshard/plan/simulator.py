@@ -136,11 +136,11 @@ class SimulatedCollectives(Collectives):
     def _crossing_bytes(self, out: Any, inp: Any, group: Any, wire: Wire) -> int:
         """What an exchange would send in all if everything crossed to another host once."""
         num_hosts, num_local = self._simulator.fabric.shape_of(group)
-        if not wire.is_plain and num_local > 1:  # sums of hosts
-            return num_hosts * num_local * wire.message_numel(out.numel())
-        # With streams, ranks of one host do not add up plain values for another one.
+        if wire.holds_sums and num_local > 1:  # sums of hosts
+            numel: int = wire.message_numel(out.numel())
+            return num_hosts * num_local * numel * wire.dtype.itemsize
         num_bytes: int = inp.nbytes
-        return num_bytes * (num_local if self._simulator.device.has_streams else 1)
+        return num_bytes * num_local
 
     def all_to_all(
         self, out: Any, inp: Any, out_numel: Any, in_numel: Any, group: Any

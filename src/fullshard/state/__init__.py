@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fullshard.state.checkpoint.folder import checkpoints, prune
     from fullshard.state.checkpoint.load import Loaded, load
-    from fullshard.state.checkpoint.reader import Problem, latest, verify
+    from fullshard.state.checkpoint.reader import (
+        Problem,
+        checkpoint_at,
+        latest,
+        stored_shapes,
+        verify,
+    )
     from fullshard.state.checkpoint.save import Handle, save, save_async
-    from fullshard.state.contents import checkpoint_at, stored_shapes
-    from fullshard.state.initial_values import draw_into
-    from fullshard.state.materialize import give_memory, recreate_buffers
+    from fullshard.state.materialize import draw_into, give_memory, recreate_buffers
     from fullshard.state.safetensors.export import export_safetensors
     from fullshard.state.safetensors.load import LoadedWeights, load_safetensors
     from fullshard.state.shards import TensorShard, tensor_shards
@@ -47,11 +51,9 @@ __all__ = [
 _FILES = {
     "checkpoint.folder": ("checkpoints", "prune"),
     "checkpoint.load": ("Loaded", "load"),
-    "checkpoint.reader": ("Problem", "latest", "verify"),
+    "checkpoint.reader": ("Problem", "checkpoint_at", "latest", "stored_shapes", "verify"),
     "checkpoint.save": ("Handle", "save", "save_async"),
-    "contents": ("checkpoint_at", "stored_shapes"),
-    "initial_values": ("draw_into",),
-    "materialize": ("give_memory", "recreate_buffers"),
+    "materialize": ("draw_into", "give_memory", "recreate_buffers"),
     "safetensors.export": ("export_safetensors",),
     "safetensors.load": ("LoadedWeights", "load_safetensors"),
     "shards": ("TensorShard", "tensor_shards"),

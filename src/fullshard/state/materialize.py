@@ -1,7 +1,11 @@
-"""Memory for what is loaded into a model on meta, and values for buffers that are not loaded."""
+"""Memory and values for a model on meta, however it is sharded.
+
+Memory is for what is loaded. Buffers that are not loaded are computed, and parameters may be drawn.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -12,9 +16,11 @@ from torch.distributed.tensor import DTensor
 from fullshard._torch import version_of
 from fullshard.device import has_no_memory
 from fullshard.errors import LifecycleError
+from fullshard.layout.split import Box, intersection, pieces, slices
 from fullshard.runtime.build import join
 from fullshard.runtime.hooks import units_below
 from fullshard.runtime.names import clean_name
+from fullshard.state.shards import TensorShard
 
 
 def give_memory(model: nn.Module) -> None:
@@ -66,32 +72,30 @@ def recreate_buffers(
     meta, so a function that initializes them as well costs nothing.
     """
     modules = dict(model.named_modules())
-    lost: dict[str, dict[str, torch.Tensor]] = {}  # by the path of their module
-    for path, module in modules.items():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
-                lost.setdefault(path, {})[name] = buffer
-    device = device_of(model)
-    made = {  # some modules share a buffer
-        buffer: torch.empty_like(buffer, device=device)
-        for buffers in lost.values()
-        for buffer in buffers.values()
+    lost = {
+        (path, name): buffer
+        for path, module in modules.items()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
     }
+    device = device_of(model)
+    # Some modules share a buffer.
+    made = {buffer: torch.empty_like(buffer, device=device) for buffer in lost.values()}
+    versions = {buffer: version_of(empty) for buffer, empty in made.items()}
     try:
-        unknown = []
-        for path, buffers in lost.items():
-            own, compute = modules[path]._buffers, _compute_of(modules, path, init_buffers)
-            own.update({name: made[buffer] for name, buffer in buffers.items()})
-            versions = {name: version_of(made[buffer]) for name, buffer in buffers.items()}
+        for (path, name), buffer in lost.items():
+            modules[path]._buffers[name] = made[buffer]
+        for path in dict.fromkeys(path for path, _ in lost):
             with torch.no_grad(), device:
-                compute()
-            for name, buffer in buffers.items():
-                found = own.get(name)
-                is_same = found is made[buffer] and version_of(found) == versions[name]
-                if found is None or found.is_meta or is_same:
-                    unknown.append(clean_name(join(path, name)))
-                else:
-                    own[name] = found.to(device)
+                _compute_of(modules, path, init_buffers)()
+        unknown = []
+        for (path, name), buffer in lost.items():
+            found = modules[path]._buffers.get(name)
+            is_same = found is made[buffer] and version_of(found) == versions[buffer]
+            if found is None or found.is_meta or is_same:
+                unknown.append(clean_name(join(path, name)))
+            else:
+                modules[path]._buffers[name] = found.to(device)
         if unknown:
             raise LifecycleError(
                 f"{', '.join(unknown)}: these buffers are on meta and not in the files, and "
@@ -99,10 +103,10 @@ def recreate_buffers(
                 "reset_non_persistent_buffers()."
             )
     except BaseException:
-        for path, buffers in lost.items():
-            modules[path]._buffers.update(buffers)
+        for (path, name), buffer in lost.items():
+            modules[path]._buffers[name] = buffer
         raise
-    return tuple(clean_name(join(path, n)) for path, buffers in lost.items() for n in buffers)
+    return tuple(clean_name(join(path, name)) for path, name in lost)
 
 
 def _compute_of(
@@ -128,3 +132,45 @@ def _compute_of(
         if callable(initialize):
             return partial(initialize, module)
     return lambda: None
+
+
+# Initial values that do not depend on how the model is sharded
+
+# The most elements drawn at once, so that no rank materializes a large parameter.
+_PIECE_NUMEL = 2**22
+
+
+@torch.no_grad()
+def draw_into(
+    shard: TensorShard,
+    name: str,
+    seed: int,
+    draw: Callable[[torch.Tensor, torch.Generator], object],
+) -> None:
+    """Give this rank's parts of a parameter values that depend on its name and shape and the seed.
+
+    They are the same on any number of ranks: a parameter is cut into pieces by its shape alone, and
+    each piece is drawn in float32 on the CPU, with a generator of its own. A rank draws only those
+    pieces that it has a part of.
+
+    Args:
+        shard: The parameter, as `tensor_shards` lists it.
+        name: What makes its values differ from those of other parameters.
+        seed: Another seed gives other values.
+        draw: Fills a tensor in place with values of a generator.
+    """
+    parts = shard.local_parts(shard.tensor)
+    for number, piece in enumerate(pieces(Box.whole(shard.shape), _PIECE_NUMEL)):
+        shared = [(part, box) for part in parts if (box := intersection(part.box, piece))]
+        if not shared:
+            continue
+        values = torch.empty(piece.sizes, dtype=torch.float32)
+        draw(values, torch.Generator().manual_seed(_mixed(seed, name, number)))
+        for part, box in shared:
+            part.values[slices(box, part.box)].copy_(values[slices(box, piece)])
+
+
+def _mixed(seed: int, name: str, number: int) -> int:
+    """Return a seed for one piece of a parameter; Python's `hash` differs between ranks."""
+    digest = hashlib.blake2b(f"{seed} {name} {number}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")  # torch's CPU generator takes 32 bits

@@ -44,21 +44,23 @@ from fullshard.runtime.names import WRAPPED, clean_name
 from fullshard.state.shards import (
     FlatLane,
     FlatShard,
-    StateForm,
-    StateValue,
     borrowed_lanes_of,
     exchange,
-    full_tensor_of,
-    is_sharded,
     lanes_of,
-    on_meta,
-    sharded_tensor,
     tp_groups_of,
     units_of,
     walk,
     wrappers_of,
 )
 from fullshard.state.summon import is_first_rank
+from fullshard.state.values import (
+    StateForm,
+    StateValue,
+    full_tensor_of,
+    is_sharded,
+    on_meta,
+    sharded_tensor,
+)
 from fullshard.unit.param import ParamLocation
 
 Entries = dict[str, Any]
@@ -176,12 +178,10 @@ def require_kind(wrapper: nn.Module, name: str) -> None:
 def _after_saving(wrapper: nn.Module, state: Entries, prefix: str, local_metadata: Any) -> None:
     settings, name = own_settings(wrapper), clean_name(prefix) or "model"
     kind, config = settings.state_dict_type, settings.state_dict_config
-    is_sharded = kind is StateDictType.SHARDED_STATE_DICT
-    is_local = kind is StateDictType.LOCAL_STATE_DICT
-    form = StateForm(is_sharded, getattr(config, "_use_dtensor", False), config.offload_to_cpu)
+    form, is_local = StateForm.of(config), kind is StateDictType.LOCAL_STATE_DICT
     own = lanes_of(wrapper, recurse=False)
     require_kind(wrapper, name)
-    if (is_local or is_sharded) and not all(lane.is_sharded for lane in own):
+    if (is_local or form.is_sharded) and not all(lane.is_sharded for lane in own):
         warnings.warn(
             f"{name}: When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be "
             f"returned; {kind.name} was asked for.",

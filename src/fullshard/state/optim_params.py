@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard._torch import to_local
 from fullshard.errors import ConfigError, FullshardError, UnknownNameError
 from fullshard.runtime.names import clean_name
+from fullshard.state.plain import as_json, dequantized
 from fullshard.state.shards import (
     FlatLane,
     FlatShard,
@@ -71,6 +74,72 @@ def optim_params(
     for shard in shards:
         by_tensor.setdefault(shard.tensor, []).append(shard)
     return [[OptimParam(p, tuple(by_tensor.get(p, ()))) for p in group] for group in groups]
+
+
+class OptimValue(NamedTuple):
+    """State of a parameter that is not sharded, and whether this rank trains the parameter."""
+
+    name: str
+    state: str
+    value: Any
+    is_trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OptimState:
+    """What a checkpoint holds of an optimizer.
+
+    Attributes:
+        groups: Its parameter groups, with names as "params".
+        sharded: State that is sharded like its parameter, with its own name.
+        values: Other state. What is not a tensor has the form that JSON holds, as in groups.
+    """
+
+    groups: list[Any] = field(default_factory=list)
+    sharded: list[tuple[TensorShard, str, torch.Tensor]] = field(default_factory=list)
+    values: list[OptimValue] = field(default_factory=list)
+
+
+def optim_state(
+    optimizer: Optimizer, shards: Sequence[TensorShard], choose: Callable[[TensorShard], bool]
+) -> OptimState:
+    """The state of an optimizer for the tensors that are chosen."""
+    found = OptimState()
+    params = optim_params([group["params"] for group in optimizer.param_groups], shards)
+    for group, its_params in zip(optimizer.param_groups, params, strict=True):
+        names = []
+        for each in its_params:
+            if not each.shards:
+                raise ConfigError(
+                    f"optimizer: it has a parameter of shape {tuple(each.param.shape)} that "
+                    "is not the model's; pass the optimizer of this model."
+                )
+            for shard in filter(choose, each.shards):
+                names.append(shard.name)
+                for state, value in optimizer.state.get(each.param, {}).items():
+                    if _is_like(value, each.param):
+                        found.sharded.append((shard, state, dequantized(value)))
+                        continue
+                    if isinstance(value, torch.Tensor):
+                        # A DTensor without dims is replicated. Copy: optimizers count in place.
+                        value = to_local(value).detach().to("cpu", copy=True)
+                    else:
+                        value = as_json(f"{shard.name}.{state}", value)
+                    is_trained = bool(shard.local_parts(shard.tensor))
+                    found.values.append(OptimValue(shard.name, state, value, is_trained))
+        subject = f"param_groups[{len(found.groups)}]"
+        found.groups.append(as_json(subject, {**group, "params": names})["value"])
+    return found
+
+
+def _is_like(value: Any, param: torch.Tensor) -> bool:
+    """Whether optimizer state is sharded like its parameter."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() > 0
+        and isinstance(value, DTensor) == isinstance(param, DTensor)
+        and value.shape == param.shape
+    )
 
 
 def saved_options(

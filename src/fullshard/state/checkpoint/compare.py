@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from fullshard.formatting import counted
-from fullshard.state.checkpoint.checksum import as_text, checksum, joined
-from fullshard.state.checkpoint.index import MODEL
+from fullshard.state.checkpoint.index import MODEL, as_text, checksum, joined
 from fullshard.state.checkpoint.reader import StoredCheckpoint
 
 # Differences are computed in float64, in pieces of this size.
@@ -57,8 +56,7 @@ def compare(
 def _stored_keys(checkpoint: StoredCheckpoint) -> dict[str, str]:
     """Map all keys, including the aliases of tied tensors, to the keys of stored tensors."""
     found = {key: key for key in checkpoint.keys}
-    aliases = {} if checkpoint.manifest is None else checkpoint.manifest.aliases
-    for name, stored in aliases.items():
+    for name, stored in checkpoint.manifest.aliases.items():
         if MODEL + stored in found:
             found.setdefault(MODEL + name, MODEL + stored)
     return found
@@ -68,10 +66,11 @@ def _difference(
     first: StoredCheckpoint, one: str, second: StoredCheckpoint, other: str
 ) -> tuple[str, float] | None:
     """Return the difference between two tensors in words and its size; None if there is none."""
-    if first.shape(one) != second.shape(other):
-        return f"shape {list(first.shape(one))} and {list(second.shape(other))}", inf
-    if first.dtype(one) != second.dtype(other):
-        what = f"dtype {first.dtype(one)} and {second.dtype(other)}".replace("torch.", "")
+    a, b = first.info(one), second.info(other)
+    if a.shape != b.shape:
+        return f"shape {list(a.shape)} and {list(b.shape)}", inf
+    if a.dtype != b.dtype:
+        what = f"dtype {a.dtype_name} and {b.dtype_name}"
     elif _checksum(first, one) != _checksum(second, other):
         what = "different content"
     else:
@@ -82,10 +81,10 @@ def _difference(
 
 def _checksum(checkpoint: StoredCheckpoint, key: str) -> str:
     """Return the checksum of the manifest, or that of the blocks if there is none."""
-    if checkpoint.manifest is not None and key in checkpoint.manifest.tensors:
+    if key in checkpoint.manifest.tensors:
         return checkpoint.manifest.tensors[key].checksum
     checkpoint.require_tiled(key)
-    shape, blocks = checkpoint.shape(key), checkpoint.load_all(key)
+    shape, blocks = checkpoint.info(key).shape, checkpoint.load_all(key)
     return as_text(joined(checksum(shape, where, values) for where, values in blocks))
 
 
@@ -109,7 +108,7 @@ def _value_difference(
     if not num_different:
         return "equal values with different bits", 0.0
     absolute, relative = largest.tolist()
-    number = f"{num_different:,} of {counted(prod(first.shape(one)), 'element')}"
+    number = f"{num_different:,} of {counted(prod(first.info(one).shape), 'element')}"
     return f"max abs difference {absolute:.6g}, relative {relative:.3g}, {number}", absolute
 
 
@@ -119,7 +118,7 @@ def _widened(values: torch.Tensor) -> torch.Tensor:
 
 def _optimizer_differences(first: StoredCheckpoint, second: StoredCheckpoint) -> list[Difference]:
     """Compare the optimizer's values that are not tensors, which only manifests have."""
-    if first.manifest is None or second.manifest is None:
+    if not (first.manifest.is_ours and second.manifest.is_ours):
         return []
     one, other = first.manifest.optimizer, second.manifest.optimizer
     if one is None or other is None:

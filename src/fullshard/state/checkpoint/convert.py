@@ -5,7 +5,6 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from fullshard.runtime.names import clean_name
 from fullshard.state.checkpoint.index import MODEL
 from fullshard.state.checkpoint.manifest import Manifest
 from fullshard.state.checkpoint.reader import open_checkpoint
-from fullshard.state.checkpoint.writer import write_checkpoint
+from fullshard.state.checkpoint.save import write_checkpoint
 from fullshard.state.safetensors.files import INDEX_SUFFIX, SafetensorsReader
 from fullshard.state.stored import TensorSource
 
@@ -40,10 +39,7 @@ def reshard(path: Path, out: Path, num_files: int, *, tensors_only: bool, progre
         _reported(tensors, progress),
         manifest,
         num_files=num_files,
-        rank_states=[opened.rank_state(r) for r in range(manifest.num_ranks if manifest else 0)],
-        checksums=None
-        if manifest is None
-        else {key: stored.checksum for key, stored in manifest.tensors.items()},
+        rank_states=[opened.rank_state(r) for r in range(manifest.num_ranks)],
     )
 
 
@@ -66,8 +62,8 @@ def import_weights(
 
 
 def _reported(tensors: Mapping[str, TensorSource], progress: Report) -> dict[str, TensorSource]:
-    """Return the same tensors; reading them reports the number of bytes to `progress`."""
-    total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    """The same tensors, cut anew; reading them reports the number of bytes to `progress`."""
+    total = sum(tensor.num_bytes for tensor in tensors.values())
     num_done = 0
 
     def reading(tensor: TensorSource) -> TensorSource:
@@ -78,7 +74,7 @@ def _reported(tensors: Mapping[str, TensorSource], progress: Report) -> dict[str
             progress(num_done, total)
             return values
 
-        return replace(tensor, read=read)
+        return replace(tensor, boxes=(), read=read)
 
     return {key: reading(tensor) for key, tensor in tensors.items()}
 
@@ -160,12 +156,10 @@ def _memory(name: str, values: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _of_memory(values: torch.Tensor) -> TensorSource:
-    shape = tuple(values.shape)
-
     def read(box: Box) -> torch.Tensor:
-        return values[slices(box, Box.whole(shape))]
+        return values[slices(box, Box.whole(values.shape))]
 
-    return TensorSource(shape, values.dtype, read)
+    return TensorSource(tuple(values.shape), values.dtype, (), read)
 
 
 def _require_distinct(path: Path, names: list[str]) -> None:

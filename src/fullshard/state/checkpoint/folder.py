@@ -28,6 +28,7 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.processes import machine_id, start_of
 from fullshard.state.checkpoint.index import INDEX
 from fullshard.state.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fullshard.state.plain import rank_file
 
 # Writing a folder
 
@@ -38,10 +39,6 @@ _BESIDE = re.compile(
 _OWN_FILES = re.compile(r"__\d+_\d+\.distcp|rank_\d+\.pt|\.metadata(\.tmp)?|manifest\.json")
 # For writers on another machine, about which nothing else can be known.
 _ABANDONED_S = 24 * 3600
-
-
-def rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"
 
 
 def staging_folder(path: Path) -> Path:

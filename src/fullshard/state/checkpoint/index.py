@@ -1,8 +1,8 @@
 """The format of `torch.distributed.checkpoint`: an index, and files of entries of `torch.save`.
 
 Any program can read what is written here with `dcp.load`. Boxes of tensors are written and read one
-at a time: torch's own writer keeps all tensors of a file in memory until it closes the file, and
-its own reader trusts what it reads.
+at a time, with a checksum of each: torch's own writer keeps all tensors of a file in memory until
+it closes the file, and its own reader trusts what it reads.
 
 A checkpoint may come from an untrusted source. The index is a pickle, and unpickling it allows only
 the classes of the format. Its claims about an entry are compared with the files before memory is
@@ -14,13 +14,17 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, ClassVar, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,13 +37,81 @@ from torch.distributed.checkpoint.metadata import (
 
 from fullshard._torch import StorageInfo
 from fullshard.errors import CheckpointError, UnknownNameError
-from fullshard.layout.split import Box, intersection, slices, tiles
+from fullshard.layout.split import Box, intersection, pieces, slices, tiles
 from fullshard.state.shards import LocalPart
-from fullshard.state.stored import TensorInfo
+from fullshard.state.stored import TensorInfo, TensorSource
 
 INDEX = ".metadata"
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
+
+
+# Checksums. They do not depend on how a tensor is sharded: each element is mixed with its place in
+# the whole tensor into 64 bits, and these are added, so that the checksum of a tensor is the sum of
+# the checksums of its boxes. The mixing is a permutation of what it is given: one changed element
+# always changes the sum, and several changes cancel by accident only (about once in 2**64).
+# Checksums notice accidents; they are no protection against a forger.
+
+MASK = 2**64 - 1
+_PIECE_NUMEL = 2**20  # extra memory is a few times eight bytes for each of these
+_STRIDE = 0x9E3779B97F4A7C15  # between neighbors, before mixing: 2**64 over the golden ratio
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64, known to spread bits well
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(shape: Sequence[int], box: Box, values: torch.Tensor) -> int:
+    """The checksum of one box of a tensor of `shape`, computed on the device of its values.
+
+    It sees bits, not numbers: 0.0 and -0.0 differ, and so do two nans with different payloads.
+    """
+    words = values.detach().resolve_conj().resolve_neg()
+    if words.dtype == torch.complex128:
+        # Two words per element; they are neighbors, like elements of one more dim.
+        words = torch.view_as_real(words).view(torch.int64)
+        shape, box = (*shape, 2), Box((*box.offsets, 0), (*box.sizes, 2))
+    else:
+        words = words.view(_INTEGERS[words.itemsize])
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for piece in pieces(box, _PIECE_NUMEL):
+        bits = words[slices(piece, box)]
+        bits = bits.to(torch.int64, memory_format=torch.contiguous_format, copy=True)
+        first = sum(offset * each for offset, each in zip(piece.offsets, strides, strict=True))
+        bits += _signed((first + 1) * _STRIDE)
+        for dim, (size, stride) in enumerate(zip(piece.sizes, strides, strict=True)):
+            if size > 1:
+                places = torch.arange(size, device=bits.device) * _signed(stride * _STRIDE)
+                bits += places.view(-1, *[1] * (len(strides) - dim - 1))
+        total += _mixed(bits.view(-1)).sum()
+    return int(total) & MASK
+
+
+def joined(parts: Iterable[int]) -> int:
+    """The checksum of a tensor whose parts have these checksums."""
+    return sum(parts) & MASK
+
+
+def as_text(value: int) -> str:
+    return f"{value:016x}"
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Make every bit of a word depend on every other, in place."""
+    low, high = words.view(torch.int32).view(-1, 2).unbind(1)
+    low ^= high  # words ^= words >> 32, without the sign that torch's shift drags along
+    for factor in _FACTORS:
+        words *= _signed(factor)
+        low ^= high
+    return words
+
+
+def _signed(value: int) -> int:
+    """The int64 that has the bits of an unsigned 64-bit number."""
+    value &= MASK
+    return value - 2**64 if value >= 2**63 else value
+
+
+# Writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +121,112 @@ class Entry:
     path: Path
     offset: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of a tensor in a file, and its checksum."""
+
+    box: Box
+    checksum: str
+    entry: Entry
+
+
+@dataclass(slots=True)
+class Written:
+    """A tensor, and its blocks on disk. `checksum` is known once all ranks' are `merged`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: list[Block] = field(default_factory=list)
+    checksum: str = ""
+
+
+def write_tensors(
+    paths: Sequence[Path],
+    checkpoint_id: str,
+    sources: Mapping[str, TensorSource],
+    num_threads: int = 1,
+) -> dict[str, Written]:
+    """Spread the boxes of tensors over files, of which so many are written at a time."""
+    boxes = [(key, box) for key, source in sources.items() for box in source.boxes]
+    if num_threads > 1:
+        boxes.sort(key=lambda each: -each[1].numel)  # so that files get about the same size
+    found = {key: Written(source.shape, source.dtype) for key, source in sources.items()}
+
+    def write_file(number: int) -> None:
+        path = paths[number]
+        with path.open("xb") as file:
+            for key, box in boxes[number :: len(paths)]:
+                found[key].blocks.append(_write_block(file, path, sources[key], box))
+            file.write(seal(checkpoint_id, path.name))
+            file.flush()
+            os.fsync(file.fileno())
+
+    numbers, under_way = range(len(paths)), list[Future[None]]()
+    with ThreadPoolExecutor(num_threads) as threads:
+        try:
+            for number in numbers if num_threads > 1 else ():
+                under_way.append(threads.submit(write_file, number))
+        except RuntimeError:
+            pass  # the program is ending: it waits for this thread, which cannot start others
+        for number in numbers[len(under_way) :]:
+            write_file(number)
+        for each in under_way:
+            each.result()
+    return found
+
+
+def _write_block(file: BinaryIO, path: Path, source: TensorSource, box: Box) -> Block:
+    values = source.read(box)  # freed before the next one is read
+    total = as_text(checksum(source.shape, box, values))
+    return Block(box, total, append_entry(file, path, values))
+
+
+def merged(everyone: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
+    """What all ranks have written; raises unless that is every element of each tensor once."""
+    found: dict[str, Written] = {}
+    for own in everyone:
+        for key, each in own.items():
+            known = found.setdefault(key, Written(each.shape, each.dtype))
+            if (known.shape, known.dtype) != (each.shape, each.dtype):
+                raise CheckpointError(
+                    f"{key} is {each.shape} in {each.dtype} on one rank and {known.shape} in "
+                    f"{known.dtype} on another; build the same model on all ranks."
+                )
+            known.blocks.extend(each.blocks)
+    for key, written in found.items():
+        written.blocks.sort(key=lambda block: block.box.offsets)
+        boxes = [block.box for block in written.blocks]
+        if not tiles(written.shape, boxes):
+            is_alive = dist.is_initialized()
+            raise CheckpointError(
+                f"{key}: the parts of all ranks do not cover its shape {written.shape} once: "
+                f"{boxes}; nothing was written. Save on all ranks of the model's "
+                f"mesh{'' if is_alive else ', and before the process group is destroyed'}."
+            )
+        written.checksum = as_text(joined(int(block.checksum, 16) for block in written.blocks))
+    return found
+
+
+# What ends a file of tensors: a line that says whose it is. An index does not refer to it.
+_SEAL = re.compile(rb"\nfullshard ([0-9a-f]{32}) (__\d+_\d+\.distcp) *\n")
+_SEAL_BYTES = 128
+
+
+def seal(checkpoint_id: str, name: str) -> bytes:
+    """The end of a file of tensors of a checkpoint."""
+    return f"\nfullshard {checkpoint_id} {name}".encode().ljust(_SEAL_BYTES - 1) + b"\n"
+
+
+def sealed_as(path: Path, checkpoint_id: str) -> tuple[str, str]:
+    """The checkpoint that a file of tensors says it is of, and its name there."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _SEAL_BYTES))
+        match = _SEAL.fullmatch(file.read())
+    if match is None:
+        return checkpoint_id, "one that is damaged at its end"
+    return match[1].decode(), match[2].decode()
 
 
 def append_entry(file: BinaryIO, path: Path, values: torch.Tensor) -> Entry:
@@ -66,21 +244,17 @@ def append_entry(file: BinaryIO, path: Path, values: torch.Tensor) -> Entry:
     return Entry(path, offset, file.tell() - offset)
 
 
-def encode_index(
-    checkpoint_id: str,
-    tensors: Mapping[str, tuple[Sequence[int], torch.dtype, Sequence[tuple[Box, Entry]]]],
-) -> bytes:
+def encode_index(checkpoint_id: str, tensors: Mapping[str, Written]) -> bytes:
     """The index of a checkpoint: shapes, dtypes, and where the boxes of tensors are."""
     about, places = {}, {}
-    for key, (shape, dtype, entries) in tensors.items():
-        chunks = [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box, _ in entries
-        ]
-        about[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
-        for number, (box, entry) in enumerate(entries):
+    for key, written in tensors.items():
+        chunks = []
+        for number, (box, entry) in enumerate((each.box, each.entry) for each in written.blocks):
+            chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
             place = MetadataIndex(key, torch.Size(box.offsets), number)
             places[place] = StorageInfo(entry.path.name, entry.offset, entry.length)
+        properties = TensorProperties(dtype=written.dtype)
+        about[key] = TensorStorageMetadata(properties, torch.Size(written.shape), chunks)
     index = Metadata(
         dict(about),
         planner_data={key: _nesting_of(key) for key in tensors},
@@ -97,6 +271,9 @@ def _nesting_of(key: str) -> tuple[str, ...]:
         name, _, state = key.removeprefix(OPTIMIZER).rpartition(".")
         return ("optimizer", "state", name, state)
     return ("model", key.removeprefix(MODEL)) if key.startswith(MODEL) else (key,)
+
+
+# Reading
 
 
 class IndexReader:
@@ -157,22 +334,15 @@ class IndexReader:
             raise UnknownNameError(f"{key}: {self.path} has no tensor of this name.")
         return self._tensors[key]
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self.info(key).shape
-
-    def dtype(self, key: str) -> torch.dtype:
-        return self.info(key).dtype
-
     def require_tiled(self, key: str) -> None:
         info = self.info(key)
         if not tiles(info.shape, info.boxes):
             _damaged(key, f"every element of {info.shape} once", "gaps or overlaps")
 
-    def entry(self, key: str, box: Box) -> Entry:
-        """The part of a file that holds a box, checked to be large enough for it."""
-        return self._entry(key, box.offsets, box.numel * self.dtype(key).itemsize)
-
-    def _entry(self, key: str, offsets: tuple[int, ...] | None, num_bytes: int) -> Entry:
+    def entry(self, key: str, box: Box | None) -> Entry:
+        """The part of a file that holds a box, checked to be large enough for it, or an object."""
+        offsets = None if box is None else box.offsets
+        num_bytes = 0 if box is None else box.numel * self.info(key).dtype.itemsize
         found = self._entries.get((key, offsets))
         if found is None:
             _damaged(key, f"a part of a file for the block at {offsets}", "nothing")
@@ -192,7 +362,7 @@ class IndexReader:
 
     def load(self, key: str, box: Box) -> torch.Tensor:
         """One box, as it was written."""
-        entry, dtype = self.entry(key, box), self.dtype(key)
+        entry, dtype = self.entry(key, box), self.info(key).dtype
         found = load_entry(key, entry)
         if type(found) not in (torch.Tensor, torch.nn.Parameter):
             _damaged(key, f"a tensor in {entry.path.name}", type(found).__name__)
@@ -239,7 +409,7 @@ class IndexReader:
         """An entry that is not a tensor, as plain data."""
         if key not in self.object_keys:
             raise UnknownNameError(f"{key}: there is no such entry; there are {self.object_keys}.")
-        return load_entry(key, self._entry(key, None, 0))
+        return load_entry(key, self.entry(key, None))
 
 
 def _damaged(subject: str, expected: str, found: str) -> NoReturn:

@@ -21,7 +21,8 @@ from typing import Any, TypedDict
 import torch
 
 from fullshard.errors import CheckpointError
-from fullshard.state.decoding import decode, parse_json, require
+from fullshard.state.checkpoint.index import Written
+from fullshard.state.plain import decode, parse_json, require
 
 MANIFEST = "manifest.json"
 
@@ -56,6 +57,13 @@ class StoredTensor:
     checksum: str
     blocks: tuple[StoredBlock, ...]
 
+    @classmethod
+    def of(cls, written: Written) -> StoredTensor:
+        """The entry of a tensor of which all ranks have written their boxes."""
+        blocks = (StoredBlock(b.box.offsets, b.box.sizes, b.checksum) for b in written.blocks)
+        dtype = str(written.dtype).removeprefix("torch.")
+        return cls(written.shape, dtype, written.checksum, tuple(blocks))
+
 
 class StoredOptimizer(TypedDict):
     """Parameter groups with names as "params", and state that is not a tensor, by parameter."""
@@ -85,6 +93,11 @@ class Manifest:
     selection: str = "all"
     extra: tuple[str, ...] = ()
     format_version: int = _FORMAT_VERSION
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether fullshard wrote the checkpoint; if torch did, nothing is known about it."""
+        return self.format_version > 0
 
     def to_json(self) -> str:
         body = json.dumps(asdict(self))
@@ -128,6 +141,10 @@ class Manifest:
             require(is_unique, f"blocks of {key!a}", "there once", "one that is there twice")
         for group in self.optimizer["param_groups"] if self.optimizer else ():
             decode(list[str], group.get("params"), "params of a parameter group")
+
+
+# In the place of the manifest that a checkpoint of torch's does not have.
+OF_TORCH = Manifest(id="", created="", num_ranks=0, versions={}, format_version=0)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -1,4 +1,4 @@
-"""Reading and verifying a checkpoint that fullshard or torch wrote."""
+"""Finding, reading and verifying a checkpoint that fullshard or torch wrote."""
 
 from __future__ import annotations
 
@@ -7,65 +7,59 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
+from torch import Size
+
 from fullshard.errors import CheckpointError
 from fullshard.layout.split import Box
-from fullshard.state.checkpoint.checksum import as_text, checksum
-from fullshard.state.checkpoint.folder import (
-    checkpoints,
-    is_ours,
-    is_unfinished,
-    located,
-    rank_file,
+from fullshard.state.checkpoint.folder import checkpoints, is_ours, is_unfinished, located
+from fullshard.state.checkpoint.index import (
+    INDEX,
+    Entry,
+    IndexReader,
+    as_text,
+    checksum,
+    load_entry,
+    sealed_as,
 )
-from fullshard.state.checkpoint.index import INDEX, Entry, IndexReader, load_entry
-from fullshard.state.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fullshard.state.checkpoint.manifest import MANIFEST, OF_TORCH, Manifest, read_manifest
+from fullshard.state.plain import rank_file
+from fullshard.state.safetensors.files import open_tensors
 
 _BLOCK_BYTES = 512  # what `torch.save` writes for a tensor without elements is larger
 
 
-# What ends a file of tensors: a line that says whose it is. An index does not refer to it.
-_SEAL = re.compile(rb"\nfullshard ([0-9a-f]{32}) (__\d+_\d+\.distcp) *\n")
-_SEAL_BYTES = 128
-
-
-def seal(checkpoint_id: str, name: str) -> bytes:
-    """The end of a file of tensors of a checkpoint."""
-    return f"\nfullshard {checkpoint_id} {name}".encode().ljust(_SEAL_BYTES - 1) + b"\n"
-
-
 class StoredCheckpoint(IndexReader):
-    """A checkpoint on disk; `manifest` is None if torch wrote it."""
+    """A checkpoint on disk."""
 
-    def __init__(self, path: Path, manifest: Manifest | None) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self._opened = self._file_id()
-        if manifest is not None:  # before anything is done for each block
-            num_blocks = sum(len(stored.blocks) for stored in manifest.tensors.values())
-            num_bytes = sum(manifest.files.values())
-            if num_blocks * _BLOCK_BYTES > num_bytes:
-                raise CheckpointError(
-                    f"{path / MANIFEST}: {num_blocks:,} blocks do not fit into files of "
-                    f"{num_bytes:,} bytes; it is damaged. `latest` finds whole checkpoints."
-                )
+        # Before anything is done for each block.
+        num_blocks = sum(len(stored.blocks) for stored in manifest.tensors.values())
+        num_bytes = sum(manifest.files.values())
+        if num_blocks * _BLOCK_BYTES > num_bytes:
+            raise CheckpointError(
+                f"{path / MANIFEST}: {num_blocks:,} blocks do not fit into files of "
+                f"{num_bytes:,} bytes; it is damaged. `latest` finds whole checkpoints."
+            )
         super().__init__(path)
-        if manifest is not None and manifest.format_version > 1:
+        if manifest.format_version > 1:
             _require_own(path / INDEX, (manifest.id, INDEX), (self.save_id, INDEX))
 
     def _file_id(self) -> tuple[int, ...] | None:
         """Identify the checkpoint on disk by a file that is written once, None if there is none."""
         try:
-            found = (self.path / (INDEX if self.manifest is None else MANIFEST)).stat()
+            found = (self.path / (MANIFEST if self.manifest.is_ours else INDEX)).stat()
         except OSError:
             return None
         return found.st_dev, found.st_ino, found.st_mtime_ns
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """What a rank saved for itself. In a larger world, further ranks begin with the first."""
-        if self.manifest is None:
+        if not self.manifest.is_ours:
             return {}
         name = rank_file(rank % self.manifest.num_ranks)
         return _read_rank_file(self.path / name, self.manifest)
@@ -82,10 +76,8 @@ class StoredCheckpoint(IndexReader):
 
     def require_unchanged(self, cause: Exception | None = None) -> None:
         """Raise if another checkpoint, or none, is where this one was when it was opened."""
-        now, found = self._file_id(), ""
-        if now != self._opened:
+        if (now := self._file_id()) != self._opened:
             found = "another one was saved under its name" if now else "it was moved or removed"
-        if found:
             raise CheckpointError(
                 f"{self.path}: {found} while it was read; load it from where it is now, or the "
                 "newest one, which `latest` finds."
@@ -101,8 +93,8 @@ def open_checkpoint(path: str | Path, *, check_files: bool = True) -> StoredChec
             f"{path} {what if found.exists() else 'does not exist'}; pass the folder of a "
             "checkpoint. `latest` finds the newest one."
         )
-    manifest = read_manifest(found) if is_ours(found) else None
-    for name, num_bytes in (manifest.files if manifest and check_files else {}).items():
+    manifest = read_manifest(found) if is_ours(found) else OF_TORCH
+    for name, num_bytes in manifest.files.items() if check_files else ():
         _require_size(found / name, num_bytes)
     return StoredCheckpoint(found, manifest)
 
@@ -132,18 +124,6 @@ def _require_size(path: Path, num_bytes: int) -> None:
         raise CheckpointError(
             f"{path}: it {found}; the checkpoint is damaged. `latest` finds whole ones."
         )
-
-
-def _require_sealed(path: Path, checkpoint_id: str) -> None:
-    """Raise if a file of tensors was written as another one."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _SEAL_BYTES))
-        end = file.read()
-    match = _SEAL.fullmatch(end)
-    found = (checkpoint_id, "one that is damaged at its end")
-    if match is not None:
-        found = match[1].decode(), match[2].decode()
-    _require_own(path, (checkpoint_id, path.name), found)
 
 
 def _require_own(path: Path, expected: tuple[str, str], found: tuple[str, str]) -> None:
@@ -189,25 +169,24 @@ def verify(
         return [Problem(folder.name, "it was not written to its end")]
     subject = MANIFEST
     try:
-        manifest = read_manifest(folder) if is_ours(folder) else None
+        manifest = read_manifest(folder) if is_ours(folder) else OF_TORCH
         subject = INDEX
         stored = StoredCheckpoint(folder, manifest)
     except CheckpointError as error:
         return [Problem(subject, str(error))]
     problems: list[Problem] = []
-    files = {} if manifest is None else manifest.files
-    for name in sorted(files)[index::num_shares]:
+    for name in sorted(manifest.files)[index::num_shares]:
+        file = folder / name
         try:
-            _require_size(folder / name, files[name])
-            if manifest is not None and re.fullmatch(r"rank_\d+\.pt", name):
-                _read_rank_file(folder / name, manifest)
-            elif manifest is not None and manifest.format_version > 1 and name != INDEX:
-                _require_sealed(folder / name, manifest.id)
+            _require_size(file, manifest.files[name])
+            if re.fullmatch(r"rank_\d+\.pt", name):
+                _read_rank_file(file, manifest)
+            elif manifest.format_version > 1 and name != INDEX:
+                _require_own(file, (manifest.id, name), sealed_as(file, manifest.id))
         except CheckpointError as error:
-            problems.append(Problem(name, str(error).removeprefix(f"{folder / name}: ")))
-    keys = sorted({*stored.keys, *(manifest.tensors if manifest else ())})[index::num_shares]
-    known = {key: stored.info(key) for key in keys if key in stored}
-    sizes = {key: prod(info.shape) * info.dtype.itemsize for key, info in known.items()}
+            problems.append(Problem(name, str(error).removeprefix(f"{file}: ")))
+    keys = sorted({*stored.keys, *manifest.tensors})[index::num_shares]
+    sizes = {key: stored.info(key).num_bytes for key in keys if key in stored}
     num_done = 0
     for key in keys:
         try:
@@ -224,19 +203,18 @@ _problems_of = verify  # for a function with an argument of this name
 
 
 def _tensor_problems(stored: StoredCheckpoint, key: str) -> Iterator[str]:
-    expected = None if stored.manifest is None else stored.manifest.tensors.get(key)
-    if key not in stored or (stored.manifest is not None and expected is None):
+    expected = stored.manifest.tensors.get(key)
+    if key not in stored or (stored.manifest.is_ours and expected is None):
         where = INDEX if key in stored else MANIFEST
         yield f"only {where} has it, not both the index and the manifest"
         return
     info, sums = stored.info(key), dict[Box, str]()
     if expected is not None:
         sums = {Box(block.offsets, block.sizes): block.checksum for block in expected.blocks}
-        dtype = str(info.dtype).removeprefix("torch.")
-        if (info.shape, dtype) != (expected.shape, expected.dtype):
+        if (info.shape, info.dtype_name) != (expected.shape, expected.dtype):
             yield (
-                f"it is {info.shape} in {dtype}, but {expected.shape} in {expected.dtype} in the "
-                "manifest"
+                f"it is {info.shape} in {info.dtype_name}, but {expected.shape} in "
+                f"{expected.dtype} in the manifest"
             )
             return
         if set(info.boxes) != set(sums):
@@ -257,3 +235,30 @@ def latest(folder: str | Path, *, verify: bool = False) -> Path | None:
     """The newest whole checkpoint in a folder, or None; with `verify`, content is verified, too."""
     found = reversed(checkpoints(folder))
     return next((path for path in found if not (verify and _problems_of(path))), None)
+
+
+def checkpoint_at(path: str | Path) -> Path | None:
+    """The checkpoint of this name, or the newest whole one in the folder; None if there is none.
+
+    The folder may also be one that has its checkpoints in `checkpoints`, as that of a run.
+    """
+    path = Path(path)
+    if _is_checkpoint(path):
+        return path if path.exists() else located(path)
+    return latest(path / "checkpoints") or latest(path)
+
+
+def stored_shapes(path: str | Path) -> dict[str, Size]:
+    """The tensors of a checkpoint, or of safetensors files, by their keys; reads no values.
+
+    In a checkpoint that `save` wrote, those of the model have keys that begin with "model.".
+    """
+    if _is_checkpoint(Path(path)):
+        opened = open_checkpoint(path)
+        return {key: Size(opened.info(key).shape) for key in opened.keys}
+    return {key: Size(file.entries[key].shape) for key, file in open_tensors(Path(path)).items()}
+
+
+def _is_checkpoint(path: Path) -> bool:
+    found = located(path)
+    return is_ours(found) or (found / INDEX).is_file()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -15,26 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.errors import CheckpointError, ConfigError, DisagreementError
-from fullshard.layout.split import (
-    Box,
-    intersection,
-    pieces,
-    slices,
-    tiles,
-)
+from fullshard.layout.split import Box, intersection, pieces, slices, tiles
 from fullshard.ranks import RankGroup
 from fullshard.state.checkpoint.folder import discard, staging_folder, sync, write_synced
-from fullshard.state.matching import require_values, selection
 from fullshard.state.safetensors.files import (
     INDEX_FILE,
     ONE_FILE,
     FilePlan,
     FileWriter,
-    TensorSpec,
     as_bytes,
     plan_files,
 )
-from fullshard.state.shards import LocalPart, tensor_shards
+from fullshard.state.shards import LocalPart, require_values, selection, tensor_shards
+from fullshard.state.stored import TensorInfo
 
 # How much one rank sends another at a time, which is all the memory that an export takes.
 _PIECE_BYTES = 8 * 2**20
@@ -42,16 +36,27 @@ _PIECE_BYTES = 8 * 2**20
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
 
-def new_staging(folder: Path) -> Path:
-    """Where files are written before they appear in a folder.
+@contextmanager
+def staged(folder: Path, plans: Sequence[FilePlan], ranks: RankGroup) -> Iterator[Path]:
+    """Make a folder for files that then appear in another one, all of them or none.
 
-    This is inside the folder if that exists: it may be a link or a disk of its own, with no room
-    beside it.
+    It is inside the other folder if that exists: this may be a link or a disk of its own, with no
+    room beside it.
     """
-    return staging_folder(folder / "model" if folder.is_dir() else folder)
+    subject = f"export {folder}"
+    beside = folder / "model" if folder.is_dir() else folder
+    staging = ranks.run_first(subject, lambda: staging_folder(beside))
+    try:
+        ranks.run_first(subject, lambda: staging.mkdir(parents=True))
+        yield staging
+        ranks.run_first(subject, lambda: _install(staging, folder, plans))
+    except BaseException:
+        if ranks.is_first:
+            discard(staging)
+        raise
 
 
-def install(staging: Path, folder: Path, plans: Sequence[FilePlan]) -> None:
+def _install(staging: Path, folder: Path, plans: Sequence[FilePlan]) -> None:
     """Move complete files into a folder, which may have others, such as a configuration.
 
     A folder that does not exist appears in one step. In others, older weights are replaced.
@@ -123,35 +128,28 @@ def export_safetensors(
     path, ranks = Path(path), RankGroup.world()
     subject = f"export {path}"
 
-    def planned() -> tuple[dict[str, TensorSpec], dict[str, list[LocalPart]], list[FilePlan]]:
+    def planned() -> tuple[dict[str, TensorInfo], dict[str, list[LocalPart]], list[FilePlan]]:
         require_export(path, dtype, max_shard_bytes)
         choose, words = selection(only)
-        specs, own = dict[str, TensorSpec](), dict[str, list[LocalPart]]()
+        infos, own = dict[str, TensorInfo](), dict[str, list[LocalPart]]()
         for shard in filter(choose, tensor_shards(model)):
             require_values(shard, "exported")
-            specs[shard.name] = (exported_dtype(shard.dtype, dtype), tuple(shard.shape))
-            own[shard.name] = shard.local_parts(shard.tensor) if shard.is_writer else []
+            parts = shard.written_parts(shard.tensor)
+            boxes, own[shard.name] = tuple(part.box for part in parts), parts
+            kept = exported_dtype(shard.dtype, dtype)
+            infos[shard.name] = TensorInfo(tuple(shard.shape), kept, boxes)
         if not own:
             raise ConfigError(
                 f"{subject}: there is nothing to write: none of the model's parameters and "
                 f"buffers was chosen ({words})."
             )
-        return specs, own, plan_files(specs, max_shard_bytes)
+        return infos, own, plan_files(infos, max_shard_bytes)
 
-    specs, own, plans = ranks.run(subject, planned)
-    boxes = {name: [part.box for part in parts] for name, parts in own.items()}
-    everyone = ranks.all_gather((max_shard_bytes, specs, boxes))
+    infos, own, plans = ranks.run(subject, planned)
+    everyone = ranks.all_gather((max_shard_bytes, infos))
     _require_same(subject, everyone)
-    staging = ranks.run_first(subject, lambda: new_staging(path))
-    try:
-        ranks.run_first(subject, lambda: staging.mkdir(parents=True))
-        transfer = _Transfer(ranks, specs, own, [found for *_, found in everyone])
-        transfer.run(subject, staging, plans)
-        ranks.run_first(subject, lambda: install(staging, path, plans))
-    except BaseException:
-        if ranks.is_first:
-            discard(staging)
-        raise
+    with staged(path, plans, ranks) as staging:
+        _Transfer(ranks, own, [found for _, found in everyone]).run(subject, staging, plans)
     return path
 
 
@@ -169,11 +167,12 @@ def exported_dtype(kept: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     return asked if asked is not None and kept.is_floating_point else kept
 
 
-def _require_same(
-    subject: str, everyone: Sequence[tuple[int, dict[str, TensorSpec], dict[str, list[Box]]]]
-) -> None:
+def _require_same(subject: str, everyone: Sequence[tuple[int, dict[str, TensorInfo]]]) -> None:
     """Raise, on all ranks alike, if they export different tensors or do not cover all of one."""
-    asked = [[f"max_shard_bytes={limit}", *specs.items()] for limit, specs, _ in everyone]
+    asked = [
+        [f"max_shard_bytes={limit}", *((name, i.dtype, i.shape) for name, i in infos.items())]
+        for limit, infos in everyone
+    ]
     for rank, others in enumerate(asked):
         for one, other in zip_longest(asked[0], others):
             if one != other:
@@ -181,27 +180,27 @@ def _require_same(
                     f"{subject}: ranks export different tensors: {one} on rank 0 and {other} on "
                     f"rank {rank}; call it with the same model and arguments."
                 )
-    for name, (_, shape) in everyone[0][1].items():
-        boxes = [box for *_, found in everyone for box in found[name]]
-        if not tiles(shape, boxes):
+    for name, info in everyone[0][1].items():
+        boxes = [box for _, found in everyone for box in found[name].boxes]
+        if not tiles(info.shape, boxes):
             raise CheckpointError(
-                f"{subject}: the parts of all ranks do not cover the shape {shape} of {name!r} "
-                f"once: {boxes}; nothing was written. Export on all ranks of the model's mesh."
+                f"{subject}: the parts of all ranks do not cover the shape {info.shape} of "
+                f"{name!r} once: {boxes}; nothing was written. Export on all ranks of the model's "
+                "mesh."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """Sends all pieces of tensors to the ranks that write their files; `boxes` are by rank.
+    """Sends all pieces of tensors to the ranks that write their files; `infos` are by rank.
 
     Files are written in rounds, one by each rank. In each step of a round, every file takes one
     piece, if possible each from another rank, so that few pieces are in memory and all ranks work.
     """
 
     ranks: RankGroup
-    specs: Mapping[str, TensorSpec]
     own: Mapping[str, Sequence[LocalPart]]
-    boxes: Sequence[Mapping[str, Sequence[Box]]]
+    infos: Sequence[Mapping[str, TensorInfo]]
 
     def run(self, subject: str, staging: Path, plans: Sequence[FilePlan]) -> None:
         rank, size = self.ranks.rank, self.ranks.size
@@ -221,8 +220,9 @@ class _Transfer:
     def _pieces(self, plan: FilePlan, owner: int) -> Iterator[tuple[int, str, Box]]:
         for source in ((owner + shift) % self.ranks.size for shift in range(self.ranks.size)):
             for name in plan.entries:
-                for box in self.boxes[source][name]:
-                    for piece in pieces(box, _PIECE_BYTES // self.specs[name][0].itemsize):
+                info = self.infos[source][name]
+                for box in info.boxes:
+                    for piece in pieces(box, _PIECE_BYTES // info.dtype.itemsize):
                         yield source, name, piece
 
     def _take(self, step: Sequence[tuple[int, str, Box] | None], writer: FileWriter | None) -> None:
@@ -232,12 +232,13 @@ class _Transfer:
             if item is None or rank not in (owner, item[0]):
                 continue
             source, name, piece = item
+            dtype = self.infos[rank][name].dtype
             if rank == source:
                 part = next(part for part in self.own[name] if intersection(part.box, piece))
                 values = part.values[slices(piece, part.box)]
-                values = values.to("cpu", self.specs[name][0]).contiguous()
+                values = values.to("cpu", dtype).contiguous()
             else:
-                values = torch.empty(piece.sizes, dtype=self.specs[name][0])
+                values = torch.empty(piece.sizes, dtype=dtype)
             if source != owner:
                 exchange, other = (dist.isend, owner) if rank == source else (dist.irecv, source)
                 works.append((exchange(as_bytes(values), other, group=group), values))

@@ -20,20 +20,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO
 
 import torch
 
 from fullshard.errors import CheckpointError, UnsupportedError
-from fullshard.layout.split import (
-    Box,
-    element_ranges,
-    element_span,
-    pieces,
-    slices,
-)
+from fullshard.layout.split import Box, element_ranges, element_span, pieces, slices
 from fullshard.state.checkpoint.index import require_inside
-from fullshard.state.decoding import decode, parse_json
+from fullshard.state.plain import decode, parse_json
 from fullshard.state.shards import LocalPart
 from fullshard.state.stored import TensorInfo
 
@@ -215,19 +209,16 @@ class SafetensorsReader:
             )
         return TensorInfo(entry.shape, dtype, (Box.whole(entry.shape),))
 
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        values = torch.empty(box.sizes, dtype=self.info(key).dtype)
+        self.read_into({key: [LocalPart(box, values)]})
+        return values
+
     def read_into(self, wanted: Mapping[str, Sequence[LocalPart]]) -> None:
         for key, parts in wanted.items():
             for part in parts:
                 for piece, values in self.files[key].views(key, part.box):
                     part.values[slices(piece, part.box)].copy_(values)
-
-
-# The dtype and shape of a tensor.
-TensorSpec: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
-
-
-def _num_bytes(spec: TensorSpec) -> int:
-    return prod(spec[1]) * spec[0].itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,17 +230,17 @@ class FilePlan:
     entries: dict[str, FileEntry]
 
     @classmethod
-    def of(cls, file_name: str, tensors: Mapping[str, TensorSpec]) -> FilePlan:
+    def of(cls, file_name: str, tensors: Mapping[str, TensorInfo]) -> FilePlan:
         """Wide dtypes come first, so that every tensor is aligned for its dtype."""
         entries, end = dict[str, FileEntry](), 0
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda each: -each[1][0].itemsize):
-            if dtype not in _DTYPE_NAMES:
+        for name, info in sorted(tensors.items(), key=lambda each: -each[1].dtype.itemsize):
+            if info.dtype not in _DTYPE_NAMES:
                 raise UnsupportedError(
-                    f"{name}: safetensors has no {dtype}, only {', '.join(DTYPES)}; convert it, "
-                    "or leave it out."
+                    f"{name}: safetensors has no {info.dtype}, only {', '.join(DTYPES)}; convert "
+                    "it, or leave it out."
                 )
-            begin, end = end, end + _num_bytes((dtype, shape))
-            entries[name] = FileEntry(_DTYPE_NAMES[dtype], shape, (begin, end))
+            begin, end = end, end + info.num_bytes
+            entries[name] = FileEntry(_DTYPE_NAMES[info.dtype], info.shape, (begin, end))
         table = {"__metadata__": {"format": "pt"}, **{n: asdict(e) for n, e in entries.items()}}
         text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
@@ -264,19 +255,19 @@ class FilePlan:
         return len(self.header) + self.num_data_bytes
 
 
-def plan_files(tensors: Mapping[str, TensorSpec], max_bytes: int) -> list[FilePlan]:
+def plan_files(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[FilePlan]:
     """Distribute tensors, in their order, over as many files as are needed.
 
     A tensor is never split: one that is larger than `max_bytes` has a file of its own.
     """
-    files: list[dict[str, TensorSpec]] = [{}]
+    files: list[dict[str, TensorInfo]] = [{}]
     num_bytes = 0
-    for name, spec in tensors.items():
-        num_bytes += _num_bytes(spec)
+    for name, info in tensors.items():
+        num_bytes += info.num_bytes
         if files[-1] and num_bytes > max_bytes:
             files.append({})
-            num_bytes = _num_bytes(spec)
-        files[-1][name] = spec
+            num_bytes = info.num_bytes
+        files[-1][name] = info
     names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     names = names if len(files) > 1 else [ONE_FILE]
     return [FilePlan.of(name, some) for name, some in zip(names, files, strict=True)]

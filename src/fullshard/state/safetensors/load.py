@@ -11,10 +11,10 @@ from torch import nn
 
 from fullshard.errors import CheckpointError
 from fullshard.ranks import RankGroup
-from fullshard.state.matching import NameMatch
 from fullshard.state.materialize import give_memory, recreate_buffers
 from fullshard.state.safetensors.files import SafetensorsReader, TensorFile, as_bytes
 from fullshard.state.shards import TensorShard, tensor_shards
+from fullshard.state.stored import NameMatch
 
 
 @dataclass(frozen=True, slots=True)
