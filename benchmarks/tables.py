@@ -65,7 +65,6 @@ TITLES = {
     "faults": "A rank that fails, on gloo",
     "faults_nccl": "A rank that fails, on NCCL",
     "host_faults": "A rank, a host or a link that fails, of two hosts",
-    "host_replicas": "Elastic replicas on three hosts with random faults",
     "faults_store": "Load of the watchers on the store",
     "divergence": "Ranks that run different programs",
     "soak": "A run with a hundred faults",

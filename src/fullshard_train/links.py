@@ -10,7 +10,7 @@ import hashlib
 import os
 import socket
 import struct
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,16 +58,18 @@ class Links:
         found = sorted(self._sent(), key=lambda each: each.rate) or [_NOTHING]
         return [*found[0].as_floats(), *found[-1].as_floats()]
 
-    def _sent(self) -> Iterator[Sent]:
+    def _sent(self) -> list[Sent]:
         before, now, num_steps = self._seen[0], self._seen[-1], max(len(self._seen) - 1, 1)
-        totals: defaultdict[tuple[Address, Address], list[int]] = defaultdict(lambda: [0, 0])
+        busiest: dict[tuple[Address, Address], Sent] = {}
         for inode, (source, target, num_bytes, busy_us) in now.items():
             *_, bytes_before, busy_before = before.get(inode, (source, target, 0, 0))
-            totals[source, target][0] += num_bytes - bytes_before
-            totals[source, target][1] += busy_us - busy_before
-        for (source, target), (num_bytes, busy_us) in totals.items():
-            if num_bytes >= _ENOUGH_BYTES and busy_us > 0:
-                yield Sent(source, target, num_bytes / num_steps, busy_us / 1e6 / num_steps)
+            num_bytes, busy_s = num_bytes - bytes_before, (busy_us - busy_before) / 1e6
+            # Connections of short messages are busy until late acknowledgments come.
+            if num_bytes >= _ENOUGH_BYTES and busy_s > 0:
+                found = Sent(source, target, num_bytes / num_steps, busy_s / num_steps)
+                known = busiest.setdefault((source, target), found)
+                busiest[source, target] = max(known, found, key=lambda each: each.num_bytes)
+        return list(busiest.values())
 
 
 def of_floats(found: list[float]) -> list[Sent]:

@@ -58,12 +58,15 @@ def slow_link(sent: Collection[Sent]) -> SlowLink | None:
     A host with a slow link sends and receives slowly, whoever is at the other end. If only one way
     between two hosts is slow, there is no telling which end it is.
     """
-    fastest = max((each.rate for each in sent), default=0.0)
-    slow = [each for each in sent if each.rate * _TIMES_SLOWER < fastest]
-    ends = set.intersection(*({each.source, each.target} for each in slow)) if slow else set()
+    busiest_s = max((each.busy_s for each in sent), default=0.0)
+    slow = [each for each in sent if each.busy_s * 2 > busiest_s]
+    others = [each.rate for each in sent if each not in slow]
+    if not others or min(others) < _TIMES_SLOWER * max(each.rate for each in slow):
+        return None
+    ends = set.intersection(*({each.source, each.target} for each in slow))
     if not ends:
         return None
     # Ranks of one host share its link: each of them has waited that long.
-    cost_s = max(each.busy_s - each.num_bytes / fastest for each in slow)
+    cost_s = max(each.busy_s - each.num_bytes / min(others) for each in slow)
     first = slow[0]
     return SlowLink(tuple(end for end in (first.source, first.target) if end in ends), cost_s)

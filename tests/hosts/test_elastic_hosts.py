@@ -1,5 +1,6 @@
 """Replicas on several hosts: ranks, launchers, hosts and links that fail while others train."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,8 +56,9 @@ def test_a_run_goes_on_when_ranks_launchers_hosts_and_links_are_lost_and_come_ba
     assert job.ends() == [130, 130, 130]
     job.require_right_steps()
     said = job.log(0)
-    assert "the launcher of host2 (replica 2): it has ended; the others go on" in said
-    assert "the launcher of host1 (replica 1): it has not answered for 6 s" in said
+    ended, silent = "it has ended", "it has not answered for 6 s"
+    for host, how in (("host2", ended), ("host1", silent), ("host2", silent)):
+        assert re.search(rf"launcher of {host} \(replica \d\): {how}; the others go on", said)
 
 
 @pytest.mark.exhaustive
