@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fullshard.state.initial_values import draw_into
     from fullshard.state.materialize import give_memory, recreate_buffers
     from fullshard.state.safetensors.export import export_safetensors
-    from fullshard.state.safetensors.load import LoadedWeights, load_safetensors
+    from fullshard.state.safetensors.load import LoadedWeights, load_safetensors, row_reader
     from fullshard.state.shards import TensorShard, tensor_shards
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "load_safetensors",
     "prune",
     "recreate_buffers",
+    "row_reader",
     "save",
     "save_async",
     "stored_shapes",
@@ -53,7 +54,7 @@ _FILES = {
     "initial_values": ("draw_into",),
     "materialize": ("give_memory", "recreate_buffers"),
     "safetensors.export": ("export_safetensors",),
-    "safetensors.load": ("LoadedWeights", "load_safetensors"),
+    "safetensors.load": ("LoadedWeights", "load_safetensors", "row_reader"),
     "shards": ("TensorShard", "tensor_shards"),
 }
 

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from fullshard.errors import CheckpointError
+from fullshard.layout.split import Box
 from fullshard.ranks import RankGroup
 from fullshard.state.matching import NameMatch
 from fullshard.state.materialize import give_memory, recreate_buffers
 from fullshard.state.safetensors.files import SafetensorsReader, TensorFile, as_bytes
 from fullshard.state.shards import TensorShard, tensor_shards
+from fullshard.state.stored import TensorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,30 @@ def load_safetensors(
     tied = {name: shard.name for shard in shards for name in shard.names[1:]}
     missing, unexpected = tuple(found.missing), tuple(found.unexpected)
     return LoadedWeights(path, missing, unexpected, found.mismatched, tied, recreated)
+
+
+def row_reader(path: str | Path) -> Callable[[str, range], torch.Tensor]:
+    """Return a function that reads rows of a tensor of safetensors files, and nothing else of them.
+
+    It serves models that store something else than what files contain, such as codes of weights:
+    each rank reads the rows of which it makes its shards. Every call takes the name of the tensor,
+    and returns a tensor in host memory, in the dtype of the files.
+
+    Args:
+        path: A file, a folder with one, or a folder with an index of several.
+    """
+    reader = SafetensorsReader(Path(path))
+
+    def read(name: str, rows: range) -> torch.Tensor:
+        if name not in reader.files:
+            raise CheckpointError(f"{path} has no tensor {name!r}; pass the name of one it has.")
+        source = TensorSource.of_stored(reader, name)
+        box = Box((rows.start, *(0 for _ in source.shape[1:])), (len(rows), *source.shape[1:]))
+        if rows.step != 1 or not box.is_within(source.shape):
+            raise CheckpointError(f"{path}: {name!r} of shape {source.shape} has no rows {rows}.")
+        return source.read(box)
+
+    return read
 
 
 def _differing_ties(
