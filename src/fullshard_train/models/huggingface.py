@@ -209,13 +209,15 @@ class FolderArchitecture(Architecture):
         quantized = [weight_name(name) for name in missing if is_quantized(name)]
         unexpected = [name for name in unexpected if name not in quantized]
         missing = [name for name in missing if not is_quantized(name)]
-        stored = stored_shapes(self._folder)
+        stored, read = stored_shapes(self._folder), row_reader(self._folder)
         for name in quantized:
             shape, own = stored.get(name), reference.get_parameter(name).shape
             if shape is None:
                 missing.append(name)
             elif shape != own:
                 misfits.append(f"{name}: its shape is {list(own)}, but {list(shape)} in the files")
+            elif not (dtype := read(name, range(0)).dtype).is_floating_point:
+                misfits.append(f"{name}: its dtype in the files is {dtype}, which is not quantized")
         problems = [
             *([f"missing in the files: {_listed(missing)}"] if missing else []),
             *([f"not in the model: {_listed(unexpected)}"] if unexpected else []),
