@@ -469,7 +469,7 @@ def test_transposed_layers_are_quantized_where_rows_consist_of_blocks(
     assert sum(param.dtype is torch.uint8 for param in model.parameters()) == 2 * 4
     found, expected = own.logits(model, TOKENS), exact.logits(plain, TOKENS)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
-    with pytest.raises(ConfigError, match="--lora-base nf4: .* multiples of 64 elements"):
+    with pytest.raises(ConfigError, match=r"--lora-base nf4: .* multiples of 64 elements"):
         architecture_of(str(folders["llama"]), dataclasses.replace(LORA, base="nf4")).build()
 
 
