@@ -70,7 +70,7 @@ NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
 # are lowered with every cut; the aim is 17,500, and 19,500 with what is new. There may be some
 # more lines than the limit, so that not every change has to raise it.
-MAX_CORE_LINES = 28_550
+MAX_CORE_LINES = 28_580
 MAX_LINES = {
     "fullshard": 4_400,
     "fullshard.cli": 950,
@@ -84,13 +84,13 @@ MAX_LINES = {
     "fullshard.plan": 1_450,
     "fullshard.resilience": 2_150,
     "fullshard.runtime": 2_550,
-    "fullshard.state": 5_700,
+    "fullshard.state": 5_730,
     "fullshard.testing": 1_450,
     "fullshard.trace": 550,
     "fullshard.unit": 4_100,
     "fullshard_train": 6_450,
     "fullshard_train.cli": 450,
-    "fullshard_train.models": 1_650,
+    "fullshard_train.models": 1_890,
     "fullshard_train.report": 1_300,
 }
 TOLERANCE = 100

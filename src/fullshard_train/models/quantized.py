@@ -120,7 +120,10 @@ FORMATS = {
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer, or one of GPT-2, whose weight is transposed."""
+    """A frozen linear layer, or one of GPT-2, whose weight is transposed.
+
+    Its weight has `num_more` elements more than `packed` has bytes.
+    """
 
     def __init__(self, layer: Any, base: str) -> None:
         super().__init__()
@@ -129,6 +132,7 @@ class QuantizedLinear(nn.Module):
         shape = rows, FORMATS[base].row_bytes(self.columns)
         packed = torch.empty(shape, dtype=torch.uint8, device=layer.weight.device)
         self.packed = nn.Parameter(packed, requires_grad=False)
+        self.num_more = rows * self.columns - packed.numel()
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:

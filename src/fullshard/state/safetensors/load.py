@@ -97,24 +97,21 @@ def load_safetensors(
 
 
 def row_reader(path: str | Path) -> Callable[[str, range], torch.Tensor]:
-    """Return a function that reads rows of a tensor of safetensors files, and nothing else of them.
+    """Return a function that reads rows of a tensor of safetensors files, and no other bytes.
 
-    It serves models that store something else than what files contain, such as codes of weights:
-    each rank reads the rows of which it makes its shards. Every call takes the name of the tensor,
-    and returns a tensor in host memory, in the dtype of the files.
-
-    Args:
-        path: A file, a folder with one, or a folder with an index of several.
+    It is for models that store something else than the files do, such as codes: each rank reads the
+    rows that its shards are made of, in the dtype of the files. `path` is as in `load_safetensors`.
     """
     reader = SafetensorsReader(Path(path))
 
     def read(name: str, rows: range) -> torch.Tensor:
         if name not in reader.files:
-            raise CheckpointError(f"{path} has no tensor {name!r}; pass the name of one it has.")
+            raise CheckpointError(f"{path} has no {name!r}; ask for a tensor that it has.")
         source = TensorSource.of_stored(reader, name)
-        box = Box((rows.start, *(0 for _ in source.shape[1:])), (len(rows), *source.shape[1:]))
+        offsets = (rows.start, *(0 for _ in source.shape[1:]))
+        box = Box(offsets, (len(rows), *source.shape[1:]))
         if rows.step != 1 or not box.is_within(source.shape):
-            raise CheckpointError(f"{path}: {name!r} of shape {source.shape} has no rows {rows}.")
+            raise CheckpointError(f"{path}: {name!r} of shape {source.shape} has no {rows}.")
         return source.read(box)
 
     return read
