@@ -105,9 +105,13 @@ def _decode_nf4(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@cache
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The two values of each byte. Kept, because a step that is captured cannot copy them."""
+    """The two values of each byte."""
+    return _made_pairs(device, dtype)
+
+
+@cache  # a step that is captured cannot copy them to the device
+def _made_pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
     levels = _levels()
     first, second = levels.repeat_interleave(16), levels.repeat(16)
     return torch.stack([first, second], 1).to(device, dtype)
