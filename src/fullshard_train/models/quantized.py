@@ -97,7 +97,8 @@ def _encode_nf4(values: Tensor) -> Tensor:
     levels = _levels()
     between = ((levels[1:] + levels[:-1]) / 2).to(values.device)
     codes = torch.bucketize(values, between, out_int32=True).to(torch.uint8).unflatten(-1, (-1, 2))
-    return codes[..., 0] << 4 | codes[..., 1]
+    packed: Tensor = codes[..., 0] << 4 | codes[..., 1]
+    return packed
 
 
 def _decode_nf4(codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,9 +141,9 @@ class QuantizedLinear(nn.Module):
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        product = _Product.apply(x, self.packed, self.base, self.columns, self.is_transposed)
-        out: Tensor = product if self.bias is None else product + self.bias  # type: ignore[no-untyped-call]
-        return out
+        arguments = x, self.packed, self.base, self.columns, self.is_transposed
+        product: Tensor = _Product.apply(*arguments)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias
 
 
 class _Product(torch.autograd.Function):
@@ -160,7 +161,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         base, columns, is_transposed = ctx.stored
-        weight = FORMATS[base].unpack(*ctx.saved_tensors, columns, grad.dtype)
+        (packed,) = ctx.saved_tensors
+        weight = FORMATS[base].unpack(packed, columns, grad.dtype)
         return grad @ (weight.T if is_transposed else weight), None, None, None, None
 
 
