@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import api
-from fullshard._torch import broadcast_coalesced, devices_of, to_local
+from fullshard._torch import devices_of
 from fullshard.api import *  # noqa: F403
 from fullshard.api import (
     BackwardPrefetch,
@@ -27,14 +27,13 @@ from fullshard.api import (
     own_precision,
     own_value,
 )
-from fullshard.comm.mesh import MeshInfo, current_device, mesh_info_for_strategy
+from fullshard.comm.mesh import current_device, mesh_info_for_strategy
 from fullshard.compat.framework_attributes import (
     TrainingState,
     WrapperAttributes,
     training_state_of,
 )
 from fullshard.compat.torch_helpers import follow_import
-from fullshard.device import has_no_memory
 from fullshard.errors import ConfigError, FullshardError, LifecycleError, MisuseError
 from fullshard.fully_shard import settings_scope
 from fullshard.optim.clip import Groups, clip_grads
@@ -47,10 +46,10 @@ from fullshard.runtime.hooks import (
     units_below,
 )
 from fullshard.runtime.names import WRAPPED, clean_name
-from fullshard.runtime.replaced import replacement_of
 from fullshard.runtime.sharded_module import ShardedModule
 from fullshard.runtime.trees import map_tensors
 from fullshard.state import module_state, optim_state, summon
+from fullshard.state.materialize import broadcast_states, initialize
 from fullshard.state.shards import wrappers_of
 from fullshard.unit.flat_param import FlatParameter, FlatSlice, ParamForm
 from fullshard.unit.grad_lane import require_plain_wires
@@ -131,9 +130,9 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
         device = _compute_device(module, device_id, process_group, device_mesh)
         mesh_info = mesh_info_for_strategy(strategy, process_group, device_mesh, device.type)
         own = [inner for _, inner in managed_modules([module], ignored)]
-        _materialize(own, param_init_fn, device, ignored_params)
+        initialize(own, param_init_fn, device, ignored_params)
         if sync_module_states:
-            _broadcast_states(own, ignored_params, mesh_info, device)
+            broadcast_states(own, ignored_params, mesh_info, device)
         if mesh_info.main.size == 1 and strategy is not ShardingStrategy.NO_SHARD:
             # As in torch, a group of one rank shards nothing.
             warnings.warn(
@@ -365,7 +364,6 @@ class FullyShardedDataParallel(ShardedModule, WrapperAttributes, nn.Module):
 # Arguments of the outermost wrapper that the wrappers which a policy makes do not share.
 _OWN = {"self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states"}
 _KEEPS_FULL = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_BUCKET_BYTES = 250 * 1024 * 1024
 
 
 # What was asked for
@@ -552,81 +550,6 @@ def _cast_around(module: nn.Module) -> None:
 
     module.register_forward_pre_hook(widen, with_kwargs=True)
     module.register_forward_hook(lambda _, args, output: map_tensors(narrowed, output))
-
-
-# Values
-
-
-def _materialize(
-    own: list[nn.Module],
-    param_init_fn: Callable[[nn.Module], None] | None,
-    device: torch.device,
-    ignored: Collection[nn.Parameter],
-) -> None:
-    """Give memory and values to what is on meta; parameters that were tied stay tied."""
-    ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for inner in own:
-        for name, param in inner._parameters.items():
-            if param is not None:
-                ties.setdefault(param, []).append((inner, name))
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise ConfigError(
-            f"param_init_fn: Expected {param_init_fn} to be callable but got "
-            f"{type(param_init_fn)}; pass one that initializes a module."
-        )
-    for inner in own:
-        if not _meta_states(inner, ignored):
-            continue
-        if param_init_fn is not None:
-            param_init_fn(inner)
-            continue
-        reset = getattr(inner, "reset_parameters", None)
-        if not callable(reset):
-            raise LifecycleError(
-                f"{type(inner).__name__} has parameters or buffers on meta and no "
-                "reset_parameters method; pass param_init_fn."
-            )
-        with torch.no_grad():
-            inner.to_empty(device=device, recurse=False)
-            reset()
-    for (first, first_name), *others in ties.values():
-        for inner, name in others:
-            inner._parameters[name] = first._parameters[first_name]
-    for inner in own:
-        for state in _meta_states(inner, ignored):
-            raise LifecycleError(
-                f"{type(inner).__name__}: param_init_fn left a parameter or buffer of shape "
-                f"{tuple(state.shape)} on meta; call module.to_empty(device=..., recurse=False) "
-                "and initialize it there."
-            )
-
-
-def _states(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[torch.Tensor]:
-    states = [*module._parameters.values(), *module._buffers.values()]
-    return [state for state in states if state is not None and state not in ignored]
-
-
-def _meta_states(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[torch.Tensor]:
-    return [state for state in _states(module, ignored) if has_no_memory(state)]
-
-
-def _broadcast_states(
-    own: list[nn.Module],
-    ignored: Collection[nn.Parameter],
-    mesh_info: MeshInfo,
-    device: torch.device,
-) -> None:
-    """Let all ranks start with the values of the first: parameters and buffers."""
-    states = dict.fromkeys(state for inner in own for state in _states(inner, ignored))
-    sent: list[torch.Tensor] = []
-    for state in states:
-        if replacement_of(state) is None:  # else an inner wrapper that it is tied to has sent it
-            if state.device != device:
-                state.data = state.data.to(device)
-            sent.append(to_local(state.detach()))
-    for axis in (mesh_info.shard, mesh_info.replicate):
-        if axis.group is not None and not axis.is_single and sent:
-            broadcast_coalesced(axis.group, sent, _BUCKET_BYTES, 0)
 
 
 follow_import(FullyShardedDataParallel)

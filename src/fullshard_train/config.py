@@ -85,6 +85,12 @@ class ModelSection:
         _text("the end of a module's name"),
         option="lora-target",
     )
+    lora_base: str = _key(
+        "plain",
+        "How the frozen linear layers of blocks are stored and travel: plain, in int8, or in four "
+        "bits (nf4).",
+        choices=("plain", "int8", "nf4"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -461,6 +467,9 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if sharding.precision == "fp16" and run.device == "cpu":
         wrong = f"{named('sharding.precision')}: fp16 needs a GPU, but {given('run.device')}"
         yield f"{wrong}; choose bf16 or float32."
+    if config.model.lora_base != "plain" and not config.model.lora_rank:
+        wrong = f"{named('model.lora_base')}: only weights that are frozen are quantized"
+        yield f"{wrong}, but {given('model.lora_rank')}; pass a rank, or leave out the base."
     if sharding.precision.startswith("fp8") and config.model.lora_rank:
         wrong = f"{named('sharding.precision')}: {sharding.precision} trains all weights"
         yield f"{wrong}, but {given('model.lora_rank')}; choose bf16."

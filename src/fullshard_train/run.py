@@ -43,6 +43,7 @@ from fullshard_train.corpus import Corpus, prepare_corpus, start_worker, stop_wo
 from fullshard_train.display import Display, closing_lines
 from fullshard_train.loggers import Loggers
 from fullshard_train.models.optional import first_line
+from fullshard_train.models.quantized import QuantizedLinear
 from fullshard_train.models.sampling import sample
 from fullshard_train.models.tokenizers import Tokenizer
 from fullshard_train.optimizer import build_optimizer
@@ -343,6 +344,8 @@ class Run:
     def _opening(self, parts: Parts, step: int) -> str:
         world = self._world
         numel = sum(shard.shape.numel() for shard in tensor_shards(parts.model))
+        modules = parts.model.modules()
+        numel += sum(each.num_more for each in modules if isinstance(each, QuantizedLinear))
         device = "CPU" if world.device.type == "cpu" else "GPU"
         ranks = f"{world.size} {device} rank{'s' * (world.size > 1)}"
         replicas = "" if self._replica is None else f"{self._replica.num_replicas} replicas of "

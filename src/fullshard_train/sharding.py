@@ -83,7 +83,8 @@ def architecture_for(section: ModelSection, tokenizer: str = "auto") -> Architec
     """Return the architecture that the configuration names, with its adapters."""
     lora = None
     if section.lora_rank:
-        lora = LoraSettings(section.lora_rank, section.lora_alpha, section.lora_targets)
+        rank, alpha, base = section.lora_rank, section.lora_alpha, section.lora_base
+        lora = LoraSettings(rank, alpha, section.lora_targets, base)
     return architecture_of(section.name, lora, tokenizer)
 
 

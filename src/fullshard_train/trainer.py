@@ -178,6 +178,9 @@ class Trainer:
         was, own = loaded.extra.get("optimizer", "adamw"), self._config.optimizer.name
         if was != own:
             raise ConfigError(f"--optimizer: the run was started with {was}, not {own}; pass it.")
+        was, own = loaded.extra.get("lora_base", "plain"), self._config.model.lora_base
+        if was != own:
+            raise ConfigError(f"--lora-base: the adapters are for {was}, not {own}; pass it.")
 
     def _extra(self) -> dict[str, Any]:
         scaler = {} if self._scaler is None else {"scaler": self._scaler}
@@ -204,8 +207,12 @@ class Trainer:
         self._saved_step = self.step
 
     def _about(self) -> dict[str, Any]:
-        name, tokenizer = self._config.optimizer.name, self._parts.tokenizer
-        return {"best": self._best, "optimizer": name, "tokenizer": tokenizer}
+        return {
+            "best": self._best,
+            "optimizer": self._config.optimizer.name,
+            "tokenizer": self._parts.tokenizer,
+            "lora_base": self._config.model.lora_base,
+        }
 
     def _has_failed_save(self) -> bool:
         saving = self._saving

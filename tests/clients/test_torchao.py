@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
+from torchao.quantization import NF4Tensor
 
 from fullshard.testing import Rank, on_ranks
+from fullshard_train.models.quantized import FORMATS
 from tests.clients.clients import Run, assert_same
 from tests.support.tiny_run import TEXT, configured
 from tests.train.test_train_runs import trained
@@ -75,6 +78,18 @@ def test_a_run_in_float8_is_saved_resumed_and_trains_like_one_in_bf16(
     # A checkpoint has the weights themselves: another precision goes on with them.
     other = {**resumed, **in_bf16, "optimizer": {"steps": 12}}
     assert trained(rank, configured(tmp_path, "stopped", **other))[-1] < whole[0]
+
+
+def test_a_quantized_base_is_as_close_to_its_weights_as_torchaos() -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    theirs = {
+        "int8": Int8QuantizedTrainingLinearWeight.from_float(weight).dequantize(),
+        "nf4": NF4Tensor.from_tensor(weight, 64, 256).get_original_weight(),
+    }
+    for base, values in theirs.items():
+        kind = FORMATS[base]
+        found = kind.unpack(kind.pack(weight), 256, torch.float32)
+        assert (found - weight).norm() < 1.01 * (values - weight).norm()
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's own

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.cli.commands import fullshard
@@ -31,6 +33,7 @@ from fullshard_train.generation import find_checkpoint
 from fullshard_train.models import architecture_of
 from fullshard_train.models.adapters import LoraSettings
 from fullshard_train.models.architecture import Architecture
+from fullshard_train.models.quantized import FORMATS
 from fullshard_train.models.sampling import sample
 from fullshard_train.models.tokenizers import ByteTokenizer, FolderTokenizer
 from fullshard_train.models.transformer import BuiltinArchitecture
@@ -377,6 +380,97 @@ def test_adapters_train_as_pefts_own(rank: Rank, folders: dict[str, Path]) -> No
         assert_same(after, {n: p.detach() for n, p in expected.items()}, rtol=1e-4, atol=1e-6)
         changed = {name for name in after if not torch.equal(after[name], before[name])}
         assert changed == {name for name in after if "lora" in name}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_view = any(each.alias_info is not None for each in func._schema.returns)
+        if isinstance(found, torch.Tensor) and not is_view and not found.is_meta:
+            self.now += found.nbytes
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(found, self._free, found.nbytes)
+        return found
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+@on_ranks(2)
+def test_a_rank_quantizes_its_rows_of_a_frozen_base(rank: Rank, tmp_path: Path, base: str) -> None:
+    size = dataclasses.replace(SMALL, width=192, mlp_width=320, num_blocks=6)
+    if rank.rank == 0:
+        saved(tmp_path, llama(size))
+    dist.barrier()
+    plain, architecture = (
+        architecture_of(str(tmp_path), dataclasses.replace(LORA, base=each))
+        for each in ("plain", base)
+    )
+    weights = whole(filled(plain))
+    reference = filled(architecture)
+    expected, losses = whole(reference), train(architecture, reference)
+    assert losses == pytest.approx(train(plain, filled(plain)), rel=1e-3 if base == "int8" else 0.1)
+    frozen = {name: value for name, value in expected.items() if value.dtype is torch.uint8}
+    assert len(frozen) == 7 * size.num_blocks
+    full_bytes = 0
+    for name, packed in frozen.items():
+        value = weights[name.replace("packed", "weight")]
+        found = FORMATS[base].unpack(packed, value.shape[1], torch.float32)
+        assert (found - value).norm() < (0.01 if base == "int8" else 0.11) * value.norm()
+        full_bytes += value.nbytes
+    assert (
+        sum(value.nbytes for value in frozen.values())
+        < full_bytes * {"int8": 0.26, "nf4": 0.14}[base]
+    )
+    for api in APIS:
+        with LiveBytes() as live:
+            model = sharded(rank, architecture, api)
+        packed_bytes = sum(
+            shard.shape.numel() for shard in tensor_shards(model) if shard.dtype is torch.uint8
+        )
+        assert live.peak < packed_bytes / 2 + full_bytes / 3, api
+        assert_same({n: v for n, v in whole(model).items() if n in frozen}, frozen)
+        assert train(architecture, model) == pytest.approx(losses, rel=1e-5)
+        assert_same({n: v for n, v in whole(model).items() if n in frozen}, frozen)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (None, "missing in the files: model.layers.1.mlp.up_proj.weight"),
+        (torch.zeros(7, 24), r"up_proj.weight: its shape is \[40, 24\], but \[7, 24\]"),
+        (torch.zeros(40, 24, dtype=torch.int8), "torch.int8, which is not quantized"),
+    ],
+    ids=["missing", "misfit", "codes"],
+)
+def test_files_without_a_weight_that_can_be_quantized_are_refused(
+    folder: Path, tmp_path: Path, change: Any, said: str
+) -> None:
+    weights = {**load_of(folder), "model.layers.1.mlp.up_proj.weight": change}
+    weights = {name: value for name, value in weights.items() if value is not None}
+    made = copied(folder, tmp_path / "f", weights=weights)
+    with pytest.raises(ConfigError, match=said):
+        filled(architecture_of(str(made), dataclasses.replace(LORA, base="int8")))
+
+
+def test_transposed_layers_are_quantized_where_rows_consist_of_blocks(
+    folders: dict[str, Path],
+) -> None:
+    quantized = dataclasses.replace(LORA, base="int8")
+    own, exact = (architecture_of(str(folders["gpt2"]), each) for each in (quantized, LORA))
+    model, plain = filled(own).eval(), filled(exact).eval()
+    assert sum(param.dtype is torch.uint8 for param in model.parameters()) == 2 * 4
+    found, expected = own.logits(model, TOKENS), exact.logits(plain, TOKENS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+    with pytest.raises(ConfigError, match=r"--lora-base nf4: .* multiples of 64 elements"):
+        architecture_of(str(folders["llama"]), dataclasses.replace(LORA, base="nf4")).build()
 
 
 def test_first_adapters_are_drawn_as_peft_does(folders: dict[str, Path]) -> None:

@@ -229,6 +229,10 @@ def test_a_value_out_of_range_is_a_sentence_with_key_and_option(section, name, v
     "values, said",
     [
         (
+            {("model", "lora_base"): "int8"},
+            "only weights that are frozen are quantized, but model.lora_rank (--lora-rank) is 0",
+        ),
+        (
             {("sharding", "precision"): "fp8", ("model", "lora_rank"): 4},
             "fp8 trains all weights, but model.lora_rank (--lora-rank) is 4",
         ),

@@ -295,6 +295,28 @@ def test_lora_trains_adapters_and_saves_only_them(rank: Rank, folder: Path, tmp_
     assert small < large / 3
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+@on_ranks(2)
+def test_a_run_on_a_quantized_base_is_close_to_one_on_a_plain_base_and_resumes(
+    rank: Rank, folder: Path, tmp_path: Path, base: str, api: str
+) -> None:
+    def tuned(name: str, base: str, num_steps: int | None = None, **run: Any) -> list[float]:
+        model = {"lora_rank": 4, "lora_base": base}
+        changes = {"model": model, "sharding": {"api": api}, "optimizer": {"lr": 2e-2}}
+        run |= {"out": str(tmp_path / name)}
+        return trained(rank, configured(folder, name, **changes, run=run), num_steps)
+
+    found = tuned("whole", base)
+    assert found[-1] < found[0]
+    assert found == pytest.approx(tuned("plain", "plain"), rel=0.01 if base == "int8" else 0.05)
+    tuned("stopped", base, 3)
+    with pytest.raises(ConfigError, match=f"the adapters are for {base}, not plain"):
+        tuned("stopped", "plain", resume=True)
+    assert tuned("stopped", base, resume=True) == found
+
+
 @on_ranks(2)
 def test_a_folder_of_hugging_face_is_fine_tuned_by_either_api(
     rank: Rank, folder: Path, tmp_path: Path

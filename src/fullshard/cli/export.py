@@ -66,7 +66,9 @@ def export(
     from fullshard_train.run_tokenizer import tokenizer_of_run
     from fullshard_train.sharding import architecture_for
 
-    architecture = architecture_for(config.model, config.data.tokenizer)
+    # Adapters are merged into the weights that were quantized.
+    section = replace(config.model, lora_base="plain")
+    architecture = architecture_for(section, config.data.tokenizer)
     if is_adapter and not asked.merge:
         tensors = {_peft_name(name): each for name, each in _stored(opened, None).items()}
         return _write(out, tensors, asked, progress, lambda to: _save_settings(architecture, to))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fullshard.state.checkpoint.save import Handle, save, save_async
     from fullshard.state.materialize import draw_into, give_memory, recreate_buffers
     from fullshard.state.safetensors.export import export_safetensors
-    from fullshard.state.safetensors.load import LoadedWeights, load_safetensors
+    from fullshard.state.safetensors.load import LoadedWeights, load_safetensors, row_reader
     from fullshard.state.shards import TensorShard, tensor_shards
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "load_safetensors",
     "prune",
     "recreate_buffers",
+    "row_reader",
     "save",
     "save_async",
     "stored_shapes",
@@ -55,7 +56,7 @@ _FILES = {
     "checkpoint.save": ("Handle", "save", "save_async"),
     "materialize": ("draw_into", "give_memory", "recreate_buffers"),
     "safetensors.export": ("export_safetensors",),
-    "safetensors.load": ("LoadedWeights", "load_safetensors"),
+    "safetensors.load": ("LoadedWeights", "load_safetensors", "row_reader"),
     "shards": ("TensorShard", "tensor_shards"),
 }
 

@@ -6,21 +6,25 @@ Memory is for what is loaded. Buffers that are not loaded are computed, and para
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard._torch import version_of
+from fullshard._torch import broadcast_coalesced, to_local, version_of
+from fullshard.comm.mesh import MeshInfo
 from fullshard.device import has_no_memory
-from fullshard.errors import LifecycleError
+from fullshard.errors import ConfigError, LifecycleError
 from fullshard.layout.split import Box, intersection, pieces, slices
 from fullshard.runtime.build import join
 from fullshard.runtime.hooks import units_below
 from fullshard.runtime.names import clean_name
+from fullshard.runtime.replaced import replacement_of
 from fullshard.state.shards import TensorShard
+
+_BROADCAST_BYTES = 250 * 1024 * 1024
 
 
 def give_memory(model: nn.Module) -> None:
@@ -174,3 +178,78 @@ def _mixed(seed: int, name: str, number: int) -> int:
     """Return a seed for one piece of a parameter; Python's `hash` differs between ranks."""
     digest = hashlib.blake2b(f"{seed} {name} {number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")  # torch's CPU generator takes 32 bits
+
+
+# Values of a model that is wrapped
+
+
+def initialize(
+    own: list[nn.Module],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Give memory and values to what is on meta; parameters that were tied stay tied."""
+    ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for inner in own:
+        for name, param in inner._parameters.items():
+            if param is not None:
+                ties.setdefault(param, []).append((inner, name))
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ConfigError(
+            f"param_init_fn: Expected {param_init_fn} to be callable but got "
+            f"{type(param_init_fn)}; pass one that initializes a module."
+        )
+    for inner in own:
+        if not _meta_states(inner, ignored):
+            continue
+        if param_init_fn is not None:
+            param_init_fn(inner)
+            continue
+        reset = getattr(inner, "reset_parameters", None)
+        if not callable(reset):
+            raise LifecycleError(
+                f"{type(inner).__name__} has parameters or buffers on meta and no "
+                "reset_parameters method; pass param_init_fn."
+            )
+        with torch.no_grad():
+            inner.to_empty(device=device, recurse=False)
+            reset()
+    for (first, first_name), *others in ties.values():
+        for inner, name in others:
+            inner._parameters[name] = first._parameters[first_name]
+    for inner in own:
+        for state in _meta_states(inner, ignored):
+            raise LifecycleError(
+                f"{type(inner).__name__}: param_init_fn left a parameter or buffer of shape "
+                f"{tuple(state.shape)} on meta; call module.to_empty(device=..., recurse=False) "
+                "and initialize it there."
+            )
+
+
+def _states(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[torch.Tensor]:
+    states = [*module._parameters.values(), *module._buffers.values()]
+    return [state for state in states if state is not None and state not in ignored]
+
+
+def _meta_states(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[torch.Tensor]:
+    return [state for state in _states(module, ignored) if has_no_memory(state)]
+
+
+def broadcast_states(
+    own: list[nn.Module],
+    ignored: Collection[nn.Parameter],
+    mesh_info: MeshInfo,
+    device: torch.device,
+) -> None:
+    """Let all ranks start with the values of the first: parameters and buffers."""
+    states = dict.fromkeys(state for inner in own for state in _states(inner, ignored))
+    sent: list[torch.Tensor] = []
+    for state in states:
+        if replacement_of(state) is None:  # else an inner wrapper that it is tied to has sent it
+            if state.device != device:
+                state.data = state.data.to(device)
+            sent.append(to_local(state.detach()))
+    for axis in (mesh_info.shard, mesh_info.replicate):
+        if axis.group is not None and not axis.is_single and sent:
+            broadcast_coalesced(axis.group, sent, _BROADCAST_BYTES, 0)

@@ -12,10 +12,12 @@ from fullshard.errors import ConfigError
 from fullshard.state import TensorShard, draw_into
 from fullshard_train.models.initialization import constant, uniform
 from fullshard_train.models.optional import optional
+from fullshard_train.models.quantized import ReadRows, fill_quantized, quantize_base
 
 # Names that peft gives: a module with an adapter becomes the `base_layer` of its replacement.
 _BASE = ".base_layer."
 _DOWN, _UP = ".lora_A.", ".lora_B."
+PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +25,18 @@ class LoraSettings:
     """The options of LoRA; the output of an adapter is scaled by alpha / rank.
 
     A module gets an adapter if its name ends with one of `targets`. Without targets, every linear
-    layer except the output head gets one.
+    layer except the output head gets one. `base` is how linear layers of blocks are stored.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = ()
+    base: str = PLAIN
 
 
-def add_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
+def add_adapters(
+    model: nn.Module, settings: LoraSettings, blocks: tuple[type[nn.Module], ...]
+) -> nn.Module:
     """Freeze a model on the meta device and add adapters, which are on the meta device as well.
 
     Modules and parameters are named as peft names them.
@@ -45,6 +50,8 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         fan_in_fan_out=any(_is_transposed(model.get_submodule(name)) for name in names),
     )
     adapted: nn.Module = peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    if settings.base != PLAIN:
+        quantize_base(adapted, blocks, settings.base)
     return adapted
 
 
@@ -81,6 +88,18 @@ def fill_adapters(shards: Iterable[TensorShard], seed: int) -> list[TensorShard]
         else:
             others.append(shard)
     return others
+
+
+def fill_base(
+    shards: Iterable[TensorShard], settings: LoraSettings | None, read: ReadRows
+) -> list[TensorShard]:
+    """Quantize what this rank holds of a frozen base, if it is stored so.
+
+    Returns the shards of other parameters.
+    """
+    if settings is None or settings.base == PLAIN:
+        return list(shards)
+    return fill_quantized(shards, settings.base, base_name, read)
 
 
 def _targeted(model: nn.Module, targets: tuple[str, ...]) -> set[str]:

@@ -20,6 +20,7 @@ from fullshard.state import (
     LoadedWeights,
     load_safetensors,
     recreate_buffers,
+    row_reader,
     stored_shapes,
     tensor_shards,
 )
@@ -29,10 +30,12 @@ from fullshard_train.models.adapters import (
     add_adapters,
     base_name,
     fill_adapters,
+    fill_base,
     is_adapter,
 )
 from fullshard_train.models.architecture import Architecture, token_ids, write_json
 from fullshard_train.models.optional import first_line, optional
+from fullshard_train.models.quantized import is_quantized, weight_name
 from fullshard_train.models.tokenizers import (
     FolderTokenizer,
     Tokenizer,
@@ -68,7 +71,7 @@ class FolderArchitecture(Architecture):
 
     def build(self) -> nn.Module:
         model = self._without_adapters()
-        return model if self.lora is None else add_adapters(model, self.lora)
+        return model if self.lora is None else add_adapters(model, self.lora, self.block_classes())
 
     def block_classes(self) -> tuple[type[nn.Module], ...]:
         return self._block_classes
@@ -79,7 +82,7 @@ class FolderArchitecture(Architecture):
         reference = self._without_adapters()
         self._require_whole(loaded, reference)
         self._restore_buffers(model, reference)
-        fill_adapters(tensor_shards(model), seed)
+        fill_base(fill_adapters(tensor_shards(model), seed), self.lora, row_reader(self._folder))
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         # transformers makes a mask from positions that begin again.
@@ -202,6 +205,19 @@ class FolderArchitecture(Architecture):
         ]
         missing = [base_name(name) for name in loaded.missing if not is_adapter(name)]
         misfits = [f"{base_name(name)}: {why}" for name, why in loaded.mismatched.items()]
+        # Weights are read when they are quantized: for now, their names have not been found.
+        quantized = [weight_name(name) for name in missing if is_quantized(name)]
+        unexpected = [name for name in unexpected if name not in quantized]
+        missing = [name for name in missing if not is_quantized(name)]
+        stored, read = stored_shapes(self._folder), row_reader(self._folder)
+        for name in quantized:
+            shape, own = stored.get(name), reference.get_parameter(name).shape
+            if shape is None:
+                missing.append(name)
+            elif shape != own:
+                misfits.append(f"{name}: its shape is {list(own)}, but {list(shape)} in the files")
+            elif not (dtype := read(name, range(0)).dtype).is_floating_point:
+                misfits.append(f"{name}: its dtype in the files is {dtype}, which is not quantized")
         problems = [
             *([f"missing in the files: {_listed(missing)}"] if missing else []),
             *([f"not in the model: {_listed(unexpected)}"] if unexpected else []),

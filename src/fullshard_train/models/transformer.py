@@ -10,6 +10,7 @@ import difflib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -17,8 +18,14 @@ from torch import Tensor, nn
 
 from fullshard.errors import UnknownNameError
 from fullshard.losses import LinearCrossEntropyHead
-from fullshard.state import draw_into, tensor_shards
-from fullshard_train.models.adapters import LoraSettings, add_adapters, base_name, fill_adapters
+from fullshard.state import TensorShard, draw_into, tensor_shards
+from fullshard_train.models.adapters import (
+    LoraSettings,
+    add_adapters,
+    base_name,
+    fill_adapters,
+    fill_base,
+)
 from fullshard_train.models.architecture import Architecture, token_ids, write_json
 from fullshard_train.models.document_attention import attend, documents_of
 from fullshard_train.models.elementwise import rotated, swiglu
@@ -287,7 +294,7 @@ class BuiltinArchitecture(Architecture):
     def build(self) -> nn.Module:
         with torch.device("meta"):
             model = Transformer(self.size)
-        built = model if self.lora is None else add_adapters(model, self.lora)
+        built = model if self.lora is None else add_adapters(model, self.lora, (Block,))
         self._has_plain_head = isinstance(model.lm_head, LinearCrossEntropyHead)
         return built
 
@@ -295,7 +302,20 @@ class BuiltinArchitecture(Architecture):
         return (Block,)
 
     def fill(self, model: nn.Module, seed: int) -> None:
-        for shard in fill_adapters(tensor_shards(model), seed):
+        @lru_cache(maxsize=1)  # of a large matrix, some rows are asked for after others
+        def drawn(name: str) -> Tensor:
+            whole = torch.empty(plain.get_parameter(name).shape)
+            shard = TensorShard((name,), whole, whole.shape)
+            draw_into(shard, name, seed, initial_values(name, self.size))
+            return whole
+
+        with torch.device("meta"):
+            plain = Transformer(self.size)
+
+        def rows_of(name: str, rows: range) -> Tensor:
+            return drawn(name)[rows.start : rows.stop]
+
+        for shard in fill_base(fill_adapters(tensor_shards(model), seed), self.lora, rows_of):
             # The two APIs list the names of a tied parameter in different orders.
             name = min(base_name(name) for name in shard.names)
             draw_into(shard, name, seed, initial_values(name, self.size))

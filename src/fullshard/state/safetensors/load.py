@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from fullshard.errors import CheckpointError
+from fullshard.layout.split import Box
 from fullshard.ranks import RankGroup
 from fullshard.state.materialize import give_memory, recreate_buffers
 from fullshard.state.safetensors.files import SafetensorsReader, TensorFile, as_bytes
 from fullshard.state.shards import TensorShard, tensor_shards
-from fullshard.state.stored import NameMatch
+from fullshard.state.stored import NameMatch, TensorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,27 @@ def load_safetensors(
     tied = {name: shard.name for shard in shards for name in shard.names[1:]}
     missing, unexpected = tuple(found.missing), tuple(found.unexpected)
     return LoadedWeights(path, missing, unexpected, found.mismatched, tied, recreated)
+
+
+def row_reader(path: str | Path) -> Callable[[str, range], torch.Tensor]:
+    """Return a function that reads rows of a tensor of safetensors files, and no other bytes.
+
+    It is for models that store something else than the files do, such as codes: each rank reads the
+    rows that its shards are made of, in the dtype of the files. `path` is as in `load_safetensors`.
+    """
+    reader = SafetensorsReader(Path(path))
+
+    def read(name: str, rows: range) -> torch.Tensor:
+        if name not in reader.files:
+            raise CheckpointError(f"{path} has no {name!r}; ask for a tensor that it has.")
+        source = TensorSource.of_stored(reader, name)
+        offsets = (rows.start, *(0 for _ in source.shape[1:]))
+        box = Box(offsets, (len(rows), *source.shape[1:]))
+        if rows.step != 1 or not box.is_within(source.shape):
+            raise CheckpointError(f"{path}: {name!r} of shape {source.shape} has no {rows}.")
+        return source.read(box)
+
+    return read
 
 
 def _differing_ties(
