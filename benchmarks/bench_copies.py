@@ -66,7 +66,10 @@ def measure(
     numel = world * bucket.segment_numel
     same, cast = (torch.empty(numel, dtype=each, device=device) for each in (COMPUTED, REDUCED))
     plans = {out: DtypePlan.of(out.dtype) for out in (same, cast)}
-    pack = {out: packer(bucket.table, plan, world, comm_ctx) for out, plan in plans.items()}
+    pack = {
+        out: packer(bucket.table, plan, plan.reduce_wire, world, comm_ctx)
+        for out, plan in plans.items()
+    }
     for out, program in pack.items():
         program.pack(grads, out)
     assert torch.equal(cast.to(COMPUTED), same)

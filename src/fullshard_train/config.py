@@ -31,11 +31,11 @@ _UNIT_INTERVAL: _Rule = ("0 to 1", lambda value: 0 <= value <= 1)
 _SEQUENCE: _Rule = ("2 tokens or more", lambda value: value >= 2)
 _PORT: _Rule = ("0 to 65535", lambda value: 0 <= value <= 65535)
 _ADDRESS: _Rule = (
-    "an address and a port, as in host1:29500,",
+    "an address and a port, as in host1:29500",
     lambda value: not value or re.fullmatch(r".+:[1-9]\d{0,4}", value) is not None,
 )
 _MESH_SHAPE: _Rule = (
-    "'auto' or replicas x shards, as in 2x4,",
+    "'auto' or replicas x shards, as in 2x4",
     lambda value: value == "auto" or _MESH.fullmatch(value) is not None,
 )
 _TOKENIZER: _Rule = (

@@ -76,6 +76,7 @@ def test_every_key_has_an_option_that_sets_it(tmp_path):
         ("data", "eval_share"): 0.0,
         ("run", "on_nan"): "skip",
         ("run", "loggers"): ("wandb", "mlflow"),
+        ("run", "rendezvous"): "host1:29500",
         ("sharding", "selective_checkpointing"): False,
         ("sharding", "precision"): "fp16",
         ("sharding", "reshard_to"): 0,
