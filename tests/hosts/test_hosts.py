@@ -102,7 +102,7 @@ def test_hosts_that_cannot_do_the_same_run_say_why_on_both_and_start_nothing(
     assert not list((tmp_path / "shared").glob("run/*"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.long
 def test_a_save_to_a_folder_that_is_not_shared_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
@@ -141,7 +141,7 @@ def test_a_cut_of_a_link_with_a_delay_and_losses_costs_only_time() -> None:
     assert result.tables[0].rows[0][2:] == ["all ranks end with status 0", "same"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.long
 def test_hosts_that_cannot_reach_each_other_say_which_variable_helps(tmp_path: Path) -> None:
     names = tmp_path / "hosts"  # as Debian installs them

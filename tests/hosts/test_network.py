@@ -19,7 +19,7 @@ RATE, RATE_GBS = "40mbit", 0.005
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_doctor_measures_between_the_hosts_of_a_launch(tmp_path: Path) -> None:
     logs = [tmp_path / f"{host}.log" for host in range(2)]
     path = tmp_path / "profile.json"
@@ -43,7 +43,7 @@ def test_doctor_measures_between_the_hosts_of_a_launch(tmp_path: Path) -> None:
     assert profile.network_gbs * profile.link_efficiency == pytest.approx(float(found[1]), rel=0.01)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_train_predicts_steps_from_what_it_measures_between_hosts(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     out = tmp_path / "run"
@@ -99,7 +99,7 @@ def test_a_slow_host_is_named_with_what_it_costs(tmp_path: Path) -> None:
     assert "Slowest" in (out / "report.html").read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_a_slow_link_is_named_with_what_it_costs(tmp_path: Path) -> None:
     """All hosts compute alike; the link of one has a tenth of the rate of the others."""
     (tmp_path / "text.txt").write_text(TEXT)

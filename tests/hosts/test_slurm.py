@@ -26,7 +26,7 @@ def write(file: Path, config: TrainConfig, steps: int) -> None:
     incoming.replace(file)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_a_job_that_an_urgent_one_preempts_saves_and_is_started_again_to_its_end(
     tmp_path: Path,
 ) -> None:

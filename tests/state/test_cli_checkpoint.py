@@ -549,6 +549,7 @@ def test_the_library_needs_no_extra_and_no_command_holds_more_than_a_few_tensors
     """On 32 tensors, 2 MB each: 64 MB. In its own process, which starts without what it needs."""
     program = """
         import os, resource, sys, torch
+        from pathlib import Path
         import fullshard, fullshard_train.report, fullshard.state
         from fullshard.state.checkpoint.save import write_checkpoint
         from fullshard.state.stored import TensorSource

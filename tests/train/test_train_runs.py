@@ -310,7 +310,9 @@ def test_a_run_on_a_quantized_base_is_close_to_one_on_a_plain_base_and_resumes(
 
     found = tuned("whole", base)
     assert found[-1] < found[0]
-    assert found == pytest.approx(tuned("plain", "plain"), rel=0.01 if base == "int8" else 0.05)
+    plain = tuned("plain", "plain")
+    assert found[0] == pytest.approx(plain[0], rel=1e-3 if base == "int8" else 5e-3)
+    assert found[-1] == pytest.approx(plain[-1], rel=0.05)
     tuned("stopped", base, 3)
     with pytest.raises(ConfigError, match=f"the adapters are for {base}, not plain"):
         tuned("stopped", "plain", resume=True)

@@ -56,6 +56,10 @@ class Wire(ABC):
         """Whether a tensor of this shape should travel so; otherwise it travels as it is."""
         return True
 
+    def allocates(self, segments: torch.Tensor) -> bool:
+        """Whether encoding takes memory of its own on the current stream."""
+        return True
+
     @abstractmethod
     def message_numel(self, numel: int) -> int:
         """How many elements of `dtype` the message of a segment of `numel` elements has."""
@@ -172,6 +176,9 @@ class Blockwise(Wire):
     def suits(self, shape: Sequence[int]) -> bool:
         """Gains, biases and what is smaller than a block are few bytes, and matter more."""
         return len(shape) > 1 and prod(shape) >= self.block
+
+    def allocates(self, segments: torch.Tensor) -> bool:
+        return self._kernels(segments) is None
 
     def message_numel(self, numel: int) -> int:
         return numel * self.bits // 8 + numel // self.block * 4

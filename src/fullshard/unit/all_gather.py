@@ -25,7 +25,7 @@ from fullshard.device import ResizableBuffer, address_of
 from fullshard.errors import ConfigError
 from fullshard.layout import Bucket, Lane, Plain, UnitLayout
 from fullshard.unit.context import AddressRanges, CommContext, wait_all
-from fullshard.unit.copy_program import Decoder, encode, unpacker
+from fullshard.unit.copy_program import Decoder, allocates, encode, unpacker
 from fullshard.unit.extensions import Extension
 from fullshard.unit.param import ShardBuffers, ShardedParam
 from fullshard.unit.store import Store
@@ -214,6 +214,8 @@ class UnitAllGather:
                 if wire.is_plain:
                     foreach_copy_(views.own_segments, list(ins))
                 else:
+                    if allocates(wire, ins[0]):
+                        comm_ctx.wait_until_unused()  # its memory may be anywhere (rule 2)
                     for own, inp in zip(views.own_segments, ins, strict=True):
                         encode(wire, inp, own)
                 ins = views.own_segments

@@ -163,6 +163,11 @@ class PackEncoded:
         self._wire.encode(segments.view(rows), bucket.view(rows))
 
 
+def allocates(wire: Wire, segment: torch.Tensor) -> bool:
+    """Whether `encode` takes memory of its own."""
+    return simulation() is None and wire.allocates(segment)
+
+
 def encode(wire: Wire, segment: torch.Tensor, message: torch.Tensor) -> None:
     """Write this rank's segment of a bucket as what is sent of it."""
     simulated = simulation()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -239,7 +240,8 @@ class Writer:
             if number is not None and (type(number) is not int or number < 1):
                 raise ConfigError(f"save: {name} must be a number of at least 1, not {number!r}.")
         subject = f"save {self.path}"
-        checkpoint_id = ranks.run_first(subject, lambda: uuid.uuid4().hex)
+        with _lost_ranks_explained(subject):
+            checkpoint_id = ranks.run_first(subject, lambda: uuid.uuid4().hex)
 
         def added() -> tuple[str, dict[str, str], OptimState]:
             choose, words = selection(only)
@@ -308,21 +310,17 @@ class Writer:
             return made[0]
 
         try:
-            staging = ranks.run_first(subject, begun)
-            ranks.require_seen(subject, staging)
-            written = ranks.run(
-                subject, lambda: self._write_files(staging), "nothing appears under this name."
-            )
-            everyone = ranks.gather_to_first(written)
-            ranks.run_first(subject, lambda: self._finish(staging, everyone))
-        except BaseException as error:
+            with _lost_ranks_explained(subject):
+                staging = ranks.run_first(subject, begun)
+                ranks.require_seen(subject, staging)
+                written = ranks.run(
+                    subject, lambda: self._write_files(staging), "nothing appears under this name."
+                )
+                everyone = ranks.gather_to_first(written)
+                ranks.run_first(subject, lambda: self._finish(staging, everyone))
+        except BaseException:
             for each in made:  # by the first rank, which may not have learned that others have it
                 discard(each)
-            if isinstance(error, RuntimeError) and not isinstance(error, FullshardError):
-                raise CheckpointError(
-                    f"{subject}: another rank was lost while all saved ({error}); look at its "
-                    "output. `latest` finds the newest whole checkpoint."
-                ) from error
             raise
 
     def _write_files(self, staging: Path) -> dict[str, Written]:
@@ -349,3 +347,17 @@ class Writer:
         commit(staging, self.path)
         if self.keep is not None:
             prune(self.path.parent, self.keep, self.pinned)
+
+
+@contextmanager
+def _lost_ranks_explained(subject: str) -> Iterator[None]:
+    """Say what it means for a save that a collective has failed."""
+    try:
+        yield
+    except FullshardError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{subject}: another rank was lost while all saved ({error}); look at its output. "
+            "`latest` finds the newest whole checkpoint."
+        ) from error
