@@ -48,17 +48,17 @@ SELDOM = ("exhaustive", "soak")
 
 # What the tests of a room may take in `make test`, in seconds of a worker on two idle cores.
 BUDGETS_S = {
-    "comm": 300,
-    "contract": 150,
-    "engine": 600,
-    "hosts": 120,
-    "layout": 70,
-    "optim": 120,
-    "plan": 100,
-    "project": 80,
-    "state": 250,
-    "train": 350,
-    "wrapper": 250,
+    "comm": 170,
+    "contract": 50,
+    "engine": 340,
+    "hosts": 15,
+    "layout": 65,
+    "optim": 125,
+    "plan": 65,
+    "project": 35,
+    "state": 145,
+    "train": 285,
+    "wrapper": 140,
 }
 
 _forbidden_skips: list[str] = []
