@@ -175,7 +175,7 @@ def unsharded(steps: list[Any], num_shards: int) -> tuple[list[float], torch.Ten
     return losses, torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_replicas_killed_in_any_phase_leave_the_losses_of_those_that_are_left():
     for scenario, lines in zip(SCENARIOS, said_by(SCENARIOS), strict=True):
         check(scenario, lines)

@@ -28,7 +28,7 @@ LEFT_OUT |= {"edited"}
 # The tensors of a functional transform have no memory that could be followed.
 LEFT_OUT |= {"transformed"}
 
-some = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 10)
+some = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 6)
 
 
 class Played(Sides):

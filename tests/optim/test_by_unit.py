@@ -216,6 +216,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 NOT_ON_DTENSORS = ("sgd_fused", "adagrad_fused", "rprop")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
 def test_steps_are_those_of_the_optimizer(rank: Rank, form: str) -> None:

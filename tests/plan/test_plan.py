@@ -136,7 +136,7 @@ def test_where_activations_take_the_memory_recomputing_is_offered():
     assert "ranks would need" not in words
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_changes_are_offered_together_where_none_is_enough():
     shape = {"width": 256, "num_blocks": 8}
     config = replace(config_of(), optimizer=OptimizerSection(batch=32))

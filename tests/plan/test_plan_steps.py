@@ -456,7 +456,7 @@ def test_the_fastest_settings_that_fit_are_chosen():
         choose_settings(config, architecture, machine, limit, kept)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_selective_recomputation_is_chosen_where_it_fits_and_is_faster():
     config, architecture = config_of(batch=4), tiny(2)
     given = {("optimizer", "batch"), ("optimizer", "accumulate")}

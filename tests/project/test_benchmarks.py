@@ -56,7 +56,7 @@ def test_a_result_says_with_which_settings_to_get_it_again(monkeypatch):
     assert command == expected
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_tokenizing_is_compared_with_the_library_alone(tmp_path):
     small = ("--mb", "3", "--first-step-mb", "3", "--vocabulary", "500", "--rounds", "1")
     whole, first = measured(bench_tokenize, tmp_path, *small).tables
@@ -80,7 +80,7 @@ def test_step_time_is_measured_on_ranks(tmp_path):
     assert_compares(table, UNSHARDED, bench_step.FLOOR, bench_step.DDP, OURS, over_gloo)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_losses_are_compared_by_wire(tmp_path):
     small = ("losses", "--steps", "2", "--seeds", "1", "--width", "32")
     (table,) = measured(bench_wires, tmp_path, *small).tables
@@ -96,7 +96,7 @@ def test_uneven_units_are_measured_beside_even_ones(tmp_path):
     assert [row[-1] == 1 for row in table.rows] == [True, False, False] * 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_steps_of_muon_are_measured_beside_what_they_cannot_do_without(tmp_path):
     small = ("--device", "cpu", "--tiny", "--ranks", "2", "--steps", "2")
     modes = ("products", "simulated", "train", "ranks", "parity")
@@ -138,7 +138,7 @@ def test_copies_are_compared_with_one_copy(tmp_path: Path) -> None:
     assert len(table.rows) == 4 * 4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_the_trainer_is_measured_beside_a_plain_loop(tmp_path: Path) -> None:
     small = ("--model", "tiny", "--blocks", "1", "--sequence", "16", "--batch", "1", "--steps", "2")
     which = ("--variants", bench_train.PLAIN, bench_train.OURS)

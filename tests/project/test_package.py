@@ -59,6 +59,7 @@ def built(tmp_path_factory):
     return SimpleNamespace(sdist=sdist, wheel=wheel, again=again)
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_has_every_file_of_both_packages_and_what_a_reader_of_metadata_looks_for(built):
     assert built.sdist.name == f"{NAME}.tar.gz"
     assert built.wheel.name == f"{NAME}-py3-none-any.whl"  # nothing is compiled

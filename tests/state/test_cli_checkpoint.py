@@ -505,7 +505,7 @@ def test_every_command_explains_itself(command):
 COMMAND = Path(sys.executable).with_name("fullshard")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_on_a_terminal_there_is_a_bar(saved):
     (saved / "first" / "rank_00001.pt").unlink()
     shown, returncode = on_terminal("checkpoint", "verify", saved / "first")

@@ -263,6 +263,7 @@ def test_first_values_are_the_same_on_any_ranks_and_train_alike(rank: Rank, api:
 # Adapters.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("api", APIS)
 @on_ranks(2)
 def test_only_adapters_are_trained(rank: Rank, api: str) -> None:

@@ -142,6 +142,7 @@ def trains(rank: Rank, folder: Path, out: str, **changes: Any) -> None:
         Run(configured(folder, out, data=data, **changes), world).run(stop)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_run_keeps_its_tokenizer_and_continues_with_no_other(rank: Rank, folder: Path) -> None:
     bpe, steady = {"tokenizer": "bpe:320"}, {"schedule": "constant"}

@@ -135,7 +135,7 @@ def test_a_run_that_is_left_resumed_and_killed_five_times_has_the_losses_of_an_u
     assert losses(folder) == expected
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.long
 def test_a_second_ctrl_c_leaves_at_once(text: str, tmp_path: Path) -> None:
     with started(options(text, tmp_path / "run", "--steps", "100000")) as process:

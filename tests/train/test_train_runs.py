@@ -163,7 +163,7 @@ def test_apis_strategies_and_memory_savers_change_no_losses(
         assert found == pytest.approx(expected, rel=2e-4), name
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @on_ranks(4)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_selective_recomputation_resharding_and_prefetch_change_no_losses(rank: Rank) -> None:
@@ -296,8 +296,7 @@ def test_lora_trains_adapters_and_saves_only_them(rank: Rank, folder: Path, tmp_
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
-@pytest.mark.parametrize("base", ["int8", "nf4"])
+@pytest.mark.parametrize("base, api", [("int8", "fully_shard"), ("nf4", "wrapper")])
 @on_ranks(2)
 def test_a_run_on_a_quantized_base_is_close_to_one_on_a_plain_base_and_resumes(
     rank: Rank, folder: Path, tmp_path: Path, base: str, api: str

@@ -445,6 +445,7 @@ def names_of_wrappers(package: Package, model: nn.Module) -> list[str]:
     return [clean_name(f"{n}.") for n, m in model.named_modules() if isinstance(m, package.FSDP)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Both mixed precision and an auto_wrap_policy:UserWarning")
 @both_forms
 @on_ranks(2)
@@ -610,6 +611,7 @@ def with_gradient(generator: torch.Generator) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator).requires_grad_()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [Recomputed, RecomputedInTheOldWay])
 @both_forms
 @on_ranks(2)

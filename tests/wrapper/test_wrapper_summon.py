@@ -368,6 +368,7 @@ def test_flat_params_are_not_trained_inside_and_a_summons_does_not_begin_in_forw
         torch.testing.assert_close(model(batch(0)), reference(batch(0)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_a_forward_inside_computes_with_what_was_written_there(rank: Rank, strategy: str) -> None:
