@@ -58,6 +58,12 @@ def test_a_transform_may_contain_the_first_forward_or_a_later_one(rank: Rank, ap
                 found = model(X).square().mean()
                 torch.testing.assert_close(found, loss)
                 found.backward()
+            if package is TORCH:
+                continue  # it cannot freeze or thaw parameters inside of a transform
+            frozen = next(model.parameters()).requires_grad_(False)
+            torch.testing.assert_close(transform(model).detach(), expected.detach())
+            frozen.requires_grad_()
+            torch.testing.assert_close(transform(model).detach(), expected.detach())
 
 
 def transformed_between(model: Any, batches: list[Tensor], scale: float) -> Tensor:

@@ -190,7 +190,7 @@ def planned(config: TrainConfig, num_ranks: int) -> int:
         "from fullshard_train.config_file import config_of;"
         "c = config_of(Path(sys.argv[1]), {});"
         "m = p.this_machine('cuda', *[int(sys.argv[2])] * 2);"
-        "print(p.plan_run(c, p.architecture_for(c.model), m).peak_bytes)"
+        "print(p.plan_run(c, p.planned_architecture(c), m).peak_bytes)"
     )
     file = Path(config.run.out).with_suffix(".toml")
     file.write_text(config_as_toml(config))

@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from fullshard._torch import disable_torch_function, storage_key, to_local
+from fullshard._torch import disable_torch_function, outside_transforms, storage_key, to_local
 from fullshard.unit.flat_param import OrigParamSlice
 from fullshard.unit.param import ShardedParam
 from fullshard.unit.released import FullReferences, ReleasedParam
@@ -58,8 +58,9 @@ class Registration:
         with disable_torch_function():
             self._trainable = trainable = [param.requires_grad for param in self._held]
         if trainable != [full.requires_grad for full in self.fulls]:
-            for full, is_trainable in zip(self.fulls, trainable, strict=True):
-                full.requires_grad_(is_trainable)
+            with outside_transforms():  # inside, `requires_grad_` is an error
+                for full, is_trainable in zip(self.fulls, trainable, strict=True):
+                    full.requires_grad_(is_trainable)
         self.num_trainable = sum(trainable)
         self.is_followed = True
 
@@ -100,9 +101,12 @@ class Registration:
         """Register the shards; take over the `requires_grad` that users set on full parameters."""
         trainable = [full.requires_grad for full in self.fulls]
         if trainable != self._trainable:
-            for param, before, after in zip(self._held, self._trainable, trainable, strict=True):
-                if before != after:
-                    param.requires_grad_(after)
+            with outside_transforms():
+                for param, before, after in zip(
+                    self._held, self._trainable, trainable, strict=True
+                ):
+                    if before != after:
+                        param.requires_grad_(after)
             self._trainable = trainable
         for registry, name, shard, _ in self._places:
             registry[name] = shard
