@@ -923,43 +923,30 @@ def check(program: Program, backend: str = "gloo") -> None:
         ranks.run(run, program, Path(folder), timeout_s=60.0, expect_failure=True)
 
 
-# FUZZ=500 tries that many programs, other ones each time.
+# FUZZ=500 tries that many programs of each kind, other ones each time.
 num_programs = int(os.environ.get("FUZZ", "0"))
-some = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 6)
-few = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 3)
+some = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 4)
+MESHES: dict[int, tuple[tuple[int, ...], ...]] = {2: ((2,),), 4: ((4,), (2, 2))}
 
 
 @some
-@given(programs("fully_shard", ((2,),)))
+@given(programs("fully_shard", MESHES[2]))
 def test_any_program_computes_what_it_does_unsharded(program: Program) -> None:
     check(program)
 
 
 @pytest.mark.exhaustive
-@few
-@given(programs("fully_shard", ((2, 2), (4,))))
-def test_any_program_computes_what_it_does_unsharded_on_four_ranks(program: Program) -> None:
-    check(program)
-
-
-@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "api, num_ranks",
+    [
+        ("fully_shard", 4),
+        *((api, n) for api in ("wrapper", "flat wrapper", "replicate") for n in MESHES),
+    ],
+)
 @some
-@given(programs("wrapper", ((2,), (2, 2))))
-def test_any_program_computes_what_it_does_unsharded_with_a_wrapper(program: Program) -> None:
-    check(program)
-
-
-@pytest.mark.exhaustive
-@few
-@given(programs("flat wrapper", ((2,), (2, 2))))
-def test_any_program_computes_what_it_does_unsharded_with_flat_params(program: Program) -> None:
-    check(program)
-
-
-@pytest.mark.exhaustive
-@few
-@given(programs("replicate", ((2,),)))
-def test_any_program_computes_what_it_does_unsharded_with_replicate_around(
-    program: Program,
+@given(data=st.data())
+def test_any_program_computes_what_it_does_unsharded_with(
+    api: str, num_ranks: int, data: st.DataObject
 ) -> None:
-    check(program)
+    meshes = MESHES[num_ranks] if api != "replicate" else ((num_ranks,),)
+    check(data.draw(programs(api, meshes)))
