@@ -36,6 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,7 @@ from variants import (
     TORCH_FSDP1,
     TORCH_FSDP2,
     UNSHARDED,
+    WIRES,
     WRAPPER,
 )
 from worlds import device_of, one_rank
@@ -185,7 +187,7 @@ def run_simulated(options: argparse.Namespace, result: Result) -> None:
     for world in options.worlds:
         found = {
             name: _in_own_process(options, "--one", name, "--worlds", str(world))
-            for name in variants(with_wrapper_of_torch=True)
+            for name in [*variants(with_wrapper_of_torch=True), *options.wires]
             if name not in options.without
         }
         result.details[f"world_{world}"] = found
@@ -256,9 +258,10 @@ def play_one(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def measure_on_ranks(rank: Rank, names: list[str], task: Task) -> dict[str, Any]:
+def measure_on_ranks(rank: Rank, names: list[str], task: Task, num_hosts: int) -> dict[str, Any]:
     """On one rank: medians of times and each step's, losses, and what one step's trace shows."""
-    with undisturbed():
+    host = str(rank.rank * num_hosts // rank.size)
+    with undisturbed(), patch("fullshard.comm.topology.machine_id", lambda: host):
         made = {name: task.stepping(name, rank) for name in names}
         losses = {name: stepping.losses(task.num_warm) for name, stepping in made.items()}
         runs = {name: stepping.step for name, stepping in made.items()}
@@ -287,15 +290,17 @@ def run_ranks(options: argparse.Namespace, result: Result) -> None:
     backend = "nccl" if options.device.type == "cuda" else "gloo"
     for num_ranks in options.ranks:
         ranks = pool(num_ranks, backend)
-        names = [TORCH_FSDP2, OURS, WRAPPER, BF16_WIRE, *PEERS]
+        names = [TORCH_FSDP2, OURS, WRAPPER, BF16_WIRE, *options.wires, *PEERS]
         names = [name for name in names if name not in options.without]
-        found = ranks.run(measure_on_ranks, names, options.task, timeout_s=TIMEOUT_S)
+        given = names, options.task, options.hosts
+        found = ranks.run(measure_on_ranks, *given, timeout_s=TIMEOUT_S)
         if backend == "nccl":
             ranks.close()  # the next ones need the memory
         for of_rank in found:
             check_losses(without_peers(of_rank["losses"]), rtol=2e-2)
         result.details[f"ranks_{num_ranks}"] = found
         times, traced = found[0]["times"], found[0]["traced"]
+        hosts = f" that say they are on {options.hosts} hosts" if options.hosts > 1 else ""
         rows = []
         for name, spent in times.items():
             row: list[Any] = [name, spent["step"] * 1e3, spent["step"] / times[BASE]["step"]]
@@ -308,7 +313,7 @@ def run_ranks(options: argparse.Namespace, result: Result) -> None:
             rows.append(row)
         result.add(
             Table(
-                f"{num_ranks} ranks on one device: milliseconds, and from the trace of one step",
+                f"{num_ranks} ranks on one device{hosts}: milliseconds, and from a trace of a step",
                 ["variant", "step", "ratio", "communication", "exposed, % of step"],
                 rows,
             )
@@ -330,6 +335,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
     parser.add_argument("--worlds", type=int, nargs="+", help="sizes of simulated worlds")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--hosts", type=int, default=1, help="that ranks say they are on")
+    parser.add_argument("--wires", nargs="+", default=[], choices=WIRES, help="more variants")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--without", nargs="+", default=[], help="variants to leave out")

@@ -1,7 +1,8 @@
 """Wires: the loss that a model is trained to with each of them, and the speed of their kernels.
 
-    python benchmarks/bench_wires.py losses     gloo ranks on a CPU; a Llama of bytes on the sources
-                                                of Python's standard library
+    python benchmarks/bench_wires.py losses     gloo ranks on a CPU, or NCCL ranks that share a GPU
+                                                (`--device cuda`: bf16, gradients in float32); a
+                                                Llama of bytes on the sources of Python's library
     python benchmarks/bench_wires.py kernels    on a GPU: encoding, decoding, and adding what four
                                                 ranks have sent, beside a copy
 
@@ -13,8 +14,10 @@ that gradients may travel in four bits.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sysconfig
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm.topology import Topology
-from fullshard.testing import Rank, pool
+from fullshard.testing import Rank, RankPool
 from fullshard.wire import Fp8, Int4, Int8, Plain, Wire
 from measuring import Result, Table, parser_for, result_for
 from models import Llama, LlamaBlock
@@ -59,26 +62,39 @@ def bytes_of_library() -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def trained(rank: Rank, name: str, seed: int, num_steps: int, width: int) -> float:
+def trained(
+    rank: Rank,
+    name: str,
+    seed: int,
+    num_steps: int,
+    num_blocks: int,
+    width: int,
+    learning_rate: float,
+) -> float:
     group = dist.new_group()
     with patch("fullshard.comm.topology.machine_id", lambda: str(rank.rank)):
         assert Topology.of(group).num_hosts == rank.size
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"{name}, {seed}",))
+    mesh = DeviceMesh.from_group(group, rank.device.type, mesh_dim_names=(f"{name}, {seed}",))
     torch.manual_seed(seed)
-    model: Any = Llama(4, width, 257)
-    policy = MixedPrecisionPolicy(**WIRES[name])
+    model: Any = Llama(num_blocks, width, 257).to(rank.device)
+    is_cuda = rank.device.type == "cuda"
+    dtypes = (torch.bfloat16, torch.float32) if is_cuda else ()
+    policy = MixedPrecisionPolicy(*dtypes, **WIRES[name])
     for module in model.modules():
         if isinstance(module, LlamaBlock):
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    settings: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": is_cuda}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
     generator = torch.Generator().manual_seed(1000 * seed + rank.rank)
     data, losses = bytes_of_library(), []
     for step in range(num_steps):
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1, (step + 1) / 20) * (1 - 0.9 * step / num_steps)
+            sinking = 1 - 0.9 * step / num_steps
+            group["lr"] = learning_rate * min(1, (step + 1) / 20) * sinking
         starts = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=generator)
-        loss = model(torch.stack([data[start : start + LENGTH + 1] for start in starts]))
+        batch = torch.stack([data[start : start + LENGTH + 1] for start in starts])
+        loss = model(batch.to(rank.device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -89,20 +105,29 @@ def trained(rank: Rank, name: str, seed: int, num_steps: int, width: int) -> flo
 
 
 def run_losses(options: argparse.Namespace, result: Result) -> None:
-    ranks = pool(options.ranks, "gloo")
-    given = options.steps, options.width
-    names = options.only or list(WIRES)
-    found: dict[str, list[float]] = {name: [] for name in dict.fromkeys([NONE, *names])}
-    for seed in range(options.seeds):
-        for name, losses in found.items():
-            losses += [ranks.run(trained, name, seed, *given, timeout_s=TIMEOUT_S)[0]]
-            print(f"seed {seed}, {name}: {losses[-1]:.4f}", flush=True)
+    lesson = options.steps, options.blocks, options.width, options.learning_rate
+    names = list(dict.fromkeys([NONE, *(options.only or WIRES)]))
+    backend = "nccl" if options.device == "cuda" else "gloo"
+
+    def loss_of(run: tuple[int, str]) -> float:
+        seed, name = run
+        with RankPool(options.ranks, backend, timeout_s=TIMEOUT_S) as ranks:
+            loss: float = ranks.run(trained, name, seed, *lesson)[0]
+        print(f"seed {seed}, {name}: {loss:.4f}", flush=True)
+        return loss
+
+    runs = list(itertools.product(range(options.seeds), names))
+    with ThreadPoolExecutor(options.at_once) as threads:
+        losses_of = dict(zip(runs, threads.map(loss_of, runs), strict=True))
+    found = {name: [losses_of[seed, name] for seed in range(options.seeds)] for name in names}
     rows: list[list[Any]] = []
     for name, losses in found.items():
         mean = sum(losses) / len(losses)
         apart = [100 * (a / b - 1) for a, b in zip(losses, found[NONE], strict=True)]
         rows.append([name, mean, min(losses), max(losses), max(apart, key=abs)])
-    title = f"Loss after {options.steps} steps on {options.ranks} ranks, {options.seeds} seeds"
+    num = sum(param.numel() for param in Llama(options.blocks, options.width, 257).parameters())
+    title = f"{num / 1e6:.2g} million parameters, {options.steps} steps on {options.ranks} ranks"
+    title += f", {options.seeds} seeds: loss"
     columns = ["wire", "mean", "least", "most", "largest difference of a seed, %"]
     result.add(Table(title, columns, rows))
 
@@ -153,10 +178,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="for losses")
+    parser.add_argument("--at-once", type=int, default=1, help="runs that train at the same time")
     parser.add_argument("--only", action="append", choices=WIRES, help="wires beside none")
     options = parser.parse_args(arguments)
-    device = torch.device("cuda", 0) if options.mode == "kernels" else torch.device("cpu")
+    device = "cuda" if options.mode == "kernels" else options.device
     result = result_for("wires", arguments, device)
     MODES[options.mode](options, result)
     result.write(options.json)

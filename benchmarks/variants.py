@@ -16,6 +16,7 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 import fullshard
 from fullshard import wrap as own_wrap
+from fullshard.wire import Int4, Int8, Plain, Wire
 
 UNSHARDED = "unsharded"
 AUTOCAST = "unsharded, float32 under autocast"
@@ -30,7 +31,17 @@ EACH_PARAMETER = "fullshard fully_shard, not by unit"
 """As `OURS`, with an optimizer that steps each parameter by itself, as torch's does."""
 
 BF16_WIRE = "fullshard fully_shard, bf16 wire"
-"""As `OURS`, with gradients that travel in bf16 and are added up in float32."""
+INT8_GATHER = "fullshard fully_shard, parameters in int8, gradients in bf16"
+INT8 = "fullshard fully_shard, both in int8"
+INT4 = "fullshard fully_shard, parameters in int8, gradients in int4"
+INT8_REPLICAS = "fullshard fully_shard, int8 between replicas"
+WIRES: dict[str, dict[str, Wire]] = {
+    BF16_WIRE: {"reduce_wire": Plain(torch.bfloat16)},
+    INT8_GATHER: {"gather_wire": Int8(), "reduce_wire": Plain(torch.bfloat16)},
+    INT8: {"gather_wire": Int8(), "reduce_wire": Int8()},
+    INT4: {"gather_wire": Int8(), "reduce_wire": Int4()},
+    INT8_REPLICAS: {"replica_wire": Int8()},
+}
 
 MEGATRON = "Megatron-FSDP"
 """Where `megatron_fsdp` can be imported (its wheel, `einops` and `packaging` are pure Python)."""
@@ -128,7 +139,7 @@ def shard(variant: str, model: nn.Module, how: Sharding) -> nn.Module:
 
 
 def _fully_sharded(
-    package: Any, **more_precision: torch.dtype
+    package: Any, **more_precision: Any
 ) -> Callable[[nn.Module, Sharding], nn.Module]:
     def apply(model: nn.Module, how: Sharding) -> nn.Module:
         policy = package.MixedPrecisionPolicy(**how.precision, **more_precision)
@@ -219,7 +230,7 @@ _WAYS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
     TORCH_FSDP1: _wrapped(torch_fsdp, torch_wrap, use_orig_params=True),
     OURS: _fully_sharded(fullshard),
     EACH_PARAMETER: _fully_sharded(fullshard),
-    BF16_WIRE: _fully_sharded(fullshard, wire_dtype=torch.bfloat16),
+    **{name: _fully_sharded(fullshard, **wires) for name, wires in WIRES.items()},
     WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=True),
     FLAT_WRAPPER: _wrapped(fullshard, own_wrap, use_orig_params=False),
     MEGATRON: _megatron,
