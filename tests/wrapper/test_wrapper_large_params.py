@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard import FullyShardedDataParallel, StateDictType
+from fullshard import FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fullshard.errors import MisuseError
 from fullshard.runtime.hooks import hooks_of
 from fullshard.testing import Rank, on_ranks
 from tests.engine.test_large_gradients import ordered_and_small
@@ -87,6 +88,23 @@ def test_an_embedding_is_freed_in_forward_and_users_see_their_own_parameters(ran
     assert [each["embed.weight"] for each in seen] == [True, *[False] * 7]
     # The three units of the root and that of the block are gathered once, and reduced once.
     assert collectives[-1] - collectives[-2] == 2 * (len(units) + 1) == 8
+
+
+@on_ranks(2)
+def test_values_given_between_forward_and_backward_are_refused_and_forgotten(rank: Rank) -> None:
+    with ordered_and_small():
+        model = FullyShardedDataParallel(
+            Model(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True
+        )
+        tokens = batch(torch.Generator())
+        expected = model(tokens).detach()
+        loss = model(tokens).sum()
+        for param in model.parameters():
+            param.data = 0.9 * param.data
+        with pytest.raises(MisuseError, match="changing the parameters between forward"):
+            loss.backward()
+        model.zero_grad()
+        torch.testing.assert_close(model(tokens), expected)
 
 
 TYPES = [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT]

@@ -70,17 +70,15 @@ class Registration:
 
     def find_replaced(self) -> ShardedParam | None:
         """A wrapper's original parameter that a user replaced since it was registered."""
-        if self.shown is Shown.STAND_IN:
-            return None
-        is_unsharded = self.shown is Shown.FULLS
+        is_sharded, stand_in = self.shown is Shown.SHARDS, self.stand_in
         for param, full, memory in self._originals:
-            expected = full if is_unsharded else param.shard
-            is_same = all(location.get() is expected for location in param.locations)
-            if is_unsharded:
+            shown = param.shard if is_sharded else full if stand_in is None else stand_in
+            is_same = all(location.get() is shown for location in param.locations)
+            if is_sharded:
+                is_same &= param.shard.numel() == param.local.numel()
+            else:
                 # Its storage is resized, and stays the same.
                 is_same &= storage_key(to_local(full).untyped_storage()) == memory
-            else:
-                is_same &= expected.numel() == param.local.numel()
             if not is_same:
                 return param
         return None
