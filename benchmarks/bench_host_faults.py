@@ -121,10 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = result_for("host_faults", arguments, DEVICE)
     with rounds_on_hosts(options.patience) as rounds:
         signals(result, rounds, options.times)
-        cuts(result, rounds, options.cuts)
-    with rounds_on_hosts(options.patience, delay_ms=DELAY_MS, loss=LOSS) as rounds:
-        network = f", with a delay of {DELAY_MS} ms and {LOSS:.0%} of all frames lost"
-        cuts(result, rounds, options.cuts, network)
+        if options.cuts:
+            cuts(result, rounds, options.cuts)
+    if options.cuts:
+        with rounds_on_hosts(options.patience, delay_ms=DELAY_MS, loss=LOSS) as rounds:
+            network = f", with a delay of {DELAY_MS} ms and {LOSS:.0%} of all frames lost"
+            cuts(result, rounds, options.cuts, network)
     losses(result, options.patience)
     result.write(options.json)
 
