@@ -1,6 +1,7 @@
 """Faults between hosts: when every rank knows which rank or host it was, and when it has ended.
 
     python benchmarks/bench_host_faults.py
+    DEVICE=cuda python benchmarks/bench_host_faults.py      NCCL; all ranks share the first GPU
 
 Two hosts are network namespaces of this machine, so it needs root on Linux, and `ip` of iproute2.
 """
@@ -19,8 +20,9 @@ from measuring import Result, Table, parser_for, result_for
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.hosts.faults import Ending, Round, Rounds
-from tests.support.hosts import Hosts
+from tests.support.hosts import DEVICE, Hosts
 
+BACKEND = "NCCL" if DEVICE == "cuda" else "gloo"
 NUM_HOSTS, NUM_RANKS = 2, 4
 LOST_S, END_S = 30.0, 300.0  # after the patience; of a round
 DELAY_MS, LOSS = 5, 0.01
@@ -59,7 +61,7 @@ def signals(result: Result, rounds: Rounds, times: int) -> None:
         name = f"rank {rank} (host{rank // 2}): "
         rows.append([f"rank {rank} is {what}", str(times), *summary(found, name)])
     columns = ["fault", "runs", "all raise after, s", "end after that, s", "name it"]
-    result.add(Table("A rank of two hosts with two ranks each", columns, rows))
+    result.add(Table(f"A rank of two hosts with two ranks each, {BACKEND}", columns, rows))
 
 
 def losses(result: Result, patience_s: float) -> None:
@@ -77,7 +79,7 @@ def losses(result: Result, patience_s: float) -> None:
             found = trained.ends(left, patience_s + LOST_S)
             rows.append([what, said_s, *summary([found], f"host{host} (")])
     columns = ["fault", "logged after, s", "all raise after, s", "end after that, s", "name it"]
-    title = f"A host that does not come back, with FULLSHARD_PATIENCE_S={patience_s:g}"
+    title = f"A host that does not come back, {BACKEND}, with FULLSHARD_PATIENCE_S={patience_s:g}"
     result.add(Table(title, columns, rows))
 
 
@@ -107,22 +109,24 @@ def cuts(result: Result, rounds: Rounds, seconds: Sequence[float], network: str 
         ended = "all ranks end with status 0" if statuses == {0} else f"status {statuses}"
         rows.append([f"{cut_s:g} s", on_s - cut_s, ended, "same" if is_same else "other"])
     columns = ["cut for", "steps after the cut, s", "what happens", "losses"]
-    result.add(Table(f"A link that comes back{network}", columns, rows))
+    result.add(Table(f"A link that comes back, {BACKEND}{network}", columns, rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--times", type=int, default=20, help="how often a rank fails")
     parser.add_argument("--patience", type=float, default=60.0)
-    parser.add_argument("--cuts", type=float, nargs="+", default=[3.0, 20.0, 50.0])
+    parser.add_argument("--cuts", type=float, nargs="*", default=[3.0, 20.0, 50.0])
     options = parser.parse_args(arguments)
-    result = result_for("host_faults", arguments)
+    result = result_for("host_faults", arguments, DEVICE)
     with rounds_on_hosts(options.patience) as rounds:
         signals(result, rounds, options.times)
-        cuts(result, rounds, options.cuts)
-    with rounds_on_hosts(options.patience, delay_ms=DELAY_MS, loss=LOSS) as rounds:
-        network = f", with a delay of {DELAY_MS} ms and {LOSS:.0%} of all frames lost"
-        cuts(result, rounds, options.cuts, network)
+        if options.cuts:
+            cuts(result, rounds, options.cuts)
+    if options.cuts:
+        with rounds_on_hosts(options.patience, delay_ms=DELAY_MS, loss=LOSS) as rounds:
+            network = f", with a delay of {DELAY_MS} ms and {LOSS:.0%} of all frames lost"
+            cuts(result, rounds, options.cuts, network)
     losses(result, options.patience)
     result.write(options.json)
 

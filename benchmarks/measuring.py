@@ -116,7 +116,7 @@ def result_for(
 
 def _is_setting(name: str) -> bool:
     """Whether an environment variable changes what is measured, and is no place or description."""
-    is_ours = name.startswith(("NCCL_", "FULLSHARD_"))
+    is_ours = name == "DEVICE" or name.startswith(("NCCL_", "FULLSHARD_"))
     return is_ours and name not in ("NCCL_VERSION", "FULLSHARD_CACHE")
 
 

@@ -1,7 +1,8 @@
 """The ranks of one host, in rounds of training: forks of one process, which has loaded torch.
 
 `python fault_ranks.py FOLDER` begins a round when its folder has a file `go`, and ends when the
-round's folder is called `over`. A rank that has a file `signal` sends itself that signal.
+round's folder is called `over`. A rank that has a file `signal` sends itself that signal. With
+`DEVICE=cuda`, all ranks share the first GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fullshard import fully_shard
 
 _PAUSE_S = 0.02
 _FIRST_PORT = 29500
+_DEVICE = torch.device(os.environ.get("DEVICE", "cpu"))
 
 
 def write(path: Path, **found: object) -> None:
@@ -30,23 +32,35 @@ def write(path: Path, **found: object) -> None:
     beside.replace(path)
 
 
+def join(rank: int) -> None:
+    if _DEVICE.type == "cpu":
+        dist.init_process_group("gloo")
+        return
+    # NCCL refuses two ranks on one GPU of one host, so every rank pretends to be a host.
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    # Otherwise torch ends a process before it can say which rank failed.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", 0))
+
+
 def train(folder: Path, rank: int, num_steps: int, own: bool) -> None:
     """Take steps, at one of which something may happen; `own` adds the program's collectives."""
-    dist.init_process_group("gloo")
+    join(rank)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))).to(_DEVICE)
     for module in (*model, model):
         fully_shard(module)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     asked = folder / f"signal{rank}"
     try:
         for step in range(num_steps):
-            loss = model(torch.full((1, 16), 1.0 + step % 3)).square().mean()
+            loss = model(torch.full((1, 16), 1.0 + step % 3, device=_DEVICE)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if own:
-                dist.all_reduce(torch.ones(1))
+                dist.all_reduce(torch.ones(1, device=_DEVICE))
             write(folder / f"step{rank}", step=step, loss=loss.item().hex())
             if asked.exists():
                 os.kill(os.getpid(), int(asked.read_text()))

@@ -107,6 +107,8 @@ class Rounds:
         path = os.environ.get("PYTHONPATH", "")
         world = {"WORLD_SIZE": self._num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         world |= {"MASTER_ADDR": "host0", "FULLSHARD_PATIENCE_S": patience_s, "PYTHONPATH": path}
+        # Otherwise a process that asks whether there is a GPU has no children that can use it.
+        world |= {"PYTORCH_NVML_BASED_CUDA_CHECK": 1}
         for host in range(hosts.num):
             program = [str(Path(fault_ranks.__file__)), str(folder)]
             hosts.run(host, program, log=folder / f"host{host}.log", env=world | {"HOST": host})

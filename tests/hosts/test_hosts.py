@@ -8,7 +8,7 @@ import bench_host_faults
 import bench_host_restarts
 import bench_hosts
 from measuring import Result
-from tests.support.hosts import Hosts
+from tests.support.hosts import DEVICE, Hosts
 from tests.support.tiny_run import TEXT
 
 TIMEOUT_S = 120.0
@@ -65,7 +65,7 @@ def on_two_hosts(
 def train(folder: Path, *more: str) -> list[str]:
     (folder / "text.txt").write_text(TEXT)
     (folder / "shared").mkdir(exist_ok=True)
-    asked = ["--model", "tiny", "--sequence", "32", "--steps", "2", "--device", "cpu"]
+    asked = ["--model", "tiny", "--sequence", "32", "--steps", "2", "--device", DEVICE]
     asked += ["--sample-tokens", "0", "--no-report", "--save-every", "0"]
     asked += ["--data", str(folder / "text.txt"), "--out", str(folder / "shared" / "run"), *more]
     return ["-m", "fullshard", "train", *asked]

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from fullshard.cli.commands import fullshard
 from fullshard.plan import read_profile
 from fullshard_train.report.record import read_record
-from tests.support.hosts import Hosts
+from tests.support.hosts import DEVICE, Hosts
 from tests.support.tiny_run import TEXT
 
 TIMEOUT_S = 120.0
@@ -47,7 +47,7 @@ def test_doctor_measures_between_the_hosts_of_a_launch(tmp_path: Path) -> None:
 def test_train_predicts_steps_from_what_it_measures_between_hosts(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     out = tmp_path / "run"
-    asked = ["--model", "tiny", "--sequence", "32", "--steps", "2", "--device", "cpu"]
+    asked = ["--model", "tiny", "--sequence", "32", "--steps", "2", "--device", DEVICE]
     asked += ["--sample-tokens", "0", "--save-every", "0"]
     program = ["-m", "fullshard", "train", *asked, "--data", str(tmp_path / "text.txt")]
     logs = [tmp_path / f"{host}.log" for host in range(2)]

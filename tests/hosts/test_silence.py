@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hosts.faults import Ending, Round, Rounds
-from tests.support.hosts import Hosts
+from tests.support.hosts import DEVICE, Hosts
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
@@ -35,12 +35,15 @@ def require_told(found: dict[int, Ending], said: str, within_s: float = WITHIN_S
 
 
 def require_one_message(trained: Round, ranks: list[int], num_traces: int = 0) -> None:
-    """Each rank says once what has happened, and c10d prints no more traces than this."""
+    """Each rank says once what has happened, and c10d prints no more traces than this.
+
+    The watchdog of NCCL prints those of all errors that it finds.
+    """
     for rank in ranks:
         log = trained.log(rank)
         told = log.count("look at its own output") + log.count("look whether it runs")
         assert told == 1, log
-        assert log.count("Exception raised from") <= num_traces, log
+        assert DEVICE == "cuda" or log.count("Exception raised from") <= num_traces, log
 
 
 def test_a_killed_rank_is_named_on_other_hosts_with_its_place(rounds: Rounds) -> None:

@@ -25,7 +25,10 @@ from pathlib import Path
 
 from tests.support import switch
 
+DEVICE = os.environ.get("DEVICE", "cpu")  # of the ranks of all hosts
+
 _PORT = 29500
+_INTERFACES = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
 _NAMESPACES = ["--uts", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
 
 
@@ -122,7 +125,7 @@ class Hosts:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*enter, "sh", "-c", script],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **more},
+                env={**os.environ, **_INTERFACES, **more},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
