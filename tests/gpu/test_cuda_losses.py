@@ -89,7 +89,7 @@ class Model(nn.Module):
         return loss
 
 
-@on_ranks(1)
+@on_ranks(1, backend="nccl")
 def test_a_captured_step_has_the_losses_of_eager_ones_and_of_the_plain_loss(rank: Rank) -> None:
     def trained(way: str) -> list[float]:
         torch.manual_seed(0)

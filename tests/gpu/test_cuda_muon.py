@@ -10,6 +10,7 @@ from torch import nn
 
 from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, capture, fully_shard
 from fullshard.optim import Muon
+from fullshard.optim.muon_kernels import add, update
 from fullshard.optim.symmetric_products import product
 from fullshard.testing import Rank, on_ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -105,3 +106,29 @@ def test_products_by_halves_are_the_whole_products(shape: tuple[int, ...], is_ta
     assert torch.equal(gram, gram.mT)
     found = product(gram, gram, alpha=0.5, beta=-1.5)
     torch.testing.assert_close(found, torch.baddbmm(gram, gram, gram, beta=-1.5, alpha=0.5))
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 0.0])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_passes_over_elements_are_those_of_torch(nesterov: bool, factor: float | None) -> None:
+    torch.manual_seed(0)
+    grad, momentum, param = torch.randn(3, 1_000_003, device="cuda").unbind()
+    by = None if factor is None else torch.tensor(factor, device="cuda")
+    before = momentum.clone()
+    out = torch.empty_like(grad, dtype=torch.bfloat16)
+    if factor == 0.0:
+        update(torch.full_like(grad, torch.nan), momentum, out, 0.95, by, nesterov=nesterov)
+        assert torch.equal(momentum, before)
+        assert out.isfinite().all()
+    else:
+        update(grad, momentum, out, 0.95, by, nesterov=nesterov)
+        before.lerp_(grad, 0.05)
+        torch.testing.assert_close(momentum, before)
+        expected = grad.lerp(before, 0.95) if nesterov else before
+        torch.testing.assert_close(out, expected.bfloat16())
+    expected = param * 0.9 - 0.1 * out.float()
+    numbers = [torch.tensor(each, device="cuda") for each in (0.9, -0.1)]
+    for rest, scale in ((0.9, -0.1), numbers):
+        found = param.clone()
+        add(found, out, rest, scale)
+        torch.testing.assert_close(found, expected)

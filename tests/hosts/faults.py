@@ -59,7 +59,8 @@ class Round:
         deadline = time.monotonic() + timeout_s
         while not is_done():
             if time.monotonic() > deadline:
-                logs = [path.read_text() for path in sorted(self.folder.glob("log*"))]
+                paths = [*self.folder.parent.glob("host*.log"), *self.folder.glob("log*")]
+                logs = [path.read_text() for path in sorted(paths)]
                 raise TimeoutError("\n".join(logs))
             time.sleep(_POLL_S)
         return time.time() - self.began

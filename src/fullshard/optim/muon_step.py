@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,7 @@ from fullshard._torch import (
     foreach_lerp_,
     foreach_mul_,
     to_local,
+    triton_kernels,
 )
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.collectives import Collectives, collectives_for
@@ -80,6 +82,9 @@ class Work:
         kinds = list(dict.fromkeys(self._options))
         self.meshes = [_MeshWork(self, each, kinds, exchange) for each in by_place.values()]
         self.own_boxes = {number: boxes for mesh in self.meshes for number, boxes in mesh.own_boxes}
+        self._divided = {
+            number for mesh in self.meshes for number, _ in mesh.own_boxes if mesh.is_divided
+        }
         for mesh in self.meshes if is_compared else ():
             mesh.compare()
 
@@ -101,6 +106,10 @@ class Work:
             boxes = self.held[number].parts_of(value, self.own_boxes[number])
             known = self._views[number, is_param] = (local, local.data_ptr(), boxes)
         return known[2]
+
+    def is_divided(self, number: int) -> bool:
+        """Whether replicas divide the matrices of a parameter among them."""
+        return number in self._divided
 
     def kind_of(self, number: int) -> tuple[Any, ...]:
         return self._options[self.group_of[number]]
@@ -140,7 +149,8 @@ class _Part:
 class _Values:
     """Gradients, momenta and parameters of a step, as lists of this rank's boxes.
 
-    Momenta and weight decay are applied when it is made: all that is done to shards alone.
+    A part's momentum is updated when the part is filled. Where replicas divide the work, so that a
+    rank fills only a share of its parts, all momenta are updated when this is made.
     """
 
     def __init__(
@@ -148,6 +158,7 @@ class _Values:
     ) -> None:
         self._work, self._groups = work, groups
         self._factor = None if found_inf is None else 1 - found_inf.reshape(())
+        self._scales: dict[Any, tuple[Scale, Scale]] = {}
         none: list[list[torch.Tensor]] = [[] for _ in work.held]
         self.grads, self.momenta, self.params = list(none), list(none), list(none)
         lerped: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
@@ -158,25 +169,17 @@ class _Values:
             if grad is None:
                 continue
             momentum = _momentum(states[param], grad, held.name)
-            if param not in seen:
+            if work.is_divided(number) and param not in seen:
                 seen.add(param)
-                triple = to_local(grad), to_local(momentum), to_local(param)
-                lerped[work.group_of[number]].append(triple)
+                lerped[work.group_of[number]].append((to_local(grad), to_local(momentum)))
             # Not kept: the engine reuses gradients that nobody holds (rule 8: one buffer per lane).
             self.grads[number] = held.parts_of(grad, work.own_boxes[number])
             self.momenta[number] = work.kept_boxes(number, momentum)
             self.params[number] = work.kept_boxes(number, param)
-        for index, triples in lerped.items():
-            self._update(groups[index], *(list(each) for each in zip(*triples, strict=True)))
+        for index, pairs in lerped.items():
+            self._update(groups[index], *(list(each) for each in zip(*pairs, strict=True)))
 
-    def _update(
-        self,
-        group: State,
-        grads: list[torch.Tensor],
-        momenta: list[torch.Tensor],
-        params: list[torch.Tensor],
-    ) -> None:
-        """Update the momenta, and let parameters decay."""
+    def _update(self, group: State, grads: list[torch.Tensor], momenta: list[torch.Tensor]) -> None:
         weight = 1 - group["momentum"]
         if self._factor is not None:
             for grad in grads:
@@ -188,21 +191,6 @@ class _Values:
         else:
             for some, others in _alike(momenta, grads):
                 foreach_lerp_(some, others, weight)
-        if group["weight_decay"]:
-            decay = self._scale(group, -group["weight_decay"])
-            for (alike,) in _alike(params):
-                rest = 1 + decay
-                if isinstance(rest, torch.Tensor):
-                    rest = rest.to(alike[0].device)
-                foreach_mul_(alike, rest)
-
-    def _scale(self, group: State, by: float) -> Scale:
-        """The learning rate times a number: a tensor on the device only if it has to be."""
-        lr = group["lr"]
-        if isinstance(lr, torch.Tensor) and lr.is_cpu:
-            lr = lr.item()
-        scale: Scale = lr * by if self._factor is None else lr * self._factor * by
-        return scale
 
     def fill(self, targets: Sequence[torch.Tensor], parts: Sequence[_Part]) -> None:
         """Write what is orthogonalized of each part; zeros if it has no gradient."""
@@ -212,39 +200,71 @@ class _Values:
                 target.zero_()
                 continue
             number, grad = self._work.group_of[part.held], part.of(self.grads)
-            group = self._groups[number]
-            is_near = grad.device == target.device
-            if group["nesterov"] and is_near and grad.numel() >= _LARGE_NUMEL:
-                # A large part is cast as it is written, and not once more.
-                torch.lerp(grad, part.of(self.momenta), group["momentum"], out=target)
+            is_divided = self._work.is_divided(part.held)
+            momentum, group = part.of(self.momenta), self._groups[number]
+            kernels = None if is_divided else _kernels_for(grad, momentum, target)
+            if kernels is None:
+                by_group[number, is_divided, grad.dtype, grad.device].append(place)
             else:
-                by_group[number, grad.dtype, grad.device].append(place)
-        for (number, *_), places in by_group.items():
+                kept, nesterov = group["momentum"], group["nesterov"]
+                kernels.update(grad, momentum, target, kept, self._factor, nesterov=nesterov)
+        for (number, is_divided, *_), places in by_group.items():
             group = self._groups[number]
+            grads = [parts[place].of(self.grads) for place in places]
             results: Any = [parts[place].of(self.momenta) for place in places]
+            if not is_divided:
+                self._update(group, grads, results)
             if group["nesterov"]:
-                grads = [parts[place].of(self.grads) for place in places]
                 results = foreach_lerp(grads, results, group["momentum"])
             foreach_copy_([targets[place] for place in places], results)
 
     def apply(self, parts: Sequence[_Part], results: Sequence[torch.Tensor]) -> None:
-        """Add orthogonalized updates to the parameters that they belong to."""
+        """Let parameters decay, and add the orthogonalized updates that belong to them."""
         alike: defaultdict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         for part, result in zip(parts, results, strict=True):
             if self.params[part.held]:
                 param = part.of(self.params)
                 number, matrix = self._work.group_of[part.held], part.matrix
                 adjust = adjustment(matrix.rows, matrix.cols, self._groups[number]["adjust_lr_fn"])
-                key = number, adjust, param.dtype, param.device
-                alike[key].append((param, result))
+                kernels = _kernels_for(param, result)
+                if kernels is None:
+                    alike[number, adjust, param.dtype, param.device].append((param, result))
+                else:
+                    kernels.add(param, result, *self._scales_of(number, adjust, param.device))
         for (number, adjust, _, device), pairs in alike.items():
             params = [param for param, _ in pairs]
             results = [result.to(device) for _, result in pairs]
-            scale = self._scale(self._groups[number], -adjust)
+            rest, scale = self._scales_of(number, adjust, device)
+            if self._groups[number]["weight_decay"]:
+                foreach_mul_(params, rest)
             if isinstance(scale, torch.Tensor):
-                foreach_addcmul_(params, results, [scale.to(device)] * len(params))
+                foreach_addcmul_(params, results, [scale] * len(params))
             else:
                 foreach_add_(params, results, alpha=scale)
+
+    def _scales_of(self, number: int, adjust: float, device: torch.device) -> tuple[Scale, Scale]:
+        """What a parameter and its update are multiplied by: on the device only if need be."""
+        found = self._scales.get((number, adjust, device))
+        if found is None:
+            group = self._groups[number]
+            lr = group["lr"]
+            if isinstance(lr, torch.Tensor) and lr.is_cpu:
+                lr = lr.item()
+            if self._factor is not None:
+                lr = lr * self._factor
+            if isinstance(lr, torch.Tensor):
+                lr = lr.to(device)
+            found = 1 - lr * group["weight_decay"], -lr * adjust
+            self._scales[number, adjust, device] = found
+        return found
+
+
+def _kernels_for(*tensors: torch.Tensor) -> ModuleType | None:
+    """The kernels for large tensors that lie on a GPU as one piece each."""
+    is_fit = all(each.is_cuda and each.is_contiguous() for each in tensors)
+    if not is_fit or tensors[0].numel() < _LARGE_NUMEL:
+        return None
+    return triton_kernels("fullshard.optim.muon_kernels")
 
 
 def _alike(*tensors: list[torch.Tensor]) -> Iterable[tuple[list[torch.Tensor], ...]]:
@@ -324,6 +344,7 @@ class _MeshWork:
     ) -> None:
         mesh, self.device = work.held[numbers[0]].mesh_info, work.held[numbers[0]].device
         self.shard, self.replicate = (mesh.shard, mesh.replicate) if mesh else (Axis(), Axis())
+        self.is_divided = self.replicate.size > 1
         self._held, self._exchange = work.held, exchange
         self._kinds = kinds
         boxes = {

@@ -199,14 +199,16 @@ def plan_owners(
         for holder in holders
     ]
     owners = assign([matrix.cost for matrix in matrices], allowed, num_owners)
-    order = sorted(range(len(matrices)), key=lambda each: (-matrices[each].cost, each))
+    order = sorted(
+        range(len(matrices)),
+        key=lambda each: (-matrices[each].cost, matrices[each].alike, each),
+    )
     is_local = [holder is not None and num_replicas == 1 for holder in holders]
     exchanged = [number for number in order if not is_local[number]]
+    limit = 2 * group_numel  # nothing travels meanwhile, and larger batches need fewer launches
     local = [
         tuple(
-            _grouped(
-                [n for n in order if is_local[n] and owners[n] == owner], 1, group_numel, matrices
-            )
+            _grouped([n for n in order if is_local[n] and owners[n] == owner], 1, limit, matrices)
         )
         for owner in range(num_owners)
     ]
