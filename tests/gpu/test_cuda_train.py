@@ -238,6 +238,24 @@ def test_a_captured_run_is_validated_as_an_eager_one(rank: Rank, tmp_path: Path)
     assert all(each.tflops > 0 for some in found for each in some)
 
 
+@pytest.mark.parametrize("base, api", [("int8", "fully_shard"), ("nf4", "wrapper")])
+@on_ranks(2, backend="nccl")
+def test_adapters_are_trained_on_a_quantized_base(
+    rank: Rank, tmp_path: Path, base: str, api: str
+) -> None:
+    found = []
+    for each in ("plain", base):
+        model = {"lora_rank": 4, "lora_base": each}
+        sharding = {"api": api, "precision": "bf16"}
+        options = {"optimizer": {"steps": 6, "lr": 2e-2}, "run": {"sample_tokens": 0}}
+        config = configured(tmp_path, each, model=model, sharding=sharding, **options)
+        found.append(trained(rank, config))
+    plain, quantized = found
+    assert quantized[-1] < quantized[0]
+    assert quantized[0] == pytest.approx(plain[0], rel=1e-2)
+    assert quantized[-1] == pytest.approx(plain[-1], rel=0.1)
+
+
 class Poisoned(Run):
     """The data makes outputs infinite in the fourth and fifth step, which may be replayed."""
 
