@@ -103,6 +103,9 @@ class Plain(Wire):
 
     is_plain = True
 
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     @property
     def holds_sums(self) -> bool:
         return self.dtype is not torch.float16  # whose range is small
