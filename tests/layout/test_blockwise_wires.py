@@ -281,6 +281,35 @@ def test_collectives_of_a_users_own_are_given_values_only(rank: Rank) -> None:
         wrapper.register_comm_hook(None, lambda *_: None)
 
 
+@on_ranks(2)
+def test_parameters_travel_in_eight_bits_in_memory_of_the_process_group(rank: Rank) -> None:
+    found = []
+    for in_group_memory in (False, True):
+        policy = MixedPrecisionPolicy(gather_wire=Int8(block=16))
+        torch.manual_seed(0)
+        model: Any = fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
+        model.set_allocate_memory_from_process_group_for_comm(in_group_memory)
+        found.append(model(torch.ones(2, WIDTH)))
+    assert torch.equal(*found)
+    model = fully_shard(
+        Net(), mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(reduce_wire=Int8(block=16))
+    )
+    with pytest.raises(ConfigError, match=r"_for_comm cannot be combined with reduce_wire=Int8\("):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+@on_ranks(2)
+def test_ranks_whose_functions_choose_other_wires_are_told_both(rank: Rank) -> None:
+    """Messages of both have the same size, so that nothing else would notice."""
+    wire: Wire = Int8(block=16) if rank.rank else Fp8(block=16)
+    policy = MixedPrecisionPolicy(reduce_wire=lambda name, _: wire if "last" in name else None)
+    model = fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
+    words = r"reduce_wire is .*, last.weight Int8\(.* on rank 1 .*, last.weight Fp8\(.* on rank 0"
+    with pytest.raises(DisagreementError, match=words):
+        model(torch.randn(2, WIDTH))
+    dist.barrier()
+
+
 @pytest.mark.parametrize("key", ["gather_wire", "reduce_wire", "replica_wire"])
 @on_ranks(2)
 def test_ranks_with_other_wires_are_told_both(rank: Rank, key: str) -> None:

@@ -208,7 +208,7 @@ class UnitAllGather:
             for out, inp in zip(views.outs, ins, strict=True):
                 gathered = custom.allocate((out.numel(),), dtype=out.dtype, device=device)
                 own_segment = gathered.view(self._axis.size, -1)[self._axis.rank]
-                own_segment.copy_(inp)
+                encode(wire, inp, own_segment)
                 collectives.all_gather([gathered], [own_segment], group).wait()
                 out.copy_(gathered)
                 in_flight.staged.append(gathered)
