@@ -173,6 +173,10 @@ def test_ranks_of_one_host_send_eight_bits_and_their_sums_travel_in_four(
             str(WIRE.inside): sent.nbytes // 2,
             str(WIRE): WIRE.message_numel(numel),
         }
+        full[3, :, 5] = torch.nan  # of one rank, for all
+        sent = encoded(WIRE.inside, full[rank.rank])
+        kind().reduce_scatter([out], [sent.view(-1)], group, average=False, wire=WIRE).wait()
+        assert torch.equal(out.isnan(), torch.arange(numel) < WIRE.block)
 
 
 @on_ranks(4)

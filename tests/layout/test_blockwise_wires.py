@@ -26,7 +26,7 @@ from fullshard.runtime.hooks import units_below
 from fullshard.testing import Rank, on_ranks
 from fullshard.wire import Fp8, Int4, Int8, Plain, Wire
 from tests.layout.test_trial_values import WIDTH, Net
-from tests.layout.test_wire import new_group
+from tests.layout.test_wire import Probe, both_apis, full_gradient, new_group
 
 WIRES = [
     *(Int8(block=16), Int8(block=64), Int8(block=32, stochastic=True), Fp8(block=32)),
@@ -180,6 +180,45 @@ def test_replicas_that_exchange_sums_in_eight_bits_stay_equal(rank: Rank, api: s
     wires = {"gather_wire": Int8(block=16), "reduce_wire": Int8(block=16)}
     expected, found = losses(rank, mesh, api), losses(rank, mesh, api, **wires)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=0)
+
+
+SHAPES = {"wide": (7, 33), "tall": (65, 17), "row": (1, 100), "cube": (3, 5, 11)}
+
+
+class Seen(Probe):
+    def forward(self, grads: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.seen = {name: param.detach().clone() for name, param in self.named_parameters()}
+        return super().forward(grads)
+
+
+@pytest.mark.parametrize("wire", [Int8(block=16), Int8(block=48), Fp8(block=64)], ids=str)
+@on_ranks(2, 3, 4)
+def test_shards_of_any_size_arrive_on_any_number_of_ranks(rank: Rank, wire: Any) -> None:
+    """Of zeros and the largest of a block, a wire loses nothing."""
+
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        signs = {n: torch.randint(-1, 2, shape, generator=generator) for n, shape in SHAPES.items()}
+        return {name: wire.largest * each.float() for name, each in signs.items()}
+
+    values, *grads = map(drawn, range(1 + rank.size))
+    for shard in both_apis(rank):
+        probe = Seen(**{name: each.clone() for name, each in values.items()})
+        model = shard(probe, {"gather_wire": wire, "reduce_wire": wire})
+        model(grads[rank.rank]).backward()
+        for name, value in values.items():
+            assert torch.equal(probe.seen[name], value), name
+            mean = torch.stack([each[name] for each in grads]).mean(0)
+            torch.testing.assert_close(full_gradient(model, name), mean)
+    values["tall"][64, 16] = math.inf
+    grads[-1]["wide"][6, 32] = math.nan  # of one rank
+    for shard in both_apis(rank):
+        probe = Seen(**{name: each.clone() for name, each in values.items()})
+        model = shard(probe, {"gather_wire": wire, "reduce_wire": wire})
+        model(grads[rank.rank]).backward()
+        assert not probe.seen["tall"][64, 16].isfinite()
+        assert not full_gradient(model, "wide")[6, 32].isfinite()
+        assert full_gradient(model, "wide")[0, 0].isfinite()
 
 
 @on_ranks(2)
