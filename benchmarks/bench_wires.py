@@ -8,7 +8,8 @@
 
 The losses are means of the last fifth of the steps, over all ranks. Every wire starts from the same
 values and sees the same data, for each seed. The ranks say that each is on a host of its own, so
-that gradients may travel in four bits.
+that gradients may travel in four bits. Error feedback, which the library does not have, is a wire
+of this program.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import sysconfig
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -36,6 +38,43 @@ from measuring import Result, Table, parser_for, result_for
 from models import Llama, LlamaBlock
 
 TIMEOUT_S = 3600.0
+
+
+class Feedback(Wire):
+    """What a wire rounds off is kept, and added to what is sent next.
+
+    One of these is for one unit, whose buckets have different sizes. It keeps as many elements as a
+    rank sends: all of the gradients of the unit, unsharded.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire, self.dtype = wire, wire.dtype
+        self.kept: dict[torch.Size, torch.Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"Feedback({self.wire})"
+
+    @property
+    def alignment_numel(self) -> int:
+        return self.wire.alignment_numel
+
+    def suits(self, shape: Sequence[int]) -> bool:
+        return self.wire.suits(shape)
+
+    def message_numel(self, numel: int) -> int:
+        return self.wire.message_numel(numel)
+
+    def encode(self, segments: torch.Tensor, messages: torch.Tensor) -> None:
+        wanted = segments + self.kept.get(segments.shape, 0.0)
+        self.wire.encode(wanted, messages)
+        arrives = torch.empty_like(wanted)
+        self.wire.decode(messages, arrives)
+        self.kept[segments.shape] = wanted.sub_(arrives)
+
+    def decode(self, messages: torch.Tensor, segments: torch.Tensor) -> None:
+        self.wire.decode(messages, segments)
+
+
 NONE = "none"
 WIRES: dict[str, dict[str, Wire]] = {
     NONE: {},
@@ -46,11 +85,19 @@ WIRES: dict[str, dict[str, Wire]] = {
         "gather_wire": Int8(),
         "reduce_wire": Int8(stochastic=True),
     },
+    "both in int8, gradients with error feedback": {
+        "gather_wire": Int8(),
+        "reduce_wire": Feedback(Int8()),
+    },
     "both in fp8": {"gather_wire": Fp8(), "reduce_wire": Fp8()},
     "parameters in int8, gradients in int4": {"gather_wire": Int8(), "reduce_wire": Int4()},
     "parameters in int8, gradients in int4, rounded stochastically": {
         "gather_wire": Int8(),
         "reduce_wire": Int4(stochastic=True),
+    },
+    "parameters in int8, gradients in int4, with error feedback": {
+        "gather_wire": Int8(),
+        "reduce_wire": Feedback(Int4()),
     },
 }
 LENGTH, BATCH = 128, 8
@@ -79,11 +126,10 @@ def trained(
     model: Any = Llama(num_blocks, width, 257).to(rank.device)
     is_cuda = rank.device.type == "cuda"
     dtypes = (torch.bfloat16, torch.float32) if is_cuda else ()
-    policy = MixedPrecisionPolicy(*dtypes, **WIRES[name])
-    for module in model.modules():
-        if isinstance(module, LlamaBlock):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    blocks = [module for module in model.modules() if isinstance(module, LlamaBlock)]
+    for module in (*blocks, model):
+        wires = deepcopy(WIRES[name])  # feedback is that of one unit
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes, **wires))
     settings: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": is_cuda}
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
     generator = torch.Generator().manual_seed(1000 * seed + rank.rank)

@@ -70,7 +70,7 @@ NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
 # are lowered with every cut; the aim is 17,500, and 19,500 with what is new. There may be some
 # more lines than the limit, so that not every change has to raise it.
-MAX_CORE_LINES = 28_950
+MAX_CORE_LINES = 29_300
 MAX_LINES = {
     "fullshard": 4_350,
     "fullshard.cli": 950,
@@ -80,14 +80,14 @@ MAX_LINES = {
     "fullshard.dropin_site": 100,
     "fullshard.layout": 1_450,
     "fullshard.losses": 400,
-    "fullshard.optim": 2_350,
+    "fullshard.optim": 2_480,
     "fullshard.plan": 1_450,
     "fullshard.resilience": 2_150,
     "fullshard.runtime": 2_550,
     "fullshard.state": 5_800,
     "fullshard.testing": 1_450,
     "fullshard.trace": 550,
-    "fullshard.unit": 4_100,
+    "fullshard.unit": 4_110,
     "fullshard_train": 6_950,
     "fullshard_train.cli": 450,
     "fullshard_train.models": 1_900,

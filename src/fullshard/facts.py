@@ -77,13 +77,14 @@ def memory_by_kind(
 def _facts(unit: Unit) -> UnitFacts:
     gather_bytes = padding_bytes = num_buckets = 0
     for layout in (unit.layout, unit.arrangement.extension_layout):
-        num_bytes = sum(
-            layout.num_ranks * bucket.segment_numel * lane.dtypes.computed.itemsize
-            for lane in layout.lanes
-            for bucket in lane.buckets
-        )
+        num_bytes = 0
+        for lane in layout.lanes:
+            wire = lane.dtypes.gather_wire
+            for bucket in lane.buckets:
+                numel = layout.num_ranks * bucket.segment_numel
+                num_bytes += numel * lane.dtypes.computed.itemsize
+                gather_bytes += wire.message_numel(numel) * wire.dtype.itemsize
         carried = sum(param.split.numel * param.dtypes.computed.itemsize for param in layout.params)
-        gather_bytes += num_bytes
         padding_bytes += max(num_bytes - carried, 0)  # uneven splits, and alignment
         num_buckets += sum(len(lane.buckets) for lane in layout.lanes)
     return UnitFacts(

@@ -24,6 +24,7 @@ from fullshard.comm.two_level import TwoLevel, levels_of, packed_wire
 from fullshard.layout import Int4, Int8, Plain, Wire
 from fullshard.testing import Rank, on_ranks
 from fullshard.testing.parity import Training, assert_same_training
+from fullshard.trace import record
 
 NUMEL = 5
 
@@ -154,7 +155,7 @@ def test_ranks_of_one_host_send_eight_bits_and_their_sums_travel_in_four(
     ):
         assert packed_wire(WIRE, group) == WIRE.inside == Int8(block=16)
         out, sent = torch.empty(numel), encoded(WIRE.inside, full[rank.rank])
-        with exchanged_bytes() as num_bytes:
+        with exchanged_bytes() as num_bytes, record() as recording:
             kind().reduce_scatter([out], [sent.view(-1)], group, average=False, wire=WIRE).wait()
         # By sender and receiver. Each host adds up what it sends to each rank of the other one.
         by_host = [sum_of(WIRE.inside, full[first : first + 2]) for first in (0, 2)]
@@ -166,6 +167,16 @@ def test_ranks_of_one_host_send_eight_bits_and_their_sums_travel_in_four(
         ranks, sizes = zip(*num_bytes, strict=True)
         assert set(ranks) == {2}
         assert sum(sizes) == sent.nbytes + 2 * WIRE.message_numel(numel)
+        # Half of what is exchanged stays on this rank.
+        reported = {each.wire: each.num_bytes for each in recording.timeline.sent}
+        assert reported == {
+            str(WIRE.inside): sent.nbytes // 2,
+            str(WIRE): WIRE.message_numel(numel),
+        }
+        full[3, :, 5] = torch.nan  # of one rank, for all
+        sent = encoded(WIRE.inside, full[rank.rank])
+        kind().reduce_scatter([out], [sent.view(-1)], group, average=False, wire=WIRE).wait()
+        assert torch.equal(out.isnan(), torch.arange(numel) < WIRE.block)
 
 
 @on_ranks(4)
@@ -212,9 +223,18 @@ def test_replicas_send_in_their_wire_and_shards_in_theirs(rank: Rank) -> None:
     model = nn.Linear(64, 64, bias=False)
     policy = MixedPrecisionPolicy(reduce_wire=Plain(torch.bfloat16), replica_wire=Int4(block=16))
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    with exchanged_bytes() as num_bytes:
+    wire = Int4(block=16)
+    with exchanged_bytes() as num_bytes, record() as recording:
         model(torch.randn(2, 64)).sum().backward()
-    assert num_bytes == [(2, Int4(block=16).message_numel(64 * 32))]
+    assert num_bytes == [(2, wire.message_numel(64 * 32))]
+    reported = {
+        s.wire: s.num_bytes for s in recording.timeline.sent if s.activity.value == "reduce"
+    }
+    assert reported == {
+        "bfloat16": 2 * 64 * 32,
+        str(wire): wire.message_numel(64 * 16),
+        str(wire.inside): wire.inside.message_numel(64 * 16),
+    }
 
 
 def losses(rank: Rank, mesh: DeviceMesh, **wires: Wire) -> list[float]:

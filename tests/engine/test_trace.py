@@ -13,12 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from fullshard.errors import LifecycleError
 from fullshard.facts import unit_facts
 from fullshard.testing import Rank, on_ranks
-from fullshard.trace import Activity, MemorySample, Span, Timeline, Track, observed, record, seam
+from fullshard.trace import (
+    Activity,
+    MemorySample,
+    SentBytes,
+    Span,
+    Timeline,
+    Track,
+    observed,
+    record,
+    seam,
+)
 from fullshard.trace.recording import Recording, StepTimes
+from fullshard.wire import Int8, Plain
 from fullshard.wrap import ModuleWrapPolicy
 
 
@@ -49,10 +60,10 @@ def train_step(model: nn.Module, width: int = 16) -> None:
     model.zero_grad()
 
 
-def recorded(model: nn.Module, rank: int = 0) -> Timeline:
-    train_step(model)
+def recorded(model: nn.Module, rank: int = 0, width: int = 16) -> Timeline:
+    train_step(model, width)
     with record("cpu", rank) as recording:
-        train_step(model)
+        train_step(model, width)
     return recording.timeline
 
 
@@ -120,8 +131,8 @@ def test_exposed_time_is_what_compute_stands_still_for():
 
 @given(spans, st.integers(0, 7))
 def test_a_timeline_comes_back_from_json_as_it_was(some, rank):
-    memory = (MemorySample(0.5, 10, 20),)
-    timeline = Timeline(rank, 3.0, tuple(some), memory)
+    memory, sent = (MemorySample(0.5, 10, 20),), (SentBytes(Activity.REDUCE, "float32", 8),)
+    timeline = Timeline(rank, 3.0, tuple(some), memory, sent)
     assert Timeline.from_json(json.loads(json.dumps(timeline.as_json()))) == timeline
 
 
@@ -234,6 +245,18 @@ def test_an_exception_in_forward_ends_the_recording_and_the_next_step_is_told_wh
     hook.remove()
     assert seam.observers == ()
     assert len(doing(recorded(model), Activity.REDUCE)) == 4
+
+
+@on_ranks(2)
+def test_a_step_tells_how_many_bytes_travel_in_each_wire(rank: Rank) -> None:
+    policy = MixedPrecisionPolicy(gather_wire=Int8(), reduce_wire=Plain(torch.bfloat16))
+    timeline = recorded(fully_shard(nn.Linear(64, 64), mp_policy=policy), width=64)
+    shard, bias = 64 * 32, 32
+    assert set(timeline.sent) == {
+        SentBytes(Activity.GATHER, str(Int8()), Int8().message_numel(shard)),
+        SentBytes(Activity.GATHER, "float32", 4 * bias),
+        SentBytes(Activity.REDUCE, "bfloat16", 2 * (shard + bias)),
+    }
 
 
 def test_a_recording_that_goes_on_has_no_timeline_yet():

@@ -26,7 +26,7 @@ from fullshard.runtime.hooks import units_below
 from fullshard.testing import Rank, on_ranks
 from fullshard.wire import Fp8, Int4, Int8, Plain, Wire
 from tests.layout.test_trial_values import WIDTH, Net
-from tests.layout.test_wire import new_group
+from tests.layout.test_wire import Probe, both_apis, full_gradient, new_group
 
 WIRES = [
     *(Int8(block=16), Int8(block=64), Int8(block=32, stochastic=True), Fp8(block=32)),
@@ -182,6 +182,45 @@ def test_replicas_that_exchange_sums_in_eight_bits_stay_equal(rank: Rank, api: s
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=0)
 
 
+SHAPES = {"wide": (7, 33), "tall": (65, 17), "row": (1, 100), "cube": (3, 5, 11)}
+
+
+class Seen(Probe):
+    def forward(self, grads: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.seen = {name: param.detach().clone() for name, param in self.named_parameters()}
+        return super().forward(grads)
+
+
+@pytest.mark.parametrize("wire", [Int8(block=16), Int8(block=48), Fp8(block=64)], ids=str)
+@on_ranks(2, 3, 4)
+def test_shards_of_any_size_arrive_on_any_number_of_ranks(rank: Rank, wire: Any) -> None:
+    """Of zeros and the largest of a block, a wire loses nothing."""
+
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        signs = {n: torch.randint(-1, 2, shape, generator=generator) for n, shape in SHAPES.items()}
+        return {name: wire.largest * each.float() for name, each in signs.items()}
+
+    values, *grads = map(drawn, range(1 + rank.size))
+    for shard in both_apis(rank):
+        probe = Seen(**{name: each.clone() for name, each in values.items()})
+        model = shard(probe, {"gather_wire": wire, "reduce_wire": wire})
+        model(grads[rank.rank]).backward()
+        for name, value in values.items():
+            assert torch.equal(probe.seen[name], value), name
+            mean = torch.stack([each[name] for each in grads]).mean(0)
+            torch.testing.assert_close(full_gradient(model, name), mean)
+    values["tall"][64, 16] = math.inf
+    grads[-1]["wide"][6, 32] = math.nan  # of one rank
+    for shard in both_apis(rank):
+        probe = Seen(**{name: each.clone() for name, each in values.items()})
+        model = shard(probe, {"gather_wire": wire, "reduce_wire": wire})
+        model(grads[rank.rank]).backward()
+        assert not probe.seen["tall"][64, 16].isfinite()
+        assert not full_gradient(model, "wide")[6, 32].isfinite()
+        assert full_gradient(model, "wide")[0, 0].isfinite()
+
+
 @on_ranks(2)
 def test_only_matrices_travel_in_eight_bits(rank: Rank) -> None:
     wire = Int8(block=16)
@@ -279,6 +318,35 @@ def test_collectives_of_a_users_own_are_given_values_only(rank: Rank) -> None:
     )
     with pytest.raises(ConfigError, match=r"register_comm_hook cannot be combined with reduce_wi"):
         wrapper.register_comm_hook(None, lambda *_: None)
+
+
+@on_ranks(2)
+def test_parameters_travel_in_eight_bits_in_memory_of_the_process_group(rank: Rank) -> None:
+    found = []
+    for in_group_memory in (False, True):
+        policy = MixedPrecisionPolicy(gather_wire=Int8(block=16))
+        torch.manual_seed(0)
+        model: Any = fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
+        model.set_allocate_memory_from_process_group_for_comm(in_group_memory)
+        found.append(model(torch.ones(2, WIDTH)))
+    assert torch.equal(*found)
+    model = fully_shard(
+        Net(), mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(reduce_wire=Int8(block=16))
+    )
+    with pytest.raises(ConfigError, match=r"_for_comm cannot be combined with reduce_wire=Int8\("):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+@on_ranks(2)
+def test_ranks_whose_functions_choose_other_wires_are_told_both(rank: Rank) -> None:
+    """Messages of both have the same size, so that nothing else would notice."""
+    wire: Wire = Int8(block=16) if rank.rank else Fp8(block=16)
+    policy = MixedPrecisionPolicy(reduce_wire=lambda name, _: wire if "last" in name else None)
+    model = fully_shard(Net(), mesh=rank.mesh(), mp_policy=policy)
+    words = r"reduce_wire is .*, last.weight Int8\(.* on rank 1 .*, last.weight Fp8\(.* on rank 0"
+    with pytest.raises(DisagreementError, match=words):
+        model(torch.randn(2, WIDTH))
+    dist.barrier()
 
 
 @pytest.mark.parametrize("key", ["gather_wire", "reduce_wire", "replica_wire"])

@@ -300,6 +300,18 @@ def test_a_step_of_muon_sends_its_matrices_twice_in_bf16_and_keeps_one_moment(ap
     assert saved == pytest.approx(4 * matrices / 8, rel=0.1)
 
 
+@pytest.mark.parametrize("profile", [H100, CPU], ids=lambda each: each.name)
+def test_all_ranks_of_a_host_exchange_matrices_of_muon_over_its_network(profile):
+    slow = replace(profile, network_gbs=1e-4, link_gbs=1e6, adapters_per_host=1)
+    hosts, config = Machine(profile=slow, ranks_per_host=4, num_hosts=2), config_of()
+    muon = replace(config, optimizer=replace(config.optimizer, name="muon"))
+    (usual, found) = (plan_run(each, tiny(), hosts) for each in (config, muon))
+    # Half of what a host's ranks send is for the other one.
+    num_bytes = 4 * found.sent_bytes["all-to-all"] * 8 / 7 / 2
+    expected_s = num_bytes / (slow.network_gbs * slow.link_efficiency * 1e9)
+    assert found.step_s - usual.step_s == pytest.approx(expected_s, rel=0.02)
+
+
 def test_a_model_of_few_blocks_tells_of_one_with_many():
     config = config_of(strategy="grad-op", activation_checkpointing=True)
     whole, estimated = plan_run(config, tiny(8), EIGHT), _estimated(config, tiny(8), EIGHT)

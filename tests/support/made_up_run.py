@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 
 from fullshard.trace.seam import Activity
-from fullshard.trace.timeline import MemorySample, Span, Timeline, UnitFacts
+from fullshard.trace.timeline import MemorySample, SentBytes, Span, Timeline, UnitFacts
 from fullshard_train.report.record import RunRecord, StepMetrics
 
 MIB = 2**20
@@ -105,7 +105,12 @@ def _timeline(rank: int, names: list[str]) -> Timeline:
     spans.append(Span(Activity.OPTIMIZER, names[0], clock.now, clock.now + clock.time(0.006)))
     clock.now = spans[-1].end_s
     memory.append(MemorySample(clock.now, 0, 545 * MIB))
-    return Timeline(rank, clock.now, tuple(spans), tuple(memory))
+    sent = (
+        SentBytes(Activity.GATHER, "Int8(block=256, stochastic=False)", 9 * MIB),
+        SentBytes(Activity.GATHER, "float32", (1 + rank) * MIB),
+        SentBytes(Activity.REDUCE, "float32", 18 * MIB),
+    )
+    return Timeline(rank, clock.now, tuple(spans), tuple(memory), sent)
 
 
 @dataclass

@@ -293,6 +293,21 @@ def test_the_parts_of_a_step_are_shown_if_there_are_any():
     assert "Time by part" not in Page(page_of(made_up_run())).text
 
 
+def test_bytes_are_shown_by_wire_if_a_rank_sent_any():
+    record = made_up_run()
+    page = Page(page_of(record))
+    for line in (
+        "All-gathers of parameters: 10.5 MiB",
+        "Int8(block=256, stochastic=False) 9.00 MiB 86 %",
+        "float32 1.50 MiB 14 %",
+        "Sums of gradients: 18.0 MiB",
+        "float32 18.0 MiB 100 %",
+    ):
+        assert line in page.text.replace("\N{NARROW NO-BREAK SPACE}", " ")
+    alone = [replace(each, sent=()) for each in record.timelines]
+    assert "Bytes by wire" not in Page(page_of(replace(record, timelines=alone))).text
+
+
 def test_mfu_is_shown_or_else_the_rate_or_else_nothing():
     def shown(**changes: float) -> tuple[list[str], list[str]]:
         metrics = [replace(each, **changes) for each in made_up_run().metrics]

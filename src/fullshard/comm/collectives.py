@@ -40,6 +40,7 @@ from fullshard.comm.two_level import StagedWork, levels_of, packed_wire
 from fullshard.comm.work import CollectiveWork, Group, Tensors, is_gloo, issue, issue_each, wait_of
 from fullshard.device import simulation
 from fullshard.layout import Plain, Wire
+from fullshard.trace import Activity, seam
 
 _SMALLEST_SCATTER_BYTES = 64 << 10
 
@@ -75,6 +76,7 @@ class Collectives:
             for out, inp in zip(outs, ins, strict=True):
                 _exchange_and_sum(out, inp, group, wire, average=average)
             return CollectiveWork()
+        _tell(Plain(ins[0].dtype), ins, group)
         options = _reduce_scatter_options(average)
         if len(outs) == 1:
             return CollectiveWork([issue(reduce_scatter_single, group, outs[0], ins[0], options)])
@@ -109,6 +111,12 @@ class Collectives:
         It must not be written to again after the reduce-scatter: other ranks may read it later.
         """
         return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _tell(wire: Wire, ins: Tensors, group: Group) -> None:
+    """Report messages for all ranks that are to be summed."""
+    if seam.observers:
+        seam.send(Activity.REDUCE, wire, ins, group.size())
 
 
 # Made once (rule 7: host time). Collectives run on the calling stream, so that what is enqueued
@@ -161,6 +169,7 @@ def _sum_exchanged(out: torch.Tensor, inp: torch.Tensor, group: Group, wire: Wir
     The received tensor is allocated and freed on the calling stream: what is next may use its
     memory.
     """
+    _tell(wire, [inp], group)
     options = dist.AllToAllOptions()
     options.asyncOp = False
     received = torch.empty_like(inp)
@@ -188,6 +197,7 @@ class PythonCollectives(Collectives):
     ) -> CollectiveWork:
         if wire is not None and wire != Plain(outs[0].dtype):
             return super().reduce_scatter(outs, ins, group, average=average, wire=wire)
+        _tell(Plain(ins[0].dtype), ins, group)
         works = issue_each(reduce_scatter_single, group, outs, ins, dist.ReduceScatterOptions())
         return CollectiveWork(works, buffers=[*outs, *ins])
 
@@ -214,6 +224,7 @@ class GlooCollectives(Collectives):
 
     def _exchange(self, outs: Tensors, ins: Tensors, group: Group, wire: Wire) -> CollectiveWork:
         """Exchange messages of a wire, and sum what arrives."""
+        _tell(wire, ins, group)
         received = [torch.empty_like(inp) for inp in ins]
         sent, size = (map(_bytes, received), map(_bytes, ins)), group.size()
         works = issue_each(all_to_all_single, group, *sent, [], [])
@@ -249,6 +260,7 @@ class ShmCollectives(GlooCollectives):
                 work = issue(self._reduce_by_levels, group, list(outs), list(ins), wire)
                 return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
             return self._exchange(outs, ins, _channel_of(group), packed_wire(wire, group))
+        _tell(wire.inside, ins, group)
         return CollectiveWork([issue(shm.HostWork, link, list(outs), list(ins), wire.inside)])
 
     def _gather_by_levels(self, group: Group, outs: Tensors, ins: Tensors) -> StagedWork:
@@ -417,7 +429,10 @@ def all_reduce(
         _all_reduce_messages(tensor.detach().view(-1), group, wire, average=average)
         return
     is_on_host = tensor.device.type == "cpu" and is_gloo(group, tensor.device)
-    if is_on_host and not average and shm.link_of(group) is not None:
+    is_on_host = is_on_host and not average and shm.link_of(group) is not None
+    if wire is not None:  # twice: what is summed, and sums; on a host, the first tells of itself
+        _tell(wire, [tensor] if is_on_host else [tensor, tensor], group)
+    if is_on_host:
         _all_reduce_on_host(tensor.detach().view(-1), group)
         return
     all_reduce_any(tensor, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group)
@@ -436,6 +451,7 @@ def _all_reduce_messages(tensor: torch.Tensor, group: Group, wire: Wire, *, aver
     collectives.reduce_scatter(outs, [messages.view(-1)], group, average=average, wire=wire).wait()
     said = _encoded(own, wire.inside)
     messages = said.new_empty(size, said.numel())
+    _tell(wire.inside, [messages], group)
     collectives.all_gather([messages.view(-1)], [said.view(-1)], group).wait()
     wire.inside.decode(messages, segments)
     tensor.copy_(segments.view(-1)[: tensor.numel()])

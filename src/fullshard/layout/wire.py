@@ -31,7 +31,7 @@ class Wire(ABC):
     A message consists of elements of `dtype`. With `is_plain` these are the segment's values: the
     backend can sum them, and what was gathered in the dtype that computes is read as it is.
     Otherwise messages are decoded where they arrive. Segments consist of whole groups of
-    `alignment_numel` elements. The ranks of a unit compare the `repr` of their wires.
+    `alignment_numel` elements. The ranks of a unit compare their wires as text.
     """
 
     dtype: torch.dtype
@@ -102,6 +102,9 @@ class Plain(Wire):
     dtype: torch.dtype
 
     is_plain = True
+
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def holds_sums(self) -> bool:

@@ -17,42 +17,31 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
 
-from fullshard._torch import (
-    foreach_add_,
-    foreach_addcmul_,
-    foreach_copy_,
-    foreach_lerp,
-    foreach_lerp_,
-    foreach_mul_,
-    to_local,
-    triton_kernels,
-)
+from fullshard._torch import foreach_copy_, to_local
 from fullshard.comm.agreement import Agreement
 from fullshard.comm.collectives import Collectives, collectives_for
 from fullshard.comm.mesh import Axis, MeshInfo
 from fullshard.comm.work import CollectiveWork
 from fullshard.device import simulation
-from fullshard.errors import ConfigError, DisagreementError
+from fullshard.errors import DisagreementError
 from fullshard.layout.split import Box, slices
 from fullshard.optim.matrices import HeldTensor, require_matrices
-from fullshard.optim.muon_options import State, adjustment, names_of, ns_options, require_options
+from fullshard.optim.muon_options import State, names_of, ns_options, require_options
+from fullshard.optim.muon_values import Part, Values
 from fullshard.optim.newton_schulz import cost, orthogonalize_
 from fullshard.optim.owners import Matrix, OwnedMatrix, OwnerPlan, Owners, plan_owners
 
 Exchange = Literal["all_to_all", "all_gather"]
-Scale = float | torch.Tensor
 
 _SENT = torch.bfloat16
-_LARGE_NUMEL = 1 << 20
 
 
 class Work:
@@ -123,169 +112,13 @@ class Work:
         return Owners(tuple(matrices), busiest / mean if mean else 1.0, sent_bytes)
 
     def step(self, groups: list[State], states: Any, found_inf: torch.Tensor | None) -> None:
-        values = _Values(self, groups, states, found_inf)
+        values = Values(self, groups, states, found_inf)
         for mesh in self.meshes:
             mesh.step(values)
 
 
 def _params(groups: list[State]) -> list[tuple[torch.Tensor, bool]]:
     return [(param, param.requires_grad) for group in groups for param in group["params"]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part of a matrix on this rank: box `box` of tensor `held`, or matrix `index` of that."""
-
-    held: int
-    box: int
-    index: int | None
-    matrix: Matrix
-
-    def of(self, boxes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        found = boxes[self.held][self.box]
-        return found if self.index is None else found[self.index]
-
-
-class _Values:
-    """Gradients, momenta and parameters of a step, as lists of this rank's boxes.
-
-    A part's momentum is updated when the part is filled. Where replicas divide the work, so that a
-    rank fills only a share of its parts, all momenta are updated when this is made.
-    """
-
-    def __init__(
-        self, work: Work, groups: list[State], states: Any, found_inf: torch.Tensor | None
-    ) -> None:
-        self._work, self._groups = work, groups
-        self._factor = None if found_inf is None else 1 - found_inf.reshape(())
-        self._scales: dict[Any, tuple[Scale, Scale]] = {}
-        none: list[list[torch.Tensor]] = [[] for _ in work.held]
-        self.grads, self.momenta, self.params = list(none), list(none), list(none)
-        lerped: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
-        seen: set[torch.Tensor] = set()
-        for number, held in enumerate(work.held):
-            param = held.param
-            grad = param.grad
-            if grad is None:
-                continue
-            momentum = _momentum(states[param], grad, held.name)
-            if work.is_divided(number) and param not in seen:
-                seen.add(param)
-                lerped[work.group_of[number]].append((to_local(grad), to_local(momentum)))
-            # Not kept: the engine reuses gradients that nobody holds (rule 8: one buffer per lane).
-            self.grads[number] = held.parts_of(grad, work.own_boxes[number])
-            self.momenta[number] = work.kept_boxes(number, momentum)
-            self.params[number] = work.kept_boxes(number, param)
-        for index, pairs in lerped.items():
-            self._update(groups[index], *(list(each) for each in zip(*pairs, strict=True)))
-
-    def _update(self, group: State, grads: list[torch.Tensor], momenta: list[torch.Tensor]) -> None:
-        weight = 1 - group["momentum"]
-        if self._factor is not None:
-            for grad in grads:
-                grad.masked_fill_((self._factor == 0).to(grad.device), 0.0)
-            share = self._factor * weight
-            for some, others in _alike(momenta, grads):
-                kind = some[0].device, some[0].dtype
-                foreach_lerp_(some, others, [share.to(*kind)] * len(some))
-        else:
-            for some, others in _alike(momenta, grads):
-                foreach_lerp_(some, others, weight)
-
-    def fill(self, targets: Sequence[torch.Tensor], parts: Sequence[_Part]) -> None:
-        """Write what is orthogonalized of each part; zeros if it has no gradient."""
-        by_group: defaultdict[Any, list[int]] = defaultdict(list)
-        for place, (target, part) in enumerate(zip(targets, parts, strict=True)):
-            if not self.grads[part.held]:
-                target.zero_()
-                continue
-            number, grad = self._work.group_of[part.held], part.of(self.grads)
-            is_divided = self._work.is_divided(part.held)
-            momentum, group = part.of(self.momenta), self._groups[number]
-            kernels = None if is_divided else _kernels_for(grad, momentum, target)
-            if kernels is None:
-                by_group[number, is_divided, grad.dtype, grad.device].append(place)
-            else:
-                kept, nesterov = group["momentum"], group["nesterov"]
-                kernels.update(grad, momentum, target, kept, self._factor, nesterov=nesterov)
-        for (number, is_divided, *_), places in by_group.items():
-            group = self._groups[number]
-            grads = [parts[place].of(self.grads) for place in places]
-            results: Any = [parts[place].of(self.momenta) for place in places]
-            if not is_divided:
-                self._update(group, grads, results)
-            if group["nesterov"]:
-                results = foreach_lerp(grads, results, group["momentum"])
-            foreach_copy_([targets[place] for place in places], results)
-
-    def apply(self, parts: Sequence[_Part], results: Sequence[torch.Tensor]) -> None:
-        """Let parameters decay, and add the orthogonalized updates that belong to them."""
-        alike: defaultdict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        for part, result in zip(parts, results, strict=True):
-            if self.params[part.held]:
-                param = part.of(self.params)
-                number, matrix = self._work.group_of[part.held], part.matrix
-                adjust = adjustment(matrix.rows, matrix.cols, self._groups[number]["adjust_lr_fn"])
-                kernels = _kernels_for(param, result)
-                if kernels is None:
-                    alike[number, adjust, param.dtype, param.device].append((param, result))
-                else:
-                    kernels.add(param, result, *self._scales_of(number, adjust, param.device))
-        for (number, adjust, _, device), pairs in alike.items():
-            params = [param for param, _ in pairs]
-            results = [result.to(device) for _, result in pairs]
-            rest, scale = self._scales_of(number, adjust, device)
-            if self._groups[number]["weight_decay"]:
-                foreach_mul_(params, rest)
-            if isinstance(scale, torch.Tensor):
-                foreach_addcmul_(params, results, [scale] * len(params))
-            else:
-                foreach_add_(params, results, alpha=scale)
-
-    def _scales_of(self, number: int, adjust: float, device: torch.device) -> tuple[Scale, Scale]:
-        """What a parameter and its update are multiplied by: on the device only if need be."""
-        found = self._scales.get((number, adjust, device))
-        if found is None:
-            group = self._groups[number]
-            lr = group["lr"]
-            if isinstance(lr, torch.Tensor) and lr.is_cpu:
-                lr = lr.item()
-            if self._factor is not None:
-                lr = lr * self._factor
-            if isinstance(lr, torch.Tensor):
-                lr = lr.to(device)
-            found = 1 - lr * group["weight_decay"], -lr * adjust
-            self._scales[number, adjust, device] = found
-        return found
-
-
-def _kernels_for(*tensors: torch.Tensor) -> ModuleType | None:
-    """The kernels for large tensors that lie on a GPU as one piece each."""
-    is_fit = all(each.is_cuda and each.is_contiguous() for each in tensors)
-    if not is_fit or tensors[0].numel() < _LARGE_NUMEL:
-        return None
-    return triton_kernels("fullshard.optim.muon_kernels")
-
-
-def _alike(*tensors: list[torch.Tensor]) -> Iterable[tuple[list[torch.Tensor], ...]]:
-    """Lists of tensors as foreach kernels take them: of one dtype, on one device."""
-    kinds: defaultdict[Any, list[Any]] = defaultdict(list)
-    for some in zip(*tensors, strict=True):
-        if some[0].numel():
-            kinds[some[0].dtype, some[0].device].append(some)
-    return (tuple(map(list, zip(*some, strict=True))) for some in kinds.values())
-
-
-def _momentum(state: State, grad: torch.Tensor, name: str) -> torch.Tensor:
-    if "momentum_buffer" not in state:
-        if grad.is_sparse:
-            raise ConfigError(
-                f"{name}: Muon cannot train a parameter with sparse gradients; make them dense, "
-                "or let AdamW train it, in a group that has 'betas'."
-            )
-        state["momentum_buffer"] = torch.zeros_like(grad)
-    found: torch.Tensor = state["momentum_buffer"]
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +144,7 @@ class _Group:
         segment_numel: The most elements that any rank sends to another, for the fallback.
     """
 
-    parts: tuple[tuple[_Part, ...], ...]
+    parts: tuple[tuple[Part, ...], ...]
     sizes: tuple[tuple[tuple[int, ...], ...], ...]
     sent_numel: tuple[int, ...]
     received: tuple[tuple[int, Box], ...]
@@ -390,16 +223,16 @@ class _MeshWork:
                     "rank."
                 )
 
-    def _parts(self, number: int) -> list[tuple[_Part, Box]]:
+    def _parts(self, number: int) -> list[tuple[Part, Box]]:
         """This rank's parts of a matrix, each with its place in the matrix."""
         matrix = self.plan.matrices[number]
         found = []
         for place, box in enumerate(self.plan.boxes[matrix.param][self.shard.rank]):
             if len(box.sizes) == 2:
-                found.append(_Part(matrix.param, place, None, matrix))
+                found.append(Part(matrix.param, place, None, matrix))
             elif 0 <= matrix.index - box.offsets[0] < box.sizes[0]:
                 index = matrix.index - box.offsets[0]
-                found.append(_Part(matrix.param, place, index, matrix))
+                found.append(Part(matrix.param, place, index, matrix))
         return list(zip(found, self.plan.boxes_of(number, self.shard.rank), strict=True))
 
     def _group(self, index: int) -> _Group:
@@ -454,7 +287,7 @@ class _MeshWork:
 
     # A step
 
-    def step(self, values: _Values) -> None:
+    def step(self, values: Values) -> None:
         """Update the parameters of the mesh. Of three groups under way, two only travel."""
         flights: list[_InFlight] = []
         try:
@@ -464,7 +297,7 @@ class _MeshWork:
                 with suppress(Exception):
                     flight.work.wait()
 
-    def _step_groups(self, flights: list[_InFlight], values: _Values) -> None:
+    def _step_groups(self, flights: list[_InFlight], values: Values) -> None:
         local, number = list(self._local), len(self._groups)
         for turn in range(number + 2 if number else 0):
             if turn < number:
@@ -479,7 +312,7 @@ class _MeshWork:
         for some in local:
             self._step_local(some, values)
 
-    def _step_local(self, parts: list[tuple[int, _Part, Box]], values: _Values) -> None:
+    def _step_local(self, parts: list[tuple[int, Part, Box]], values: Values) -> None:
         """Orthogonalize matrices that this rank has alone: those with gradients."""
         parts = [each for each in parts if values.grads[each[1].held]]
         numbers = dict.fromkeys(number for number, _, _ in parts)
@@ -491,7 +324,7 @@ class _MeshWork:
         self._run(batches, matrices)
         values.apply(own, places)
 
-    def _send(self, group: _Group, values: _Values) -> _InFlight:
+    def _send(self, group: _Group, values: Values) -> _InFlight:
         replica = self.replicate.rank
         sent = torch.empty(group.sent_size, dtype=_SENT, device=self.device)
         own = sent[: sum(group.sent_numel)]
@@ -518,7 +351,7 @@ class _MeshWork:
                 own, flight.received, group.sent_numel, group.received_numel, group
             )
 
-    def _finish(self, flight: _InFlight, values: _Values) -> None:
+    def _finish(self, flight: _InFlight, values: Values) -> None:
         group = flight.group
         flight.work.wait()
         if self.replicate.group is None or self.replicate.is_single:

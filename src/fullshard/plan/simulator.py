@@ -139,19 +139,23 @@ class SimulatedCollectives(Collectives):
         if wire.holds_sums and num_local > 1:  # sums of hosts
             numel: int = wire.message_numel(out.numel())
             return num_hosts * num_local * numel * wire.dtype.itemsize
+        return self._exchanged_bytes(inp, group)
+
+    def _exchanged_bytes(self, inp: Any, group: Any) -> int:
+        """What all ranks of a host exchange, each as much as this one."""
         num_bytes: int = inp.nbytes
-        return num_bytes * num_local
+        return num_bytes * self._simulator.fabric.shape_of(group)[1]
 
     def all_to_all(
         self, out: Any, inp: Any, out_numel: Any, in_numel: Any, group: Any
     ) -> CollectiveWork:
-        simulator = self._simulator
+        simulator, crossing = self._simulator, self._exchanged_bytes(inp, group)
         if not simulator.device.has_streams:
-            return simulator.collective("all-to-all", inp.nbytes, group)
+            return simulator.collective("all-to-all", inp.nbytes, group, crossing)
         stream = simulator.exchange
         stream.time_s = max(stream.time_s, simulator.now_s)
         with simulator.device.on(stream):
-            simulator.collective("all-to-all", inp.nbytes, group)
+            simulator.collective("all-to-all", inp.nbytes, group, crossing)
         done = VirtualEvent(stream.time_s, simulator)
         return CollectiveWork([done], wait=lambda each: each.wait(simulator.current))
 

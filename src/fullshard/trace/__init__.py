@@ -3,13 +3,14 @@
 from fullshard.trace.profiling import profiled
 from fullshard.trace.recording import Recording, StepTime, StepTimes, record
 from fullshard.trace.seam import Activity, Observer, Track, doing, observed
-from fullshard.trace.timeline import MemorySample, Span, Timeline, UnitFacts
+from fullshard.trace.timeline import MemorySample, SentBytes, Span, Timeline, UnitFacts
 
 __all__ = [
     "Activity",
     "MemorySample",
     "Observer",
     "Recording",
+    "SentBytes",
     "Span",
     "StepTime",
     "StepTimes",

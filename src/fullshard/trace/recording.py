@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from fullshard.errors import LifecycleError
 from fullshard.trace import seam
 from fullshard.trace.seam import Activity
-from fullshard.trace.timeline import MemorySample, Span, Timeline
+from fullshard.trace.timeline import MemorySample, SentBytes, Span, Timeline
 
 
 class Clock:
@@ -71,6 +72,7 @@ class Recording:
         # Other threads report, and so do finalizers during a report: `append` needs no lock.
         self._edges: list[tuple[Any, Activity, str, bool]] = []
         self._samples: list[tuple[float, int, dict[str, int]]] = []
+        self._sent: list[tuple[Activity, str, int]] = []
         self._timeline: Timeline | None = None
         self._clock.synchronize()
         self._zero = self._clock.stamp()
@@ -87,6 +89,9 @@ class Recording:
     def hold(self, unit: str, num_bytes: int) -> None:
         self._sample({unit: num_bytes})
 
+    def send(self, activity: Activity, wire: str, num_bytes: int) -> None:
+        self._sent.append((activity, wire, num_bytes))
+
     def _sample(self, held: dict[str, int]) -> None:
         at_s = time.perf_counter() - self._began_s
         self._samples.append((at_s, self._clock.allocated_bytes(), held))
@@ -97,7 +102,11 @@ class Recording:
         self._clock.synchronize()
         duration_s = max(self._clock.between(self._zero, last), 0.0)
         spans, memory = tuple(self._spans(duration_s)), tuple(self._memory())
-        self._timeline = Timeline(self._rank, duration_s, spans, memory)
+        sums: Counter[tuple[Activity, str]] = Counter()
+        for activity, wire, num_bytes in self._sent:
+            sums[activity, wire] += num_bytes
+        sent = tuple(SentBytes(*key, num_bytes) for key, num_bytes in sums.items())
+        self._timeline = Timeline(self._rank, duration_s, spans, memory, sent)
 
     @property
     def timeline(self) -> Timeline:

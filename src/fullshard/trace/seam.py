@@ -54,7 +54,8 @@ class Observer(Protocol):
     On a device with streams, the current stream is the one that the activity runs on, so that an
     event recorded there times it. On a CPU, the thread that completes a gather or a reduce reports
     its end, by a Python callback on a thread of the process group. An observer that does not need
-    these ends sets `wants_collective_ends = False`, and causes no callbacks.
+    these ends sets `wants_collective_ends = False`, and causes no callbacks. One that has a method
+    `send(activity, wire, num_bytes)` is told what this rank sends to others, from any thread.
     """
 
     def begin(self, activity: Activity, unit: str) -> None: ...
@@ -71,19 +72,27 @@ _lock = threading.RLock()
 
 
 def begin(activity: Activity, unit: str) -> None:
-    _tell("begin", activity, unit)
+    _tell(observers, "begin", activity, unit)
 
 
 def end(activity: Activity, unit: str) -> None:
-    _tell("end", activity, unit)
+    _tell(observers, "end", activity, unit)
 
 
 def hold(unit: str, num_bytes: int) -> None:
-    _tell("hold", unit, num_bytes)
+    _tell(observers, "hold", unit, num_bytes)
 
 
-def _tell(what: str, *about: Any) -> None:
-    for observer in observers:
+def send(activity: Activity, wire: object, parts: Iterable[torch.Tensor], num_ranks: int) -> None:
+    """Report that this rank exchanges tensors which have a part of each rank, or for each."""
+    told = tuple(observer for observer in observers if hasattr(observer, "send"))
+    if told:
+        num_bytes = sum(each.nbytes // num_ranks * (num_ranks - 1) for each in parts)
+        _tell(told, "send", activity, str(wire), num_bytes)
+
+
+def _tell(told: tuple[Observer, ...], what: str, *about: Any) -> None:
+    for observer in told:
         try:
             getattr(observer, what)(*about)
         except Exception:

@@ -38,6 +38,15 @@ class MemorySample:
 
 
 @dataclass(frozen=True, slots=True)
+class SentBytes:
+    """What a rank has sent to others in one form: in gathers of parameters, or in reductions."""
+
+    activity: Activity
+    wire: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """One step of one rank."""
 
@@ -45,6 +54,7 @@ class Timeline:
     duration_s: float
     spans: tuple[Span, ...]
     memory: tuple[MemorySample, ...]
+    sent: tuple[SentBytes, ...] = ()
 
     def on(self, track: Track) -> tuple[Span, ...]:
         """The spans of a track, one after another.
@@ -68,6 +78,7 @@ class Timeline:
             "duration_s": self.duration_s,
             "spans": [[s.activity.value, s.unit, s.start_s, s.end_s] for s in self.spans],
             "memory": [[m.at_s, m.full_bytes, m.allocated_bytes] for m in self.memory],
+            "sent": [[s.activity.value, s.wire, s.num_bytes] for s in self.sent],
         }
 
     @classmethod
@@ -77,6 +88,8 @@ class Timeline:
             found["duration_s"],
             tuple(Span(Activity(what), *rest) for what, *rest in found["spans"]),
             tuple(MemorySample(*each) for each in found["memory"]),
+            # Runs of earlier versions lack it.
+            tuple(SentBytes(Activity(what), *rest) for what, *rest in found.get("sent", ())),
         )
 
 

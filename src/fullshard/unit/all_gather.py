@@ -24,6 +24,7 @@ from fullshard.comm.work import CollectiveWork
 from fullshard.device import ResizableBuffer, address_of
 from fullshard.errors import ConfigError
 from fullshard.layout import Bucket, Lane, Plain, UnitLayout
+from fullshard.trace import Activity, seam
 from fullshard.unit.context import AddressRanges, CommContext, wait_all
 from fullshard.unit.copy_program import Decoder, allocates, encode, unpacker
 from fullshard.unit.extensions import Extension
@@ -197,18 +198,21 @@ class UnitAllGather:
         custom = collectives.custom_all_gather
         if group is None or self._axis.is_single:
             foreach_copy_(views.outs, list(ins))
-        elif custom is not None:
+            return
+        wire = views.lane.dtypes.gather_wire
+        if seam.observers:
+            seam.send(Activity.GATHER, wire, views.outs, self._axis.size)
+        if custom is not None:
             # In memory that the user's collective allocates.
             comm_ctx.wait_until_unused()
             for out, inp in zip(views.outs, ins, strict=True):
                 gathered = custom.allocate((out.numel(),), dtype=out.dtype, device=device)
                 own_segment = gathered.view(self._axis.size, -1)[self._axis.rank]
-                own_segment.copy_(inp)
+                encode(wire, inp, own_segment)
                 collectives.all_gather([gathered], [own_segment], group).wait()
                 out.copy_(gathered)
                 in_flight.staged.append(gathered)
         else:
-            wire = views.lane.dtypes.gather_wire
             if wire != Plain(views.lane.dtypes.stored):
                 # In place: this rank's segment of the output is its input.
                 if wire.is_plain:
@@ -227,6 +231,11 @@ class UnitAllGather:
         """All-gather what each rank of a subgroup kept of the full buffer."""
         _allocate(self._full_buffer, comm_ctx)
         assert axis.group is not None
+        if seam.observers:
+            form = ", ".join(
+                dict.fromkeys(str(views.lane.dtypes.computed) for views in self._lanes)
+            )
+            seam.send(Activity.GATHER, form, [self._bytes], axis.size)
         work = collectives.all_gather([self._bytes], [kept], axis.group)
         in_flight = InFlightAllGather([work], [kept], is_copied_out=True)
         if comm_ctx.device.has_streams:
@@ -343,6 +352,8 @@ class ExtensionAllGather:
             # As bytes: the tensors of one parameter may have several dtypes.
             in_bytes = [tensor.view(torch.uint8) for tensor in ins]
             out_bytes = [tensor.view(torch.uint8) for tensor in outs]
+            if seam.observers:
+                seam.send(Activity.GATHER, "fsdp_pre_all_gather", out_bytes, axis.size)
             in_flight.works.append(collectives.all_gather(out_bytes, in_bytes, axis.group))
 
     def _compare(self, num_bytes: list[int], axis: Axis, device: torch.device) -> None:

@@ -528,14 +528,17 @@ class Unit:
             f"{'' if p.is_trainable else ' frozen'}"
             for p in self.params
         )
-        num_buckets = sum(len(lane.buckets) for lane in self.layout.lanes)
-        return f"[{held}] over {self.mesh_info!r} in {num_buckets} buckets"
+        return f"[{held}] over {self.mesh_info!r}"
 
     def describe_settings(self) -> dict[str, str]:
         """The settings that must be the same on all ranks."""
         found: dict[str, Any] = {"store": type(self.store).__name__}
         for each in (self.policy, self.settings):
             found.update((entry.name, getattr(each, entry.name)) for entry in fields(each))
+        for key in ("gather_wire", "reduce_wire", "replica_wire"):
+            if callable(found[key]):  # functions with one name may choose differently
+                found[key] = ", ".join(f"{p.name} {getattr(p.dtypes, key)}" for p in self.params)
+        found["number of buckets"] = sum(len(lane.buckets) for lane in self.layout.lanes)
         return {name: getattr(value, "__qualname__", str(value)) for name, value in found.items()}
 
     def __repr__(self) -> str:

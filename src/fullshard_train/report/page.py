@@ -21,6 +21,7 @@ from fullshard_train.report.step_timeline import StepFigure, step_figure
 from fullshard_train.report.tables import (
     host_rows,
     memory_kinds,
+    sent_by_wire,
     subtitle,
     summary,
     time_parts,
@@ -92,6 +93,7 @@ def _details(record: RunRecord, step: StepFigure | None) -> dict[str, Any]:
         "memory": memory_kinds(record),
         "times": time_parts(record),
         "hosts": host_rows(record),
+        "sent": sent_by_wire(record),
         "table": unit_table(record),
         "sample": _sample(record),
         "config": _shown_config(record.config),

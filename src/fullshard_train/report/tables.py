@@ -159,8 +159,33 @@ def _computed(record: RunRecord) -> list[Fact]:
 def memory_kinds(record: RunRecord) -> dict[str, list[tuple[str, str, float, int]]]:
     """Return the name, size, percentage and color of kinds of memory, measured and planned."""
     predicted = f"Predicted{_of_tensors(record)}, at the peak of a simulated step:"
-    both = {"": record.memory, predicted: record.predicted.get("memory", {})}
-    names = list({**both[""], **both[predicted]})
+    return _shares({"": record.memory, predicted: record.predicted.get("memory", {})})
+
+
+def sent_by_wire(record: RunRecord) -> dict[str, list[tuple[str, str, float, int]]]:
+    """Return the same of what a rank sends in a step, by the form in which it travels."""
+    headings = {Activity.GATHER: "All-gathers of parameters", Activity.REDUCE: "Sums of gradients"}
+    sums: dict[Activity, Counter[str]] = {activity: Counter() for activity in headings}
+    for timeline in record.timelines:
+        for each in timeline.sent:
+            sums[each.activity][each.wire] += each.num_bytes
+    means = {
+        activity: {wire: size // len(record.timelines) for wire, size in by_wire.most_common()}
+        for activity, by_wire in sums.items()
+    }
+    return _shares(
+        {
+            f"{headings[activity]}: {shown_bytes(sum(by_wire.values()))}": by_wire
+            for activity, by_wire in means.items()
+        }
+    )
+
+
+def _shares(
+    given: Mapping[str, Mapping[str, int]],
+) -> dict[str, list[tuple[str, str, float, int]]]:
+    """Return the name, size, percentage and color of each part, by heading, in the same colors."""
+    names = list(dict.fromkeys(name for sizes in given.values() for name in sizes))
     return {
         heading: [
             (
@@ -172,7 +197,7 @@ def memory_kinds(record: RunRecord) -> dict[str, list[tuple[str, str, float, int
             for name, size in kinds.items()
             if size > 0
         ]
-        for heading, kinds in both.items()
+        for heading, kinds in given.items()
         if kinds
     }
 
