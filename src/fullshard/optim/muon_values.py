@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,11 +21,10 @@ from fullshard._torch import (
     triton_kernels,
 )
 from fullshard.errors import ConfigError
+from fullshard.layout.split import Box
+from fullshard.optim.matrices import HeldTensor
 from fullshard.optim.muon_options import State, adjustment
 from fullshard.optim.owners import Matrix
-
-if TYPE_CHECKING:
-    from fullshard.optim.muon_step import Work
 
 Scale = float | torch.Tensor
 
@@ -46,6 +45,17 @@ class Part:
         return found if self.index is None else found[self.index]
 
 
+class Shares(Protocol):
+    """What this rank has of tensors that are matrices, or stacks of them, by their numbers."""
+
+    held: list[HeldTensor]
+    group_of: list[int]
+    own_boxes: dict[int, list[Box]]
+
+    def kept_boxes(self, number: int, value: torch.Tensor) -> list[torch.Tensor]: ...
+    def is_divided(self, number: int) -> bool: ...
+
+
 class Values:
     """Gradients, momenta and parameters of a step, as lists of this rank's boxes.
 
@@ -54,7 +64,7 @@ class Values:
     """
 
     def __init__(
-        self, work: Work, groups: list[State], states: Any, found_inf: torch.Tensor | None
+        self, work: Shares, groups: list[State], states: Any, found_inf: torch.Tensor | None
     ) -> None:
         self._work, self._groups = work, groups
         self._factor = None if found_inf is None else 1 - found_inf.reshape(())
