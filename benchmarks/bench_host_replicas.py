@@ -62,6 +62,7 @@ class Faults:
         self._job.wait_for_replicas(NUM_HOSTS)
         self.waited_s[what].append(self._job.longest_wait_s(since_s) - self._cut_s)
         self.back_s[what].append(time.monotonic() - since_s)
+        print(f"host{host}: {what}; others wait {self.waited_s[what][-1]:.1f} s", flush=True)
 
     _cut_s = 0.0  # how long the last fault was a cut that all have to wait for
 
