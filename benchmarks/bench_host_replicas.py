@@ -27,6 +27,7 @@ from tests.hosts.replica_job import ReplicaJob
 from tests.support.hosts import Hosts
 
 NUM_HOSTS, NUM_STEPS = 3, 10_000_000
+RATE = "200mbit"  # one process has to repeat the steps: most of their time is communication
 SHORTEST_CUT_S, LONGEST_CUT_S = 1.0, 0.6  # of the patience
 LONGEST_S = 3.0  # from the return of all replicas to the next fault
 MORE_S = 60.0  # for steps to go on, before a fault counts as never survived
@@ -99,7 +100,7 @@ class Faults:
 
 
 def soak(result: Result, folder: Path, num_faults: int, patience_s: float, seed: int) -> None:
-    with Hosts(NUM_HOSTS) as hosts:
+    with Hosts(NUM_HOSTS, RATE) as hosts:
         job = ReplicaJob(hosts, folder, num_shards=1, patience_s=patience_s, num_steps=NUM_STEPS)
         for host in range(NUM_HOSTS):
             job.start(host)
@@ -119,9 +120,10 @@ def soak(result: Result, folder: Path, num_faults: int, patience_s: float, seed:
             rows.append([what, len(waited_s), *times])
     columns = ["fault", "times", "others wait, s", "longest, s", "replica is back after, s"]
     title = (
-        f"{num_faults} faults in {len(job.lines):,} steps of three replicas on three hosts, of "
-        "which none is missing, none is counted twice, and none has another loss than that of "
-        f"the replicas in it; waits beyond the cut itself, or FULLSHARD_PATIENCE_S={patience_s:g}"
+        f"{num_faults} faults in {len(job.lines):,} steps of three replicas on three hosts, with "
+        f"links of {RATE}. No step is missing, none is counted twice, and none has another loss "
+        "than that of the replicas in it. Waits are those beyond the cut itself, or "
+        f"FULLSHARD_PATIENCE_S={patience_s:g}"
     )
     result.add(Table(title, columns, rows))
 
