@@ -70,11 +70,11 @@ NOT_CORE = PARTS["around it"]
 # The limits on lines: of the library without what is around it, and of each folder of rooms. They
 # are lowered with every cut; the aim is 17,500, and 19,500 with what is new. There may be some
 # more lines than the limit, so that not every change has to raise it.
-MAX_CORE_LINES = 28_950
+MAX_CORE_LINES = 29_000
 MAX_LINES = {
     "fullshard": 4_350,
     "fullshard.cli": 950,
-    "fullshard.comm": 3_400,
+    "fullshard.comm": 3_460,
     "fullshard.compat": 400,
     "fullshard.doctor": 900,
     "fullshard.dropin_site": 100,

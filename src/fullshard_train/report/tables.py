@@ -10,7 +10,6 @@ from math import exp, isfinite
 from fullshard.facts import PROCESS_KIND
 from fullshard.formatting import counted
 from fullshard.trace import Activity, Timeline, Track, UnitFacts
-from fullshard_train.config import parse_mesh
 from fullshard_train.report.curves import exposed_share, tokens_per_s
 from fullshard_train.report.formatting import (
     DASH,
@@ -118,8 +117,8 @@ def _inside_bytes(record: RunRecord, host: HostFacts) -> int:
     is_plain = all(section.get(f"{each}_wire", "plain") == "plain" for each in ("gather", "reduce"))
     if not is_plain or section.get("reshard_to") or model.get("lora_rank"):
         return 0
-    mesh = parse_mesh(str(section.get("mesh", "auto")))
-    size = len(host.ranks) if mesh is None else min(mesh[1], len(host.ranks))
+    shards = str(section.get("mesh", "auto")).partition("x")[2]
+    size = min(int(shards or len(host.ranks)), len(host.ranks))
     gathered = {each.name: each.gather_bytes for each in record.units}
     reduced = {
         each.name: each.numel * (2 if section.get("precision") == "bf16-reduce" else 4)
