@@ -19,6 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from measuring import Result, Table, parser_for, result_for
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -111,6 +113,7 @@ def soak(result: Result, folder: Path, num_faults: int, patience_s: float, seed:
         job.interrupt(1)
         statuses = job.ends()
     assert statuses == [130] * NUM_HOSTS, statuses
+    torch.set_num_threads(1)  # for a small model, and beside other programs, the fastest
     job.require_right_steps()
     rows: list[list[str | float | None]] = []
     for what in (KILLED, ENDED, LOST, CUT, MENDED):
