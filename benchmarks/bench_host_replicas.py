@@ -19,6 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from measuring import Result, Table, parser_for, result_for
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,6 +29,7 @@ from tests.hosts.replica_job import ReplicaJob
 from tests.support.hosts import Hosts
 
 NUM_HOSTS, NUM_STEPS = 3, 10_000_000
+RATE = "200mbit"  # one process has to repeat the steps: most of their time is communication
 SHORTEST_CUT_S, LONGEST_CUT_S = 1.0, 0.6  # of the patience
 LONGEST_S = 3.0  # from the return of all replicas to the next fault
 MORE_S = 60.0  # for steps to go on, before a fault counts as never survived
@@ -62,6 +65,7 @@ class Faults:
         self._job.wait_for_replicas(NUM_HOSTS)
         self.waited_s[what].append(self._job.longest_wait_s(since_s) - self._cut_s)
         self.back_s[what].append(time.monotonic() - since_s)
+        print(f"host{host}: {what}; others wait {self.waited_s[what][-1]:.1f} s", flush=True)
 
     _cut_s = 0.0  # how long the last fault was a cut that all have to wait for
 
@@ -98,7 +102,7 @@ class Faults:
 
 
 def soak(result: Result, folder: Path, num_faults: int, patience_s: float, seed: int) -> None:
-    with Hosts(NUM_HOSTS) as hosts:
+    with Hosts(NUM_HOSTS, RATE) as hosts:
         job = ReplicaJob(hosts, folder, num_shards=1, patience_s=patience_s, num_steps=NUM_STEPS)
         for host in range(NUM_HOSTS):
             job.start(host)
@@ -109,6 +113,7 @@ def soak(result: Result, folder: Path, num_faults: int, patience_s: float, seed:
         job.interrupt(1)
         statuses = job.ends()
     assert statuses == [130] * NUM_HOSTS, statuses
+    torch.set_num_threads(1)  # for a small model, and beside other programs, the fastest
     job.require_right_steps()
     rows: list[list[str | float | None]] = []
     for what in (KILLED, ENDED, LOST, CUT, MENDED):
@@ -118,9 +123,10 @@ def soak(result: Result, folder: Path, num_faults: int, patience_s: float, seed:
             rows.append([what, len(waited_s), *times])
     columns = ["fault", "times", "others wait, s", "longest, s", "replica is back after, s"]
     title = (
-        f"{num_faults} faults in {len(job.lines):,} steps of three replicas on three hosts, of "
-        "which none is missing, none is counted twice, and none has another loss than that of "
-        f"the replicas in it; waits beyond the cut itself, or FULLSHARD_PATIENCE_S={patience_s:g}"
+        f"{num_faults} faults in {len(job.lines):,} steps of three replicas on three hosts, with "
+        f"links of {RATE}. No step is missing, none is counted twice, and none has another loss "
+        "than that of the replicas in it. Waits are those beyond the cut itself, or "
+        f"FULLSHARD_PATIENCE_S={patience_s:g}"
     )
     result.add(Table(title, columns, rows))
 

@@ -74,7 +74,7 @@ MAX_CORE_LINES = 29_300
 MAX_LINES = {
     "fullshard": 4_350,
     "fullshard.cli": 950,
-    "fullshard.comm": 3_400,
+    "fullshard.comm": 3_580,
     "fullshard.compat": 400,
     "fullshard.doctor": 900,
     "fullshard.dropin_site": 100,

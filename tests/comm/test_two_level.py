@@ -4,8 +4,7 @@ The ranks of a test are on one machine; here they say that each pair of them has
 """
 
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -20,13 +19,14 @@ from fullshard.comm import collectives, shm
 from fullshard.comm.collectives import Collectives, GlooCollectives, ShmCollectives, all_reduce
 from fullshard.comm.heap import SWITCH
 from fullshard.comm.topology import Topology
-from fullshard.comm.two_level import TwoLevel, levels_of, packed_wire
+from fullshard.comm.two_level import Rail, levels_of, packed_wire, rail_of
 from fullshard.layout import Int4, Int8, Plain, Wire
 from fullshard.testing import Rank, on_ranks
 from fullshard.testing.parity import Training, assert_same_training
 from fullshard.trace import record
 
 NUMEL = 5
+Messages = Sequence[Sequence[Tensor]]
 
 
 @contextmanager
@@ -42,30 +42,18 @@ def group_on_hosts(rank: Rank, *hosts: str) -> Iterator[dist.ProcessGroup]:
 
 
 @contextmanager
-def sent_between_hosts(levels: TwoLevel) -> Iterator[Counter[str]]:
-    """The elements that this rank sends over gloo to ranks of other hosts, by kind."""
-    sent: Counter[str] = Counter()
-    gather, exchange = collectives.all_gather_single, collectives.all_to_all_single
+def sent_over_rails() -> Iterator[list[tuple[int, int]]]:
+    """The ranks of each exchange of a rail, and the bytes that this rank sends to the others."""
+    sent: list[tuple[int, int]] = []
+    exchange = Rail.exchange
 
-    def counted_gather(
-        group: dist.ProcessGroup, out: Tensor, inp: Tensor, *options: object
-    ) -> object:
-        assert group == levels.rail
-        sent["gathered"] += inp.nbytes // 4
-        return gather(group, out, inp, *options)
+    def counted(rail: Rail, received: Messages, messages: Messages) -> None:
+        size, own = rail.rail.size(), rail.rail.rank()
+        others = [each for bucket in messages for n, each in enumerate(bucket) if n != own]
+        sent.append((size, sum(each.nbytes for each in others)))
+        exchange(rail, received, messages)
 
-    def counted_exchange(
-        group: dist.ProcessGroup, out: Tensor, inp: Tensor, *rest: object
-    ) -> object:
-        assert group == levels.rail
-        sent["exchanged"] += inp.nbytes // 4 // group.size() * (group.size() - 1)
-        return exchange(group, out, inp, *rest)
-
-    module = "fullshard.comm.collectives"
-    with (
-        patch(f"{module}.all_gather_single", counted_gather),
-        patch(f"{module}.all_to_all_single", counted_exchange),
-    ):
+    with patch.object(Rail, "exchange", counted):
         yield sent
 
 
@@ -80,7 +68,7 @@ def test_all_gather_and_reduce_scatter_send_each_byte_to_another_host_once(rank:
         assert dist.get_process_group_ranks(levels.rail) == [rank.rank % 2, rank.rank % 2 + 2]
         ins = [torch.arange(n) + 100.0 * rank.rank for n in (NUMEL, 2 * NUMEL)]
         outs = [each.new_empty(4 * each.numel()) for each in ins]
-        with sent_between_hosts(levels) as sent:
+        with sent_over_rails() as sent:
             work = ShmCollectives().all_gather(outs, ins, group)
             full = [torch.arange(4.0 * n) * (rank.rank + 1) for n in (NUMEL, 2 * NUMEL)]
             sums = [torch.empty(n) for n in (NUMEL, 2 * NUMEL)]
@@ -92,7 +80,7 @@ def test_all_gather_and_reduce_scatter_send_each_byte_to_another_host_once(rank:
             assert torch.equal(out.view(4, -1), expected)
         for total, n in zip(sums, (NUMEL, 2 * NUMEL), strict=True):
             assert torch.equal(total, 10 * (torch.arange(n) + 1.0 * n * rank.rank))
-        assert sent == {"gathered": 3 * NUMEL, "exchanged": 3 * NUMEL}
+        assert sent == 2 * [(2, 4 * 3 * NUMEL)]
 
 
 @on_ranks(4)
@@ -129,15 +117,23 @@ def sum_of(wire: Wire, segments: Tensor) -> Tensor:
 
 @contextmanager
 def exchanged_bytes() -> Iterator[list[tuple[int, int]]]:
-    """The ranks of each exchange on this thread or another one, and the bytes it sends."""
+    """The ranks of each exchange on this thread or another one, and its bytes on this rank."""
     sent: list[tuple[int, int]] = []
-    exchange = collectives.all_to_all_single
+    exchange, between_hosts = collectives.all_to_all_single, Rail.exchange
 
     def counted(group: dist.ProcessGroup, out: Tensor, inp: Tensor, *rest: object) -> object:
         sent.append((group.size(), inp.nbytes))
         return exchange(group, out, inp, *rest)
 
-    with patch("fullshard.comm.collectives.all_to_all_single", counted):
+    def counted_between_hosts(rail: Rail, received: Messages, messages: Messages) -> None:
+        size = sum(each.nbytes for bucket in messages for each in bucket)
+        sent.append((rail.rail.size(), size))
+        between_hosts(rail, received, messages)
+
+    with (
+        patch("fullshard.comm.collectives.all_to_all_single", counted),
+        patch.object(Rail, "exchange", counted_between_hosts),
+    ):
         yield sent
 
 
@@ -226,7 +222,9 @@ def test_replicas_send_in_their_wire_and_shards_in_theirs(rank: Rank) -> None:
     wire = Int4(block=16)
     with exchanged_bytes() as num_bytes, record() as recording:
         model(torch.randn(2, 64)).sum().backward()
-    assert num_bytes == [(2, wire.message_numel(64 * 32))]
+    exchanged = wire.message_numel(64 * 32)
+    gathered = wire.inside.message_numel(32 * 32)
+    assert num_bytes == [(2, exchanged), (2, 2 * gathered)]
     reported = {
         s.wire: s.num_bytes for s in recording.timeline.sent if s.activity.value == "reduce"
     }
@@ -267,13 +265,18 @@ def test_training_with_sums_in_four_bits_is_nearly_the_same(rank: Rank) -> None:
 
 
 @on_ranks(4)
-def test_hosts_with_other_numbers_of_ranks_or_one_each_use_gloo(rank: Rank) -> None:
-    for hosts in ("aaab", "abab", "abcd"):
-        with group_on_hosts(rank, *hosts) as group:
+def test_hosts_with_other_numbers_of_ranks_use_gloo_and_those_with_one_a_rail(rank: Rank) -> None:
+    for hosts, has_rail in (("aaab", False), ("abab", False), ("abcd", True)):
+        with group_on_hosts(rank, *hosts) as group, sent_over_rails() as sent:
             assert levels_of(group) is None
-            out = torch.empty(4)
+            assert (rail_of(group) is not None) == has_rail
+            out, total = torch.empty(4), torch.empty(1)
             ShmCollectives().all_gather([out], [torch.tensor([1.0 * rank.rank])], group).wait()
             assert out.tolist() == [0, 1, 2, 3]
+            work = ShmCollectives().reduce_scatter([total], [out], group, average=False)
+            work.wait()
+            assert total.item() == 4 * rank.rank
+            assert sent == (2 * [(4, 12)] if has_rail else [])
 
 
 def model_of_blocks() -> nn.Module:
@@ -295,13 +298,11 @@ def test_training_on_two_hosts_is_that_of_one_process(rank: Rank) -> None:
             fully_shard(model, mesh=mesh)
 
         assert_same_training(model_of_blocks, shard, Training(batch_of_rows))
-        levels = levels_of(group)
-        assert levels is not None
-        with sent_between_hosts(levels) as sent:
+        with sent_over_rails() as sent:
             model = model_of_blocks()
             shard(model)
             model(torch.ones(2, 12)).sum().backward()
-        assert set(sent) == {"gathered", "exchanged"}
+        assert {size for size, _ in sent} == {2}
 
 
 @on_ranks(4)

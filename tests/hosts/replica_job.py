@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import torch
 
 import soak
 from fullshard_train.config_file import config_of
-from tests.support.elastic_losses import expected_losses, lines_of
+from tests.support.elastic_losses import expected_losses
 from tests.support.hosts import Hosts
 from tests.support.tiny_run import TEXT
 
@@ -34,6 +35,8 @@ class ReplicaJob:
         self._patience_s, self._num_steps = patience_s, num_steps
         self.run = folder / "run"
         self.at_s: dict[int, float] = {}
+        self._lines: list[dict[str, Any]] = []
+        self._num_read = 0  # bytes
         self._launchers: dict[int, subprocess.Popen[bytes]] = {}
         self._num_starts = 0
         (folder / "text.txt").write_text(TEXT)
@@ -85,10 +88,17 @@ class ReplicaJob:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        found = lines_of(self.run)
-        for line in found[len(self.at_s) :]:
-            self.at_s.setdefault(line["step"], time.monotonic())
-        return found
+        """The metrics that are there; the last line may not be complete yet."""
+        path = self.run / "metrics.jsonl"
+        if path.exists():
+            with path.open("rb") as metrics:
+                metrics.seek(self._num_read)
+                whole, end, _ = metrics.read().rpartition(b"\n")
+            self._num_read += len(whole + end)
+            for line in map(json.loads, whole.splitlines()):
+                self.at_s.setdefault(line["step"], time.monotonic())
+                self._lines.append(line)
+        return self._lines
 
     @property
     def step(self) -> int:

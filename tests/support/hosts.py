@@ -143,7 +143,10 @@ class Hosts:
     def set_rate(self, host: int, rate: str) -> None:
         """Give the link of a host a rate of its own, in each direction."""
         bucket = ["root", "tbf", "rate", rate, "burst", "512k", "latency", "100ms"]
-        for namespace, device in ((self._namespace(host), "eth0"), (self._switch, f"p{host}")):
+        places = [(self._namespace(host), "eth0")]
+        if self._user_switch is None:  # otherwise what hosts send is what others receive
+            places.append((self._switch, f"p{host}"))
+        for namespace, device in places:
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *bucket)
 
     def lose(self, host: int) -> None:

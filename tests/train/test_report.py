@@ -255,17 +255,28 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross():
 
 
 def test_hosts_are_drawn_with_what_they_sent_and_what_their_ranks_waited():
-    hosts = (HostFacts("a<b", (0,), 3 * 2**20, 2**20), HostFacts("host1", (1,), 2**20, 0))
-    record = made_up_run(hosts=hosts)
+    hosts = (HostFacts("a<b", (0, 1), 3 * 2**20, 2**20), HostFacts("host1", (2,), 2**20, 0))
+    record = made_up_run(Sizes(ranks=3, units=2), hosts=hosts)
     first, second = host_rows(record)
     step_s = max(each.duration_s for each in record.timelines)
     assert (first.name, first.received) == (
         "a<b",
         f"{shown_bytes(3 * 2**20)}, {shown_bytes(int(3 * 2**20 / step_s))}/s",
     )
-    assert second.waits == [(1, pytest.approx(100 * record.timelines[1].exposed_s() / step_s))]
+    assert second.waits == [(2, pytest.approx(100 * record.timelines[2].exposed_s() / step_s))]
+    # Each of two ranks receives half of what they gather and reduce.
+    moved = {
+        (activity, unit.name): num_bytes
+        for unit in record.units
+        for activity, num_bytes in (("gather", unit.gather_bytes), ("reduce", 4 * unit.numel))
+    }
+    spans = [(each.activity.value, each.unit) for each in record.timelines[0].spans]
+    inside = shown_bytes(sum(moved.get(each, 0) for each in spans))
+    assert first.inside.startswith(f"{inside}, ")
+    assert second.inside == ""
     page = page_of(record)
     assert "<b>a&lt;b</b>" in page
+    assert f"inside: {inside}, " in page
     assert 'id="hosts"' not in page_of(made_up_run())
 
 

@@ -36,7 +36,7 @@ from fullshard.api import AllGather, ReduceScatter
 from fullshard.comm import guard, shm
 from fullshard.comm.mesh import Axis
 from fullshard.comm.order import enter_call
-from fullshard.comm.two_level import StagedWork, levels_of, packed_wire
+from fullshard.comm.two_level import Rail, StagedWork, levels_of, packed_wire, rail_of
 from fullshard.comm.work import CollectiveWork, Group, Tensors, is_gloo, issue, issue_each, wait_of
 from fullshard.device import simulation
 from fullshard.layout import Plain, Wire
@@ -244,24 +244,40 @@ class ShmCollectives(GlooCollectives):
 
     def all_gather(self, outs: Tensors, ins: Tensors, group: Group) -> CollectiveWork:
         link = shm.link_of(group)
-        if link is None:
-            if levels_of(group) is not None:
-                work = issue(self._gather_by_levels, group, list(outs), list(ins))
-                return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
+        if link is not None:
+            return CollectiveWork([issue(shm.HostWork, link, list(outs), list(ins), None)])
+        if levels_of(group) is not None:
+            work = issue(self._gather_by_levels, group, list(outs), list(ins))
+        elif rail_of(group) is not None:
+            work = issue(self._gather_by_rail, group, list(outs), list(ins))
+        else:
             return super().all_gather(outs, ins, _channel_of(group))
-        return CollectiveWork([issue(shm.HostWork, link, list(outs), list(ins), None)])
+        return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
 
     def reduce_scatter(
         self, outs: Tensors, ins: Tensors, group: Group, *, average: bool, wire: Wire | None = None
     ) -> CollectiveWork:
         link, wire = shm.link_of(group), wire or Plain(ins[0].dtype)
-        if link is None:
-            if wire.holds_sums and levels_of(group) is not None:
-                work = issue(self._reduce_by_levels, group, list(outs), list(ins), wire)
-                return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
+        if link is not None:
+            _tell(wire.inside, ins, group)
+            return CollectiveWork([issue(shm.HostWork, link, list(outs), list(ins), wire.inside)])
+        if wire.holds_sums and levels_of(group) is not None:
+            work = issue(self._reduce_by_levels, group, list(outs), list(ins), wire)
+        elif rail_of(group) is not None:
+            work = issue(self._reduce_by_rail, group, list(outs), list(ins), wire)
+        else:
             return self._exchange(outs, ins, _channel_of(group), packed_wire(wire, group))
-        _tell(wire.inside, ins, group)
-        return CollectiveWork([issue(shm.HostWork, link, list(outs), list(ins), wire.inside)])
+        return CollectiveWork([work], [*outs, *ins], wait=guard.wait_for)
+
+    def _gather_by_rail(self, group: Group, outs: Tensors, ins: Tensors) -> StagedWork:
+        rail = rail_of(group)
+        assert rail is not None
+        return rail.start(lambda: _gather_over(rail, outs, ins))
+
+    def _reduce_by_rail(self, group: Group, outs: Tensors, ins: Tensors, wire: Wire) -> StagedWork:
+        rail = rail_of(group)
+        assert rail is not None
+        return rail.start(lambda: _reduce_over(rail, outs, ins, wire))
 
     def _gather_by_levels(self, group: Group, outs: Tensors, ins: Tensors) -> StagedWork:
         """Gather the segments of a rail between hosts, then those of all rails inside the host."""
@@ -270,7 +286,7 @@ class ShmCollectives(GlooCollectives):
 
         def stages() -> None:
             of_rail = [each.new_empty(levels.num_hosts * each.numel()) for each in ins]
-            GlooCollectives.all_gather(self, of_rail, ins, levels.rail).wait()
+            _gather_over(levels, of_rail, ins)
             self.all_gather(
                 [part for out in outs for part in out.view(-1).chunk(levels.num_hosts)],
                 [part for each in of_rail for part in each.chunk(levels.num_hosts)],
@@ -300,7 +316,7 @@ class ShmCollectives(GlooCollectives):
                 shape = levels.num_hosts, wire.message_numel(each.size(1))
                 sent.append(each.new_empty(shape, dtype=wire.dtype))
                 wire.encode(each, sent[-1])
-            self._exchange(outs, [each.view(-1) for each in sent], levels.rail, wire).wait()
+            _reduce_over(levels, outs, sent, wire)
 
         return levels.start(stages)
 
@@ -324,6 +340,23 @@ class ShmCollectives(GlooCollectives):
         link = shm.known_link(group)
         shared = None if link is None else link.allocate(numel, dtype)
         return super().allocate_bucket(numel, dtype, device) if shared is None else shared
+
+
+def _gather_over(rail: Rail, outs: Tensors, ins: Tensors) -> None:
+    size = rail.rail.size()
+    rail.exchange(
+        [_bytes(out.view(-1)).chunk(size) for out in outs], [[_bytes(i)] * size for i in ins]
+    )
+
+
+def _reduce_over(rail: Rail, outs: Tensors, ins: Tensors, wire: Wire) -> None:
+    """Exchange messages of a wire, and sum what arrives."""
+    _tell(wire, ins, rail.rail)
+    received, size = [torch.empty_like(inp) for inp in ins], rail.rail.size()
+    parts = ([_bytes(each.view(-1)).chunk(size) for each in tensors] for tensors in (received, ins))
+    rail.exchange(*parts)
+    for out, got in zip(outs, received, strict=True):
+        wire.add_up(got.view(size, -1).unbind(), out)
 
 
 class CustomCollectives(Collectives):

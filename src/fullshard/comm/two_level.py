@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 
@@ -20,9 +20,11 @@ import torch.distributed as dist
 from fullshard._torch import is_registered, lifetime_of, local_group, timeout_of
 from fullshard.comm import guard
 from fullshard.comm.topology import Topology
+from fullshard.comm.work import CollectiveWork
 from fullshard.layout import Wire
 
 _Stages = Callable[[], None]
+_Messages = Sequence[torch.Tensor]
 
 
 class StagedWork:
@@ -57,21 +59,15 @@ class StagedWork:
             raise self._error
 
 
-class TwoLevel:
-    """The groups of this rank's host and of its rail.
+class Rail:
+    """A group of ranks on different hosts, to which a program's own collectives do not go.
 
     Without streams, a thread takes the stages of one collective after another, in the order in
     which the ranks start them, while the program computes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, by_host: list[list[int]], backend: str) -> None:
-        self.num_hosts = len(by_host)
-        ranks, own = dist.get_process_group_ranks(group), group.rank()
-        host = next(each for each in by_host if own in each)
-        rail = [each[host.index(own)] for each in by_host]
-        timeout = timeout_of(group)
-        self.host = local_group([ranks[each] for each in host], timeout, backend)
-        self.rail = local_group([ranks[each] for each in rail], timeout, backend)
+    def __init__(self, group: dist.ProcessGroup, places: list[int], backend: str) -> None:
+        self.rail = _part_of(group, places, backend)
         self._queue: SimpleQueue[StagedWork | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -85,11 +81,51 @@ class TwoLevel:
         self._queue.put(work)
         return work
 
+    def exchange(self, received: Sequence[_Messages], sent: Sequence[_Messages]) -> None:
+        """Send messages to all ranks and receive theirs over gloo, in both directions at once.
+
+        `received` and `sent` have one message for each rank, for each bucket. gloo sends a message
+        when it is told, over the same connection, that the other rank waits for it. Its own
+        collectives send first, so a rank that comes later tells that behind its own message, and
+        the directions take turns. Here, all tell it before they send.
+        """
+        group, own, size = self.rail, self.rail.rank(), self.rail.size()
+        others = [(own + each) % size for each in range(1, size)]
+        works = [group.recv([each[peer]], peer, 0) for each in received for peer in others]
+        works += [group.send([each[peer]], peer, 0) for each in sent for peer in others]
+        for into, message in zip(received, sent, strict=True):
+            into[own].copy_(message[own])
+        CollectiveWork(works).wait()  # all of them, also after an error
+
     def close(self) -> None:
         self._queue.put(None)
-        for group in (self.host, self.rail):
-            if is_registered(group):
-                dist.destroy_process_group(group)
+        _destroy(self.rail)
+
+
+class TwoLevel(Rail):
+    """The groups of this rank's host and of its rail."""
+
+    def __init__(self, group: dist.ProcessGroup, by_host: list[list[int]], backend: str) -> None:
+        host = next(each for each in by_host if group.rank() in each)
+        self.num_hosts = len(by_host)
+        self.host = _part_of(group, host, backend)
+        place = host.index(group.rank())
+        super().__init__(group, [each[place] for each in by_host], backend)
+
+    def close(self) -> None:
+        super().close()
+        _destroy(self.host)
+
+
+def _part_of(group: dist.ProcessGroup, places: list[int], backend: str) -> dist.ProcessGroup:
+    """A new group of some of the ranks of a group."""
+    ranks = dist.get_process_group_ranks(group)
+    return local_group([ranks[each] for each in places], timeout_of(group), backend)
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    if is_registered(group):
+        dist.destroy_process_group(group)
 
 
 def _take(queue: SimpleQueue[StagedWork | None]) -> None:
@@ -111,6 +147,7 @@ def packed_wire(wire: Wire, group: dist.ProcessGroup | None) -> Wire:
 
 
 _levels: weakref.WeakKeyDictionary[object, dict[str, TwoLevel | None]] = weakref.WeakKeyDictionary()
+_rails: weakref.WeakKeyDictionary[object, Rail | None] = weakref.WeakKeyDictionary()
 
 
 def levels_of(group: dist.ProcessGroup, backend: str = "gloo") -> TwoLevel | None:
@@ -131,3 +168,20 @@ def levels_of(group: dist.ProcessGroup, backend: str = "gloo") -> TwoLevel | Non
             weakref.finalize(lifetime, found.close).atexit = False
         known[backend] = found
     return known[backend]
+
+
+def rail_of(group: dist.ProcessGroup) -> Rail | None:
+    """The rail of a gloo group whose ranks are all on different hosts.
+
+    The first call for a group is one that all its ranks make.
+    """
+    if not is_registered(group):
+        return None
+    lifetime = lifetime_of(group)
+    if lifetime not in _rails:
+        found, size = None, group.size()
+        if size > 1 and Topology.of(group).num_hosts == size:
+            found = Rail(group, [*range(size)], "gloo")
+            weakref.finalize(lifetime, found.close).atexit = False
+        _rails[lifetime] = found
+    return _rails[lifetime]

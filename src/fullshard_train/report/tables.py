@@ -22,7 +22,7 @@ from fullshard_train.report.formatting import (
     shown_time,
 )
 from fullshard_train.report.palette import NUM_SERIES
-from fullshard_train.report.record import RunRecord
+from fullshard_train.report.record import HostFacts, RunRecord
 from fullshard_train.report.step_timeline import shown_unit
 
 
@@ -79,11 +79,15 @@ def _slowest(record: RunRecord) -> Iterator[Fact]:
 
 @dataclass(frozen=True, slots=True)
 class HostRow:
-    """A host as the page draws it; `waits` has a rank and the percent of the step it waited."""
+    """A host as the page draws it; `waits` has a rank and the percent of the step it waited.
+
+    `inside` is what its ranks gather and reduce from each other; empty if that is not known.
+    """
 
     name: str
     received: str
     sent: str
+    inside: str
     waits: Sequence[tuple[int, float]]
 
 
@@ -96,6 +100,7 @@ def host_rows(record: RunRecord) -> list[HostRow]:
             name=plain(host.name),
             received=_with_rate(host.received_bytes, step_s),
             sent=_with_rate(host.sent_bytes, step_s),
+            inside=_with_rate(inside, step_s) if (inside := _inside_bytes(record, host)) else "",
             waits=[
                 (rank, 100 * min(1.0, by_rank[rank].exposed_s() / step_s))
                 for rank in host.ranks
@@ -104,6 +109,30 @@ def host_rows(record: RunRecord) -> list[HostRow]:
         )
         for host in record.hosts
     ]
+
+
+def _inside_bytes(record: RunRecord, host: HostFacts) -> int:
+    """What ranks of a host receive from each other in the traced step; 0 if that is not known."""
+    section, model = (record.config.get(each, {}) for each in ("sharding", "model"))
+    is_plain = all(section.get(f"{each}_wire", "plain") == "plain" for each in ("gather", "reduce"))
+    if not is_plain or section.get("reshard_to") or model.get("lora_rank"):
+        return 0
+    shards = str(section.get("mesh", "auto")).partition("x")[2]
+    size = min(int(shards or len(host.ranks)), len(host.ranks))
+    gathered = {each.name: each.gather_bytes for each in record.units}
+    reduced = {
+        each.name: each.numel * (2 if section.get("precision") == "bf16-reduce" else 4)
+        for each in record.units
+    }
+    moved = {Activity.GATHER: gathered, Activity.REDUCE: reduced}
+    num_bytes = sum(
+        moved[span.activity].get(span.unit, 0)
+        for timeline in record.timelines
+        if timeline.rank in host.ranks
+        for span in timeline.spans
+        if span.activity in moved
+    )
+    return num_bytes * (size - 1) // size
 
 
 def _with_rate(num_bytes: int, seconds: float) -> str:
