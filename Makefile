@@ -48,7 +48,7 @@ test: $(STAMP)
 
 # `make test`, and then what takes longer: random programs, documents, commands on a terminal.
 test-all: test
-	$(BIN)/python -m pytest --exhaustive -m exhaustive --numprocesses 6 \
+	$(BIN)/python -m pytest --exhaustive -m exhaustive --numprocesses $(WORKERS) \
 		--dist worksteal $(TESTS)
 
 # What takes minutes each: runs that are killed again and again, and all faults that are known.

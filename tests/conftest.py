@@ -49,10 +49,10 @@ SELDOM = ("exhaustive", "soak")
 # What the tests of a room may take in `make test`, in seconds of a worker on two idle cores.
 BUDGETS_S = {
     "comm": 170,
-    "contract": 50,
+    "contract": 55,
     "engine": 340,
     "hosts": 15,
-    "layout": 65,
+    "layout": 75,
     "optim": 125,
     "plan": 65,
     "project": 35,

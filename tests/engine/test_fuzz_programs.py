@@ -925,7 +925,7 @@ def check(program: Program, backend: str = "gloo") -> None:
 
 # FUZZ=500 tries that many programs of each kind, other ones each time.
 num_programs = int(os.environ.get("FUZZ", "0"))
-some = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 4)
+some = settings(derandomize=not num_programs, deadline=None, max_examples=num_programs or 3)
 MESHES: dict[int, tuple[tuple[int, ...], ...]] = {2: ((2,),), 4: ((4,), (2, 2))}
 
 

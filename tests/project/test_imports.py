@@ -145,7 +145,9 @@ def test_a_long_function_is_noticed_without_its_docstring() -> None:
 
 
 WITHOUT_ROOMS = """
+import faulthandler
 import torch, torch.distributed as dist
+faulthandler.dump_traceback_later(90, exit=True)  # nobody else says where ranks wait
 from fullshard import FullyShardedDataParallel, fully_shard
 dist.init_process_group("gloo")
 for shard in fully_shard, FullyShardedDataParallel:
